@@ -1,0 +1,66 @@
+# The environment of all targets is .venv, made on first use and again whenever its inputs change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.stamp-docs
+BENCHMARKS := overhead cpu_throughput bubble
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%)
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
+
+# torch comes first and alone, at its exact version: what else is installed must take the build that is there.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "'$(PYTHON)' is not Python 3.10 or later: choose another with 'make PYTHON=/path/to/python ...'" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
+	$(BIN)/python examples/train_bytes.py
+
+lint: $(STAMP)  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Format the sources and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DOCS_STAMP)  ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+bench: $(BENCHMARKS:%=bench-%)  ## Run the benchmarks into docs/measurements/
+
+# One after the other, also under make -j: side by side they would measure each other.
+.NOTPARALLEL:
+$(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
+	@mkdir -p docs/measurements
+	$(BIN)/python -m benchmarks.$* > docs/measurements/$*.txt.part
+	@mv docs/measurements/$*.txt.part docs/measurements/$*.txt
+	@cat docs/measurements/$*.txt
+
+coverage: $(STAMP)  ## Run the tests; planning and engine must be covered to 90 percent
+	$(BIN)/python -m pytest -q --cov=lightning_roundpipe.planning --cov=lightning_roundpipe.engine \
+	    --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+"""RoundPipe for PyTorch Lightning.
+
+Importing this package registers the strategy and the accelerator ``"roundpipe"``; it needs no GPU and starts no thread.
+
+    import lightning as L, lightning_roundpipe
+    L.Trainer(strategy="roundpipe", devices="auto").fit(model, data)
+"""
+
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.strategies import StrategyRegistry
+
+from .__about__ import __version__
+from .accelerator import RoundPipeAccelerator
+from .engine.dispatch import PipelineStalled
+from .engine.microbatch import BatchSplitError
+from .engine.recompute import GradientCutError
+from .engine.runner import UnitEscapeError
+from .strategy import RoundPipeStrategy
+
+__all__ = [
+    "BatchSplitError",
+    "GradientCutError",
+    "PipelineStalled",
+    "RoundPipeAccelerator",
+    "RoundPipeStrategy",
+    "UnitEscapeError",
+    "__version__",
+]
+
+StrategyRegistry.register(
+    RoundPipeStrategy.strategy_name,
+    RoundPipeStrategy,
+    description="Round-robin pipeline over a pool of devices, weights on the host",
+)
+AcceleratorRegistry.register(
+    RoundPipeAccelerator.name(),
+    RoundPipeAccelerator,
+    description="All GPUs if there are any, else virtual CPU devices",
+)

@@ -1,0 +1,89 @@
+"""The accelerator ``"roundpipe"``: all GPUs if there are any, else virtual CPU devices."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_parser import _parse_gpu_ids
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from typing_extensions import override
+
+_MAX_AUTO_VIRTUAL = 8
+
+
+def num_host_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class RoundPipeAccelerator(Accelerator):
+    """Devices of the pool. On a machine without GPUs ``devices=N`` means N virtual devices on the host's cores.
+
+    The model itself stays on the host; a device holds only what the engine sends there.
+    """
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing to do: workers are set up by the device pool."""
+
+    @override
+    def teardown(self) -> None:
+        """Nothing to do: the strategy ends the pool."""
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | list[int]) -> int | list[int]:
+        """The number of virtual devices, or the list of GPU ordinals.
+
+        Raises:
+            MisconfigurationException: if the value names no device.
+        """
+        if torch.cuda.is_available():
+            return _parse_gpu_ids(devices, include_cuda=True) or []
+        count = int(devices) if isinstance(devices, str) and devices.lstrip("-").isdigit() else devices
+        if isinstance(count, list):
+            count = len(count)
+        if count == -1:
+            count = RoundPipeAccelerator.auto_device_count()
+        if not isinstance(count, int) or count < 1:
+            raise MisconfigurationException(
+                f"devices={devices!r}: without a GPU, pass the number of virtual CPU devices, for instance devices=2"
+            )
+        return count
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: int | list[int]) -> list[torch.device]:
+        """One torch device per worker."""
+        if isinstance(devices, int):
+            return [torch.device("cpu")] * devices
+        return [torch.device("cuda", ordinal) for ordinal in devices]
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        """What ``devices="auto"`` means: every GPU, or one virtual device per core (8 at most)."""
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        return min(num_host_cores(), _MAX_AUTO_VIRTUAL)
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        """Always: every machine has cores."""
+        return True
+
+    @staticmethod
+    @override
+    def name() -> str:
+        """The name under which ``Trainer(accelerator=...)`` knows it."""
+        return "roundpipe"
+
+    @override
+    def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
+        """Figures for ``DeviceStatsMonitor``: memory of ``device`` if it is a GPU, nothing for the host."""
+        device = torch.device(device)
+        return torch.cuda.memory_stats(device) if device.type == "cuda" else {}

@@ -1,0 +1,82 @@
+"""From a batch to weighted micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .engine.microbatch import batch_rows, split_batch
+
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Micro-batches of one batch.
+
+    Attributes:
+        microbatches: in order.
+        sizes: rows of each; 1 where rows are unknown.
+        weights: share of each in the loss; they sum to 1.
+        batch_size: rows of the whole batch, None if it was not split.
+    """
+
+    microbatches: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    batch_size: int | None
+
+
+def microbatches_of(
+    batch: Any,
+    num_microbatches: int,
+    *,
+    min_rows: int,
+    loss_weight: str | Callable[[Any], float],
+    split: Callable[[Any, int], Sequence[Any]] | None,
+) -> Batches:
+    """Splits ``batch``; arguments as in :class:`RoundPipeOptions`.
+
+    Raises:
+        BatchSplitError: if the layout of the batch is ambiguous, naming the leaf.
+        ValueError: if ``split`` gives nothing, or a weight is negative or not a number.
+    """
+    if split is None:
+        done = split_batch(batch, num_microbatches, min_rows=min_rows)
+        microbatches, sizes, batch_size = done.microbatches, done.sizes, done.batch_size
+    else:
+        microbatches = tuple(split(batch, num_microbatches))
+        if not microbatches:
+            raise ValueError(f"{split!r} returned no micro-batch for a batch of type {type(batch).__name__}")
+        rows = [batch_rows(microbatch) for microbatch in microbatches]
+        known = [n for n in rows if n is not None]
+        sizes = tuple(known) if len(known) == len(rows) else (1,) * len(rows)
+        batch_size = sum(sizes) if len(known) == len(rows) else None
+    if len(microbatches) == 1:
+        return Batches(microbatches, sizes, (1.0,), batch_size)
+    counts = [_weight(m, size, loss_weight) for m, size in zip(microbatches, sizes, strict=True)]
+    total = sum(counts)
+    if total <= 0.0:  # no label at all: the loss is what it is, every micro-batch counts by its rows
+        counts, total = [float(size) for size in sizes], float(sum(sizes))
+    return Batches(microbatches, sizes, tuple(count / total for count in counts), batch_size)
+
+
+def _weight(microbatch: Any, size: int, loss_weight: str | Callable[[Any], float]) -> float:
+    if loss_weight == "samples":
+        return float(size)
+    if callable(loss_weight):
+        weight = float(loss_weight(microbatch))
+        if not weight >= 0.0:
+            raise ValueError(f"loss_weight gave {weight} for a micro-batch: weights must be numbers >= 0")
+        return weight
+    labels = microbatch.get("labels") if isinstance(microbatch, Mapping) else getattr(microbatch, "labels", None)
+    if not isinstance(labels, torch.Tensor):
+        raise ValueError(
+            f"loss_weight={loss_weight!r} needs a tensor 'labels' in the batch, which is a {type(microbatch).__name__} "
+            "without one: use loss_weight='samples', or a function from a micro-batch to its weight"
+        )
+    counted = labels[..., 1:] if loss_weight == "causal_label_tokens" else labels
+    return float((counted != _IGNORED_LABEL).sum())

@@ -1,0 +1,258 @@
+"""Host masters, device copies of units, and the way of gradients back home.
+
+[Note: weights and gradients]
+The user's parameters are the *master weights*; they never leave the host and their ``.grad`` is not touched while a
+step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
+leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, made
+when a stage starts and dropped when it ends. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
+and go home to a :class:`GradientStore` when the stage's last micro-batch leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .devices import Device
+from .glue import assign
+from .transfer import poison
+from .units import Unit, rebind
+
+
+class GradientStore:
+    """Gradients of master weights that have come home, on the host, in the masters' dtype and shape."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, master: nn.Parameter, gradient: Tensor) -> None:
+        """Adds ``gradient`` to what is there; takes ownership of it."""
+        with self._lock:
+            known = self._gradients.get(master)
+            if known is None:
+                self._gradients[master] = gradient
+            elif known.is_sparse or gradient.is_sparse:
+                self._gradients[master] = known + gradient
+            else:
+                known.add_(gradient)
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """All gradients; the store is empty afterwards."""
+        with self._lock:
+            gradients, self._gradients = self._gradients, {}
+            return gradients
+
+
+class Replica:
+    """A shallow structural copy of a unit; see [Note: weights and gradients].
+
+    Attributes:
+        module: the copy that runs.
+        leaves: leaf parameter of the copy -> master weight.
+        copies: master module -> its copy.
+    """
+
+    def __init__(self, unit: Unit, device: Device) -> None:
+        self.unit = unit
+        self.device = device
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._copy_of: dict[int, nn.Module] = {}
+        self._master_of: dict[int, nn.Module] = {}
+        self._leaf_of: dict[int, nn.Parameter] = {}
+        self.leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
+        self.resident = False
+        self.has_gradients = False
+        for module in unit.module.modules():
+            copy = module.__new__(type(module))
+            self._pairs.append((module, copy))
+            self._copy_of[id(module)] = copy
+            self._master_of[id(copy)] = module
+        self.module = self._copy_of[id(unit.module)]
+        self._structure = self._current_structure()
+        for master in unit.module.parameters():
+            leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+            self._leaf_of[id(master)] = leaf
+            self.leaves[leaf] = master
+
+    def _current_structure(self) -> list[tuple[int, ...]]:
+        return [
+            (*map(id, m._modules.values()), -1, *map(id, m._parameters.values())) for m in self.unit.module.modules()
+        ]
+
+    def is_current(self) -> bool:
+        """Whether modules and parameter objects of the unit are still the ones that were copied."""
+        return self._structure == self._current_structure()
+
+    def copy_of(self, module: nn.Module) -> nn.Module | None:
+        """The copy of a master module, or None if it does not belong to this unit."""
+        return self._copy_of.get(id(module))
+
+    def master_of(self, copy: nn.Module) -> nn.Module | None:
+        """The master of one of this replica's modules."""
+        return self._master_of.get(id(copy))
+
+    def refresh(self) -> None:
+        """Takes over what may have changed on the masters since the last step: attributes, flags, hooks, storage."""
+        self.buffers = []
+        for master, copy in self._pairs:
+            state = copy.__dict__
+            state.clear()
+            for name, value in master.__dict__.items():
+                state[name] = (
+                    value
+                    if isinstance(value, (bool, int, float, str)) or value is None
+                    else rebind(value, self._copy_of, self._leaf_of)
+                )
+            state.pop("forward", None)
+            own_forward = _own_forward(master)
+            if own_forward is not None:
+                state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
+            state["_parameters"] = {
+                name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
+            }
+            state["_modules"] = {
+                name: None if m is None else self._copy_of[id(m)] for name, m in master._modules.items()
+            }
+            state["_buffers"] = dict(master._buffers)
+            self.buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
+        for leaf, master_parameter in self.leaves.items():
+            leaf.requires_grad_(master_parameter.requires_grad)
+
+    def load(self, baseline: Iterable[tuple[nn.Module, str, Any]] = ()) -> bool:
+        """Makes the device copies (or aliases) of weights and buffers; False if they are there already.
+
+        Args:
+            baseline: attributes that belong to some micro-batch at the moment, with their values for everybody else.
+        """
+        if self.resident:
+            return False
+        self.refresh()
+        for module, name, value in baseline:
+            if (copy := self.copy_of(module)) is not None:
+                assign(copy, name, value)
+        leaves = list(self.leaves)
+        if self.device.aliases_host:
+            for leaf in leaves:
+                data = self.leaves[leaf].data
+                if leaf.data_ptr() != data.data_ptr() or leaf.shape != data.shape or leaf.dtype != data.dtype:
+                    leaf.data = data
+        else:
+            moved = self.device.h2d.submit([self.leaves[leaf] for leaf in leaves]).wait()
+            for leaf, data in zip(leaves, moved, strict=True):
+                leaf.data = data
+            self.load_buffers()
+        self.resident = True
+        return True
+
+    def load_buffers(self) -> None:
+        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'."""
+        if self.device.aliases_host:
+            return
+        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
+        moved = self.device.h2d.submit([b for _, _, b in found if b is not None]).wait()
+        for (copy, name, _), tensor in zip(found, moved, strict=True):
+            copy._buffers[name] = tensor
+
+    def store_buffers(self) -> None:
+        """Brings buffers home that the forward wrote."""
+        for master, copy, name in self.buffers:
+            value, home = copy._buffers.get(name), master._buffers.get(name)
+            if value is None or home is None or value is home:
+                continue
+            (value,) = self.device.d2h.submit([value]).wait() if not self.device.aliases_host else (value.detach(),)
+            if home.shape == value.shape and home.dtype == value.dtype:
+                with torch.no_grad():
+                    home.copy_(value)
+            else:
+                master._buffers[name] = home = value
+            if self.device.aliases_host:
+                copy._buffers[name] = home
+
+    def harvest(self, store: GradientStore) -> None:
+        """Moves the gradients of the leaves to ``store``."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
+        found = [(leaf, master) for leaf, master in self.leaves.items() if leaf.grad is not None]
+        gradients = [leaf.grad for leaf, _ in found]
+        if not self.device.aliases_host:
+            gradients = list(self.device.d2h.submit([g for g in gradients if g is not None]).wait())
+        for (leaf, master), gradient in zip(found, gradients, strict=True):
+            leaf.grad = None
+            assert gradient is not None
+            store.add(master, gradient)
+
+    def drop(self) -> None:
+        """Frees the device copies; what still reads them sees NaN on a virtual device."""
+        if not self.resident:
+            return
+        self.resident = False
+        self.has_gradients = False
+        for leaf in self.leaves:
+            leaf.grad = None
+            if not self.device.aliases_host:
+                if self.device.torch_device.type == "cpu":
+                    with torch.no_grad():
+                        poison(leaf.data)
+                leaf.data = torch.empty(0, dtype=leaf.dtype)
+        for _, copy in self._pairs:
+            copy.__dict__.clear()
+
+    def snapshot_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Copies of all buffers as they are now: (copy module, name, clone)."""
+        return [(c, n, b.detach().clone()) for _, c, n in self.buffers if (b := c._buffers.get(n)) is not None]
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The ``forward`` a user set on the instance, looking through the interceptor of the engine."""
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "roundpipe_original", forward) if forward is not None else None
+
+
+class ReplicaCache:
+    """Replicas of units on devices, kept across steps (building one costs more than refreshing it).
+
+    Not thread-safe by itself: a replica is only used by the thread that holds the compute lane of its device.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[tuple[int, int], Replica] = {}
+
+    def get(self, unit: Unit, device: Device) -> Replica:
+        """The replica of ``unit`` on ``device``, up to date with the structure of the unit; maybe not loaded."""
+        key = (id(unit), device.index)
+        replica = self._replicas.get(key)
+        if replica is None or (not replica.resident and not replica.is_current()):
+            replica = self._replicas[key] = Replica(unit, device)
+        return replica
+
+    def on_device(self, device: Device) -> Iterator[Replica]:
+        """Resident replicas on ``device``."""
+        return (r for (_, index), r in list(self._replicas.items()) if index == device.index and r.resident)
+
+    def finish_stage(self, device: Device, store: GradientStore) -> None:
+        """Gradients of what ran on ``device`` go home; device copies are dropped where they cost memory."""
+        for replica in self.on_device(device):
+            replica.harvest(store)
+            if not device.aliases_host:
+                replica.drop()
+
+    def leaf_names(self) -> dict[int, str]:
+        """Id of every replica parameter -> name of its unit."""
+        return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
+
+    def drop_all(self) -> None:
+        """Ends a step: nothing stays on any device, gradients that were not harvested are lost."""
+        for replica in list(self._replicas.values()):
+            replica.drop()
+
+    def clear(self) -> None:
+        """Forgets all replicas."""
+        self.drop_all()
+        self._replicas.clear()

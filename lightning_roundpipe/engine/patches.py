@@ -1,0 +1,104 @@
+"""Everything a step changes outside itself, and its undoing on every exit path."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .glue import current
+from .units import Unit, UnitTable
+
+
+@contextlib.contextmanager
+def intercepted(table: UnitTable) -> Iterator[None]:
+    """While open, calls of candidate modules by micro-batch threads go to the engine.
+
+    The instance attribute ``forward`` is replaced, so hooks on the module itself run as glue around the unit, and put
+    back afterwards: copies, pickles and ``state_dict`` never see it.
+    """
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module, unit in table.units.items():
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = _interceptor(unit)
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _interceptor(unit: Unit) -> Callable[..., Any]:
+    module = unit.module
+    original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        state = current()
+        if state is None or state.unit_writes is not None or state.call_unit is None:
+            return original(*args, **kwargs)
+        return state.call_unit(unit, args, kwargs)
+
+    forward.roundpipe_original = original if "forward" in module.__dict__ else None  # type: ignore[attr-defined]
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return torch.compiler.disable(forward)  # type: ignore[no-untyped-call,no-any-return]
+    return forward
+
+
+@contextlib.contextmanager
+def gradients_aside(root: nn.Module) -> Iterator[Callable[[], dict[nn.Parameter, Tensor]]]:
+    """While open, the masters' ``.grad`` and their hooks are out of the way.
+
+    Parameters used in glue accumulate into an empty ``.grad``; hooks of the user must see the whole gradient once, in
+    :meth:`Strategy.backward`, not the parts that arrive during the step. Yields a function that takes what has
+    accumulated in any ``.grad`` since.
+    """
+    parameters = list(root.parameters())
+    gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+    hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    post_hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    for parameter, _ in hooks:
+        parameter._backward_hooks = None
+    for parameter, _ in post_hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def take() -> dict[nn.Parameter, Tensor]:
+        found = {p: p.grad for p in parameters if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return found
+
+    try:
+        yield take
+    finally:
+        take()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for parameter, hook in hooks:
+            parameter._backward_hooks = hook
+        for parameter, post_hook in post_hooks:
+            parameter._post_accumulate_grad_hooks = post_hook
+
+
+@contextlib.contextmanager
+def intra_op_threads(num_threads: int | None) -> Iterator[None]:
+    """Threads that start while this is open use ``num_threads`` for an operator (None: unchanged)."""
+    if num_threads is None or num_threads == torch.get_num_threads():
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,106 @@
+"""Random numbers that depend on (seed, step, micro-batch, call) and on nothing else.
+
+[Note: private randomness]
+Torch's CPU generator is global to the process. With several micro-batches in flight, what a unit draws from it
+would depend on timing, and a recomputation would draw other dropout masks than the forward: wrong gradients without
+any error. Random operators of a unit therefore draw from a generator of their own, seeded from the identity of the
+call. A dispatch mode hands it to them: operators that take a ``generator`` argument get it, the others have an
+overload that does, and what remains runs while the default generator holds the private state. The forward and its
+recomputation see the same stream, for any number of devices. Only units that were seen to draw pay for the mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SEED_BYTES = 8
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that depends on every one of ``parts`` (integers of any size), the same on every machine."""
+    packed = b"".join(struct.pack("<q", (part + 2**63) % 2**64 - 2**63) for part in parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=_SEED_BYTES).digest(), "little") >> 1
+
+
+def _takes_generator(func: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _generator_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload of a random operator that takes a generator, with the same arguments otherwise."""
+    packet = func.overloadpacket
+    name = func._overloadname
+    for candidate in ("generator" if name == "default" else f"{name}_generator", f"generator_with_{name}"):
+        overload = getattr(packet, candidate, None)
+        if overload is not None and _takes_generator(overload):
+            return overload  # type: ignore[no-any-return]
+    return None
+
+
+class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives random operators on the host a generator of their own; see [Note: private randomness].
+
+    Args:
+        seed: seed of the private generator, from :func:`derive_seed`.
+        exclusive: context manager factory under which the default generator may be borrowed for an operator that
+            takes no generator (nobody else draws from it meanwhile).
+    """
+
+    _how: ClassVar[dict[Any, Any]] = {}  # operator -> None (not random), "argument", an overload, or "borrow"
+
+    def __init__(self, seed: int, exclusive: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_draws = 0
+        self._exclusive = exclusive
+
+    @classmethod
+    def _decide(cls, func: Any) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            how: Any = None
+        elif _takes_generator(func):
+            how = "argument"
+        else:
+            how = _generator_overload(func) or "borrow"
+        cls._how[func] = how
+        return how
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        how = self._how.get(func, self)
+        if how is self:
+            how = self._decide(func)
+        if how is None:
+            return func(*args, **kwargs)
+        self.num_draws += 1
+        if kwargs.get("generator") is not None or not self._on_host(args, kwargs):
+            return func(*args, **kwargs)
+        if how == "argument":
+            return func(*args, **{**kwargs, "generator": self.generator})
+        if how != "borrow":
+            return how(*args, **kwargs, generator=self.generator)
+        with self._exclusive():
+            default = torch.default_generator
+            before = default.get_state()
+            try:
+                default.set_state(self.generator.get_state())
+                return func(*args, **kwargs)
+            finally:
+                self.generator.set_state(default.get_state())
+                default.set_state(before)
+
+    @staticmethod
+    def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        device = kwargs.get("device")
+        if device is not None:
+            return torch.device(device).type == "cpu"
+        return all(not isinstance(arg, torch.Tensor) or arg.device.type == "cpu" for arg in args)

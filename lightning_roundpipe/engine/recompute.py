@@ -1,0 +1,290 @@
+"""Cutting autograd at units, and what a call must remember to be run again.
+
+[Note: cutting autograd]
+The graph of a micro-batch is cut at every unit call. Inside, the unit's graph is local to the call: it starts at
+:class:`Entry` and at the replica's leaves and is either kept (fused stage) or made again from saved inputs when the
+backward comes by (recompute). Outside, the call's differentiable outputs hang on a :class:`Cut` node that saves
+nothing and, in backward, puts the gradient into the :class:`Call`. Everything between units is ordinary autograd.
+
+Outputs live in *slots*: results by index, and by name what leaves a unit in other ways: outputs of submodules that
+carry forward hooks (hooks see tensors that are cut already), tensor attributes that the unit wrote, and inputs that it
+changed in place. So hidden-state recorders, auxiliary losses kept on ``self`` and in-place units get their gradients.
+
+[Note: facts]
+Under ``no_grad`` nobody can tell which outputs would require a gradient, so the first call of a unit with a new kind
+of arguments runs with its graph, once, and leaves its :class:`Facts`: flagged slots, whether it draws random
+numbers, which buffers it writes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .units import Unit
+
+Slot = Hashable
+
+
+class GradientCutError(RuntimeError):
+    """User code ran a backward through a unit inside the step."""
+
+
+class Flushing:
+    """Whether the engine itself is walking the glue graph of a micro-batch; shared by its calls."""
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        self.active = False
+
+
+class Entry(torch.autograd.Function):
+    """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.call.input_gradients = gradients
+        return (None,) * (2 + len(gradients))
+
+
+class Cut(torch.autograd.Function):
+    """End of a call for the glue graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: tuple[Slot, ...], num_changed: int, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.slots = slots
+        split = len(tensors) - num_changed
+        changed = tensors[split:]
+        ctx.mark_dirty(*changed)
+        return (*(t.detach() for t in tensors[:split]), *changed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        call: Call = ctx.call
+        if not call.flushing.active:
+            raise GradientCutError(
+                f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
+                "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). Use "
+                "RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
+                "train this module with strategy='auto'."
+            )
+        for slot, gradient in zip(ctx.slots, gradients, strict=True):
+            if gradient is not None:
+                call.add_gradient(slot, gradient)
+        return (None,) * (4 + len(gradients))
+
+
+def cut_owner(tensor: Tensor) -> tuple[Call, Slot] | None:
+    """The call and slot whose unchanged output ``tensor`` is, if its gradient may be handed over directly."""
+    node: Any = tensor.grad_fn
+    if node.__class__ is not _CUT_NODE or tensor._backward_hooks or tensor.retains_grad:
+        return None
+    return node.call, node.slots[tensor.output_nr]
+
+
+_CUT_NODE = Cut._backward_cls
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the first call with a kind of arguments taught; see [Note: facts].
+
+    Attributes:
+        flagged: slots whose tensor requires a gradient.
+        slots: all slots of the result.
+        draws: whether random numbers were drawn.
+        buffers: buffers that were written: (master module, name).
+    """
+
+    flagged: frozenset[Slot]
+    slots: frozenset[Slot]
+    draws: bool
+    buffers: tuple[tuple[nn.Module, str], ...]
+
+
+class Call:
+    """One execution of a unit by one micro-batch.
+
+    Attributes:
+        unit: what was called.
+        index: ordinal of the call in its micro-batch; seeds its random numbers.
+        kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
+        backward_stage: stage that runs the backward, or None for a call off the plan.
+        leaves, structure: the arguments, see :mod:`trees`; tensors are saved copies if the call is recomputed.
+        differentiable: indices of leaves that required a gradient.
+        receivers: for each of them where its gradient goes: an edge of the glue graph or (call, slot).
+        side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
+        autocast: state of autocast at the call: (enabled, dtype).
+        changed: indices of leaves that the unit changes in place.
+        buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
+        local: slots of the kept graph.
+        gradients: gradients that have arrived per slot.
+    """
+
+    __slots__ = (
+        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
+        "flushing", "gradients", "index", "input_gradients", "kept", "leaves", "local", "receivers", "relayed",
+        "relays", "side", "structure", "unit",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
+        self.unit = unit
+        self.index = index
+        self.flushing = flushing
+        self.kept = False
+        self.backward_stage: int | None = None
+        self.leaves: list[Any] = []
+        self.structure: Any = None
+        self.differentiable: list[int] = []
+        self.receivers: list[GradientEdge | tuple[Call, Slot]] = []
+        self.side: list[tuple[nn.Module, str]] = []
+        self.changed: list[int] = []
+        self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
+        self.facts: Facts | None = None
+        self.local: dict[Slot, Tensor] | None = None
+        self.gradients: dict[Slot, Tensor] = {}
+        self.input_gradients: tuple[Tensor | None, ...] = ()
+        self.relayed: dict[Slot, Tensor] = {}
+        self.relays: list[bool] = []
+
+    def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
+        """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere."""
+        known = self.gradients.get(slot)
+        self.gradients[slot] = gradient if known is None else known + gradient
+
+    def set_receivers(self, tensors: list[Tensor]) -> None:
+        """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
+        self.receivers = [cut_owner(x) or get_gradient_edge(x) for x in tensors]
+
+    def forget(self) -> None:
+        """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
+        self.leaves = []
+        self.receivers = []
+        self.buffer_values = []
+        self.local = None
+        self.gradients = {}
+        self.input_gradients = ()
+        self.relayed = {}
+        self.side = []
+
+
+class SavedInputs:
+    """Host copies of the tensors that recomputed calls of one micro-batch need.
+
+    Copies, because glue may change the original later (``x += position``), which would give wrong gradients without
+    an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """A host copy of ``tensor`` as it is now; expanded dimensions stay expanded."""
+        version = version_of(tensor)
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
+            return saved
+        saved = _host_copy(tensor.detach())
+        self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
+        return saved
+
+    def clear(self) -> None:
+        """Forgets which tensors were saved."""
+        self._known.clear()
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor.to("cpu", copy=True)
+    narrow = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            narrow = narrow.narrow(dim, 0, 1)
+    return narrow.to("cpu", copy=True).expand(tensor.shape)
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter, or -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class PendingGradients:
+    """Gradients that wait at the inputs of calls, until the glue graph is flushed.
+
+    Several consumers of a glue tensor add up here, so that its producers are walked once.
+    """
+
+    def __init__(self, flushing: Flushing) -> None:
+        self._flushing = flushing
+        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+
+    def deliver(self, receiver: GradientEdge | tuple[Call, Slot], gradient: Tensor) -> None:
+        """Takes the gradient of one input of a call."""
+        if isinstance(receiver, GradientEdge):
+            key = (receiver.node, receiver.output_nr)
+            known = self._waiting.get(key)
+            self._waiting[key] = (receiver, gradient if known is None else known[1] + gradient)
+        else:
+            call, slot = receiver
+            call.add_gradient(slot, gradient)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def flush(self) -> None:
+        """Pushes what waits through the glue graph, down to the cuts and to parameters used in glue."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = list(self._waiting.values()), {}
+        self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
+
+    def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
+        """``torch.autograd.backward`` on glue; the graph is kept, because other calls flush through it too."""
+        self._flushing.active = True
+        try:
+            torch.autograd.backward(roots, gradients, retain_graph=True)
+        finally:
+            self._flushing.active = False
+
+    def clear(self) -> None:
+        """Drops what waits."""
+        self._waiting.clear()
+
+
+def find_escaped(roots: list[Any], leaves: dict[int, str]) -> str | None:
+    """The name of a unit one of whose replica parameters is reachable from glue, or None.
+
+    Args:
+        roots: autograd nodes to start from: of the loss and of the inputs of every call.
+        leaves: id of a replica's leaf -> name of its unit.
+    """
+    seen: set[Any] = set()
+    todo = [node for node in roots if node is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in leaves:
+            return leaves[id(variable)]
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+    return None

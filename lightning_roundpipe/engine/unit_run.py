@@ -1,0 +1,215 @@
+"""One execution of a unit on a replica: arguments in, slots out.
+
+Used for the forward and for its recomputation alike, so that both see the same random numbers, autocast state,
+attributes and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import trees
+from .glue import MISSING, GlueLock, GlueState, UnitWrites, assign
+from .parameters import Replica
+from .randomness import PrivateRandomness
+from .recompute import Call, Cut, Slot
+
+_active = threading.local()
+
+
+@dataclass
+class UnitResult:
+    """What one execution of a unit gave.
+
+    Attributes:
+        leaves, structure: the returned value, see :mod:`trees`.
+        slots: every tensor that left the unit, by slot.
+        written: plain attributes that the unit wrote: (copy or other module, name, value).
+        num_draws: random operators that ran, where they were watched.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    slots: dict[Slot, Tensor]
+    written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    num_draws: int = 0
+
+
+@dataclass
+class UnitRunner:
+    """Runs units for one micro-batch.
+
+    Attributes:
+        state: the micro-batch's glue state.
+        lock: the glue lock of the step.
+        seed_of: seed of the random numbers of a call, from its ordinal.
+    """
+
+    state: GlueState
+    lock: GlueLock
+    seed_of: Any
+    anchor: Tensor
+
+    def run(self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool) -> UnitResult:
+        """Calls the unit's forward on ``replica``, in the caller's grad mode.
+
+        Args:
+            call: identity of the execution.
+            replica: loaded replica on the current device.
+            leaves: arguments, then the values of ``call.side``.
+            watch_randomness: whether random operators get the call's private generator.
+        """
+        (args, kwargs), side = trees.unflatten(call.structure, leaves)
+        previous = self._set_side(call, replica, side)
+        writes = UnitWrites()
+        call.relayed = {}
+        relays, call.relays = call.relays, []
+        _active.run = (self, call, relays)
+        self.state.unit_writes = writes
+        written: list[tuple[nn.Module, str, Any]] = []
+        try:
+            with contextlib.ExitStack() as stack:
+                mask_saved_tensor_hooks(stack)
+                watch = None
+                if watch_randomness:
+                    watch = PrivateRandomness(self.seed_of(call.index), self.lock.borrowed)
+                    stack.enter_context(watch)
+                result = replica.module.forward(*args, **kwargs)
+        finally:
+            self.state.unit_writes = None
+            _active.run = None
+            written = writes.take_back()
+            for module, name, value in previous:
+                assign(module, name, value)
+        result_leaves: list[Any] = []
+        structure = trees.flatten(result, result_leaves)
+        slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
+        slots.update(call.relayed)
+        for order, (_, name, value) in enumerate(written):
+            if isinstance(value, Tensor):
+                slots["attribute", order, name] = value
+        return UnitResult(result_leaves, structure, slots, written, watch.num_draws if watch else 0)
+
+    @staticmethod
+    def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
+        previous = []
+        for (module, name), value in zip(call.side, values, strict=True):
+            copy = replica.copy_of(module)
+            if copy is not None:
+                previous.append((copy, name, copy.__dict__.get(name, MISSING)))
+                assign(copy, name, value)
+        return previous
+
+
+def mask_saved_tensor_hooks(stack: contextlib.ExitStack) -> None:
+    """Hides saved-tensor hooks of the surroundings (non-reentrant activation checkpointing in glue) from a unit."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> Iterator[None]:
+    """Autocast as it was at the call; the weight cache stays off (any thread's exit would clear it)."""
+    if wanted == autocast_state(device_type):
+        yield
+    else:
+        with torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False):
+            yield
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    """(enabled, dtype) of the calling thread."""
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+# [Note: relays]
+# Forward hooks on submodules of a unit (recorders of hidden states, attentions, router logits) keep the tensors they
+# see. Inside a unit these belong to the local graph, which glue must not reach, so on the replica such hooks are run
+# by a relay that shows them cut tensors: further outputs of the call. A recomputation does not run the hooks again,
+# unless they changed the output, which the rest of the unit needs.
+
+
+def install_relays(replica: Replica) -> None:
+    """Replaces the forward hooks of submodules by relays; see [Note: relays]. Called when a replica is refreshed."""
+    root = replica.unit.module
+    for master in root.modules():
+        if master is root or not master._forward_hooks:
+            continue
+        copy = replica.copy_of(master)
+        if copy is None or not replica.resident:
+            continue
+        copy.__dict__["_forward_hooks"] = OrderedDict({0: _Relay(master)})
+        copy.__dict__["_forward_hooks_with_kwargs"] = OrderedDict({0: True})
+        copy.__dict__["_forward_hooks_always_called"] = OrderedDict()
+
+
+class _Relay:
+    """Stands for all forward hooks of one submodule."""
+
+    def __init__(self, master: nn.Module) -> None:
+        self._master = master
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        runner, call, recorded = _active.run
+        order = len(call.relays)
+        if order < len(recorded) and not recorded[order]:
+            call.relays.append(False)
+            leaves: list[Any] = []
+            trees.flatten(output, leaves)
+            _relay_slots(call, order, leaves)
+            return None
+        changed, result = self._run_hooks(runner, call, order, args, kwargs, output)
+        call.relays.append(changed)
+        return result if changed else None
+
+    def _run_hooks(
+        self, runner: UnitRunner, call: Call, order: int, args: Any, kwargs: Any, output: Any
+    ) -> tuple[bool, Any]:
+        leaves: list[Any] = []
+        structure = trees.flatten(output, leaves)
+        slots = _relay_slots(call, order, leaves)
+        flagged = [slot for slot in slots if _is_flagged(call, slot)]
+        if flagged:
+            with torch.enable_grad():
+                tensors = [slots[slot].detach() for slot in flagged]
+                cut = Cut.apply(call, tuple(flagged), 0, runner.anchor, *tensors)  # type: ignore[no-untyped-call]
+            for slot, tensor in zip(flagged, cut, strict=True):
+                leaves[slot[2]] = tensor  # type: ignore[index]
+        shown = trees.unflatten(structure, leaves)
+        if self._call_hooks(args, kwargs, shown) is shown:
+            return False, output
+        # The rest of the unit computes with what the hooks returned, so they must see the tensors of the local graph.
+        return True, self._call_hooks(args, kwargs, output)
+
+    def _call_hooks(self, args: Any, kwargs: Any, output: Any) -> Any:
+        for hook_id, hook in self._master._forward_hooks.items():
+            if hook_id in self._master._forward_hooks_with_kwargs:
+                new = hook(self._master, args, kwargs, output)
+            else:
+                new = hook(self._master, args, output)
+            output = output if new is None else new
+        return output
+
+
+def _relay_slots(call: Call, order: int, leaves: list[Any]) -> dict[Slot, Tensor]:
+    slots: dict[Slot, Tensor] = {("relay", order, i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    call.relayed.update(slots)
+    return slots
+
+
+def _is_flagged(call: Call, slot: Slot) -> bool:
+    if call.facts is not None:
+        return slot in call.facts.flagged
+    return call.relayed[slot].requires_grad

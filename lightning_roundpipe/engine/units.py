@@ -1,0 +1,204 @@
+"""Finds the units of a model: the modules that are run whole.
+
+[Note: units]
+Containers (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``) are transparent: their members are *blocks*, and a
+block is never looked into. Modules around blocks are *glue*: their own ``forward`` is user code that calls units.
+Every other module that owns parameters is a candidate, at every level: which level counts is decided by the first call
+that arrives from glue, because inside a unit nothing is intercepted. So the unit is the coarsest module that is
+really called, without guessing, and a module that is never called (an embedding whose weight a decoder uses by
+itself) needs no rule: its parameters are used by glue.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Forward pre-hooks of these types compute a parameter-dependent attribute outside the module's own forward: the
+# module runs as glue, where that is ordinary autograd.
+_LEGACY_NORMS = ("SpectralNorm", "WeightNorm")
+# A module that owns more than this share of all parameters is looked into: as one unit it would leave no pipeline.
+_MAX_SHARE = 0.5
+
+UnitClasses = Sequence[type[nn.Module] | str]
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module that is run whole.
+
+    Attributes:
+        name: dotted path below the root module.
+        module: the module itself; it holds the master weights.
+        order: position in ``named_modules`` order; identifies the unit.
+        facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
+    """
+
+    name: str
+    module: nn.Module
+    order: int
+    facts: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def has_trainable_parameters(self) -> bool:
+        """Whether any parameter of the unit requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.module.parameters())
+
+    def weight_bytes(self) -> int:
+        """Bytes of all its parameters."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+
+class UnitTable:
+    """All modules of ``root`` that may turn out to be units; see [Note: units].
+
+    Args:
+        root: the user's model; never a unit itself.
+        unit_classes: classes (or class names) whose instances are blocks, wherever they are; overrides the rules.
+        exempt: classes that are never units (metrics).
+
+    Raises:
+        ValueError: if a class of ``unit_classes`` does not occur in ``root``.
+    """
+
+    def __init__(self, root: nn.Module, unit_classes: UnitClasses | None = None, exempt: tuple[type, ...] = ()) -> None:
+        self.root = root
+        self._exempt = exempt
+        self._chosen = tuple(unit_classes or ())
+        self._no_split = self._no_split_names()
+        self._total = max(1, _num_parameters(root))
+        self.blocks: list[nn.Module] = []
+        self._glue: set[nn.Module] = {root}
+        self._descend(root)
+        self._check_chosen()
+        names = {module: name for name, module in root.named_modules()}
+        inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
+        self.units: dict[nn.Module, Unit] = {}
+        for order, (module, name) in enumerate(names.items()):
+            if module in self._glue or module in inside_blocks or not self._can_be_unit(module):
+                continue
+            self.units[module] = Unit(name, module, order)
+
+    def _no_split_names(self) -> set[str]:
+        names: set[str] = set()
+        for module in self.root.modules():
+            names.update(getattr(module, "_no_split_modules", None) or ())
+        return names
+
+    def _is_chosen(self, module: nn.Module) -> bool:
+        return any(type(module).__name__ == c if isinstance(c, str) else isinstance(module, c) for c in self._chosen)
+
+    def _check_chosen(self) -> None:
+        for choice in self._chosen:
+            named = choice if isinstance(choice, str) else choice.__name__
+            if not any(
+                type(m).__name__ == choice if isinstance(choice, str) else isinstance(m, choice)
+                for m in self.root.modules()
+            ):
+                present = sorted({type(m).__name__ for m in self.root.modules() if _num_parameters(m)})
+                raise ValueError(
+                    f"units={named!r}: no module of this class in {type(self.root).__name__}. "
+                    f"Classes that own parameters there: {', '.join(present)}."
+                )
+
+    def _can_be_unit(self, module: nn.Module) -> bool:
+        if isinstance(module, (*self._exempt, *_CONTAINERS, nn.ParameterList, nn.ParameterDict)):
+            return False
+        if any(type(hook).__name__ in _LEGACY_NORMS for hook in module._forward_pre_hooks.values()):
+            return False
+        return _num_parameters(module) > 0 or isinstance(module, _NormBase)
+
+    def _descend(self, module: nn.Module) -> None:
+        """``module`` is glue: sorts its children into blocks, further glue, and plain candidates."""
+        for child in module.children():
+            if isinstance(child, self._exempt) or child in self._glue:
+                continue
+            if self._is_block(child, module):
+                if child not in self.blocks:
+                    self.blocks.append(child)
+            elif isinstance(child, _CONTAINERS) or self._is_glue(child):
+                self._glue.add(child)
+                self._descend(child)
+
+    def _is_block(self, module: nn.Module, parent: nn.Module) -> bool:
+        if self._chosen:
+            return self._is_chosen(module)
+        if type(module).__name__ in self._no_split:
+            return True
+        if isinstance(module, _CONTAINERS) or not isinstance(parent, _CONTAINERS):
+            return False
+        return not any(type(m).__name__ in self._no_split for m in module.modules())
+
+    def _is_glue(self, module: nn.Module) -> bool:
+        """Whether there is something to pipeline inside ``module``, which is neither a container nor a block."""
+        inside = [m for m in module.modules() if m is not module]
+        if self._chosen:
+            return any(self._is_chosen(m) for m in inside)
+        if any(type(m).__name__ in self._no_split for m in inside):
+            return True
+        if any(_has_repeated_members(m) for m in module.modules() if isinstance(m, _CONTAINERS)):
+            return True
+        children = [child for child in module.children() if _num_parameters(child)]
+        if _is_torch_module(module) or len(children) < 2:
+            return False
+        return _repeats_class(children) or _num_parameters(module) > _MAX_SHARE * self._total
+
+
+def _is_torch_module(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() if not nn.parameter.is_lazy(p) else 1 for p in module.parameters())
+
+
+def _repeats_class(children: list[nn.Module]) -> bool:
+    """Whether two of ``children`` that have structure of their own are of the same class."""
+    classes = [type(child) for child in children if any(True for _ in child.children())]
+    return len(classes) != len(set(classes))
+
+
+def _has_repeated_members(container: nn.Module) -> bool:
+    classes = [type(m) for m in _members(container) if _num_parameters(m)]
+    return len(classes) != len(set(classes))
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _members(child)
+        else:
+            yield child
+
+
+def rebind(value: Any, modules: dict[int, nn.Module], parameters: dict[int, nn.Parameter]) -> Any:
+    """``value`` with references to master modules and parameters replaced by those of a replica.
+
+    Covers what modules keep in their ``__dict__``: a parameter, a module, a bound method, and one level of list,
+    tuple or dict of these (an RNN's ``_flat_weights``). Returns ``value`` itself where there is nothing to replace.
+    """
+    if isinstance(value, torch.Tensor):
+        return parameters.get(id(value), value)
+    if isinstance(value, nn.Module):
+        return modules.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        owner = modules.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    if type(value) in (list, tuple):
+        replaced = [rebind(item, modules, parameters) if _is_reference(item) else item for item in value]
+        return value if all(a is b for a, b in zip(value, replaced, strict=True)) else type(value)(replaced)
+    if type(value) is dict:
+        new = {k: rebind(v, modules, parameters) if _is_reference(v) else v for k, v in value.items()}
+        return value if all(new[k] is value[k] for k in value) else new
+    return value
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, nn.Module, types.MethodType))

@@ -1,0 +1,385 @@
+"""One micro-batch on its way through the stages: the life of a thread.
+
+[Note: the walk]
+Forward: the user's function runs; each unit call is located in the plan, the thread moves to the stage of that call
+(leaving the one before), runs the unit on the stage's device and cuts the graph. Backward, after the loss: the calls
+in reverse order, each in its backward stage: gradients that wait are flushed through glue, the local graph is made
+again or was kept, and the unit's backward runs on the stage's replica. A call that got no gradient is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ..planning.partition import Partition, StageKind
+from ..planning.schedule import Action
+from ..planning.timeline import Span
+from . import trees
+from .devices import Device, DevicePool
+from .dispatch import Turnstile
+from .forward import ForwardResult, ForwardRunner, add_changed, enter, to_device
+from .glue import GlueLock, GlueState
+from .parameters import GradientStore, Replica, ReplicaCache
+from .randomness import derive_seed
+from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot
+from .unit_run import UnitRunner, autocast_as, autocast_state, install_relays
+from .units import Unit
+
+
+@dataclass
+class Plan:
+    """Which unit calls are expected in which order, and the stages they were cut into."""
+
+    sequence: tuple[Unit, ...]
+    partition: Partition
+    recording: bool = False
+
+
+@dataclass
+class StepContext:
+    """What the micro-batches of one run over a schedule share."""
+
+    plan: Plan
+    turnstile: Turnstile
+    pool: DevicePool
+    replicas: ReplicaCache
+    lock: GlueLock
+    training: bool
+    seed: int
+    autocast_device: str
+    gradients: GradientStore
+    glue_parameters: set[nn.Parameter]
+    started_at: float
+    _trainable: dict[Unit, bool] = field(default_factory=dict)
+    _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
+
+    def is_trainable(self, unit: Unit) -> bool:
+        """Whether any parameter of ``unit`` requires a gradient in this step."""
+        known = self._trainable.get(unit)
+        if known is None:
+            known = self._trainable[unit] = unit.has_trainable_parameters
+        return known
+
+    def members_of(self, unit: Unit) -> frozenset[int]:
+        """Ids of the unit's modules."""
+        known = self._members.get(unit)
+        if known is None:
+            known = self._members[unit] = frozenset(map(id, unit.module.modules()))
+        return known
+
+
+@dataclass(eq=False)
+class Walk:
+    """A micro-batch; see [Note: the walk].
+
+    Args:
+        index: micro-batch index: identifies it to the user and seeds its random numbers.
+        slot: its index in the schedule of this run.
+    """
+
+    index: int
+    slot: int
+    shared: StepContext
+    state: GlueState
+    calls: list[Call] = field(default_factory=list)
+    sequence: list[Unit] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    glue_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    num_off_plan: int = 0
+
+    def __post_init__(self) -> None:
+        self._stage: int | None = None
+        self._next_position = 0
+        self._in_backward = False
+        self._flushing = Flushing()
+        self._pending = PendingGradients(self._flushing)
+        self._saved = SavedInputs()
+        self._anchor = torch.zeros((), requires_grad=True)
+        shared = self.shared
+        self._runner = UnitRunner(
+            self.state, shared.lock, lambda call: derive_seed(shared.seed, self.index, call), self._anchor
+        )
+        self._forward = ForwardRunner(self._runner, self._saved, self._anchor)
+        self.state.call_unit = self.call_unit
+
+    # --- stages and devices ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Device:
+        """The device of the current stage."""
+        stage = 0 if self._stage is None else self._stage
+        return self.shared.pool[self.shared.turnstile.device_of(Action(stage, self.slot))]
+
+    def _move_to(self, stage: int) -> None:
+        """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped."""
+        current = -1 if self._stage is None else self._stage
+        if stage <= current:
+            return
+        for passed in range(max(current, 0), stage):
+            self.shared.turnstile.leave(Action(passed, self.slot))
+        self._stage = stage
+        self.shared.turnstile.enter(Action(stage, self.slot))
+
+    def _locate(self, unit: Unit) -> int | None:
+        """Position of this call in the plan; None if it is off the plan."""
+        sequence = self.shared.plan.sequence
+        for position in range(self._next_position, len(sequence)):
+            if sequence[position] is unit:
+                self._next_position = position + 1
+                return position
+        self.num_off_plan += not self.shared.plan.recording
+        return None
+
+    def _span(self, kind: str, label: str, started: float) -> None:
+        origin = self.shared.started_at
+        self.spans.append(
+            Span(
+                device=self.device.index,
+                kind=kind,
+                start_ms=(started - origin) * 1e3,
+                end_ms=(time.perf_counter() - origin) * 1e3,
+                stage_index=-1 if self._stage is None else self._stage,
+                microbatch_index=self.index,
+                label=label,
+            )
+        )
+
+    # --- forward -----------------------------------------------------------------------------------------------
+
+    def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a unit that glue has called; the calling thread holds the glue lock."""
+        self.shared.turnstile.check()
+        if self._in_backward:
+            return self._run_in_backward(unit, args, kwargs)
+        call = Call(unit, len(self.sequence), self._flushing)
+        self.sequence.append(unit)
+        position = self._locate(unit)
+        leaves = self._take_arguments(call, args, kwargs)
+        call.autocast = autocast_state(self.shared.autocast_device)
+        call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        differentiates = self.shared.training and torch.is_grad_enabled()
+        records = differentiates and (bool(call.differentiable) or self.shared.is_trainable(unit))
+        with self.shared.lock.released(self.state):
+            self._go_to_call(call, position)
+            done = self._compute(call, position, leaves, records)
+        return self._give_out(call, done, leaves, records)
+
+    def _take_arguments(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Flattens the arguments and, behind them, attributes that this micro-batch set on the unit's modules."""
+        if self.state.overlay:
+            members = self.shared.members_of(call.unit)
+            call.side = [(m, name) for (key, name), (m, _) in self.state.overlay.items() if key in members]
+        side_values = [module.__dict__.get(name) for module, name in call.side]
+        leaves: list[Any] = []
+        call.structure = trees.flatten(((args, kwargs), side_values), leaves)
+        return leaves
+
+    def _go_to_call(self, call: Call, position: int | None) -> None:
+        partition = self.shared.plan.partition
+        if position is None:
+            if self._stage is None:
+                self._move_to(0)
+            stage = self._stage or 0
+        else:
+            stage = partition.forward_stage(position)
+            self._move_to(stage)
+            call.backward_stage = partition.backward_stage(position) if partition.is_training else None
+        call.kept = partition.stages[stage].kind is StageKind.FUSED and not self.shared.plan.recording
+
+    def _compute(self, call: Call, position: int | None, leaves: list[Any], records: bool) -> ForwardResult:
+        unit = call.unit
+        key = (
+            records, torch.is_grad_enabled(), unit.module.training, position, len(leaves),
+            tuple(call.differentiable), call.autocast, tuple(x for x in leaves if x is None or type(x) in (bool, str)),
+        )  # fmt: skip
+        facts = unit.facts.get(key)
+        if facts is not None and facts.buffers and position is not None and self.slot > 0:
+            self.shared.turnstile.await_position(self.slot, self.slot - 1, position)
+        started = time.perf_counter()
+        with self.device.computing():
+            replica = self._replica(unit)
+            if facts is None or facts.buffers:
+                replica.load_buffers()
+            done = self._forward.run(call, replica, leaves, records=records, key=key)
+            self._free_recorded(replica)
+        self._span("compute", f"F {unit.name}", started)
+        if position is not None:
+            self.shared.turnstile.pass_position(self.slot, position + 1)
+        return done
+
+    def _replica(self, unit: Unit) -> Replica:
+        replica = self.shared.replicas.get(unit, self.device)
+        if replica.load(self.shared.lock.baseline()):
+            install_relays(replica)
+        return replica
+
+    def _free_recorded(self, replica: Replica) -> None:
+        """The recording runs all units on one device: what takes memory there must go at once."""
+        if self.shared.plan.recording and not self.device.aliases_host:
+            replica.harvest(self.shared.gradients)
+            replica.drop()
+
+    # --- results -----------------------------------------------------------------------------------------------
+
+    def _give_out(self, call: Call, done: ForwardResult, leaves: list[Any], records: bool) -> Any:
+        """Cuts the graph and hands results, changed inputs and written attributes to glue (lock held)."""
+        result = done.unit
+        outputs = dict(result.slots)
+        if records and call.facts is not None and call.facts.flagged:
+            self._cut(call, done, leaves, outputs)
+        result_leaves = [
+            leaves[done.passed_through[i]] if i in done.passed_through else outputs.get(i, leaf)
+            for i, leaf in enumerate(result.leaves)
+        ]
+        for order, (home, name, value) in enumerate(result.written):
+            self.shared.lock.write(self.state, home, name, outputs.get(("attribute", order, name), value))
+        if records:
+            self.calls.append(call)
+        return trees.unflatten(result.structure, result_leaves)
+
+    def _cut(self, call: Call, done: ForwardResult, leaves: list[Any], outputs: dict[Slot, Tensor]) -> None:
+        assert call.facts is not None
+        call.set_receivers([leaves[i] for i in call.differentiable])
+        flagged = call.facts.flagged
+        if call.kept:
+            call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
+        inside = [s for s in outputs if s in flagged and s not in done.passed_through and not _is_named(s, "relay")]
+        slots = [s for s in inside if not _is_named(s, "input")]
+        changed = [i for i in done.changed if ("input", i) in flagged]
+        if slots or changed:
+            named = (*slots, *(("input", i) for i in changed))
+            tensors = [*(outputs[slot].detach() for slot in slots), *(leaves[i] for i in changed)]
+            cut = Cut.apply(call, named, len(changed), self._anchor, *tensors)  # type: ignore[no-untyped-call]
+            outputs.update(zip(slots, cut, strict=False))
+
+    def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit called by glue's own recomputation (activation checkpointing around units): runs inline."""
+        leaves: list[Any] = []
+        call = Call(unit, len(self.sequence), self._flushing)
+        call.structure = trees.flatten(((args, kwargs), []), leaves)
+        with self.device.computing():
+            replica = self._replica(unit)
+            replica.has_gradients = torch.is_grad_enabled()
+            result = self._runner.run(call, replica, leaves, watch_randomness=True)
+        return trees.unflatten(result.structure, result.leaves)
+
+    # --- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """From the loss to the parameters; called without the glue lock."""
+        partition = self.shared.plan.partition
+        fused = next(stage.index for stage in partition.stages if stage.kind is StageKind.FUSED)
+        self._move_to(fused)
+        self._in_backward = True
+        with self._glue_backward("B loss"):
+            self._pending.run_backward(list(roots), list(gradients))
+        while self.calls:
+            call = self.calls.pop()
+            self.shared.turnstile.check()
+            if call.backward_stage is not None:
+                self._move_to(call.backward_stage)
+            if self._pending:
+                with self._glue_backward("B glue"):
+                    self._pending.flush()
+            self._backward_call(call)
+            call.forget()
+        if self._pending:
+            with self._glue_backward("B glue"):
+                self._pending.flush()
+
+    @contextlib.contextmanager
+    def _glue_backward(self, label: str) -> Any:
+        """Around backward through glue. With the glue lock where parameters are used in glue: their ``.grad`` is
+        shared by all micro-batches until it is taken."""
+        started = time.perf_counter()
+        parameters = self.shared.glue_parameters
+        if not parameters:
+            yield
+        else:
+            self.shared.lock.acquire(self.state)
+            try:
+                yield
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        known = self.glue_gradients.get(parameter)
+                        gradient, parameter.grad = parameter.grad, None
+                        self.glue_gradients[parameter] = gradient if known is None else known + gradient
+            finally:
+                self.shared.lock.release(self.state)
+        self._span("compute", label, started)
+
+    def _backward_call(self, call: Call) -> None:
+        if not call.gradients:
+            return
+        started = time.perf_counter()
+        device = self.device
+        with device.computing():
+            replica = self._replica(call.unit)
+            local = call.local if call.kept else self._recompute(call, replica)
+            assert local is not None
+            replica.has_gradients = True
+            roots, gradients = [], []
+            for slot, gradient in call.gradients.items():
+                root = local.get(slot)
+                if root is None or not root.requires_grad:
+                    raise RuntimeError(
+                        f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: output "
+                        f"{slot!r} required a gradient in the forward and does not any more. A unit must do the same "
+                        "when it is called again with the same arguments."
+                    )
+                roots.append(root)
+                gradients.append(gradient.to(root.device))
+            torch.autograd.backward(roots, gradients)
+            self._free_recorded(replica)
+        self._span("compute", f"B {call.unit.name}", started)
+        for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
+            if arrived is not None:
+                self._pending.deliver(receiver, arrived)
+
+    def _recompute(self, call: Call, replica: Replica) -> dict[Slot, Tensor]:
+        """Runs the unit again with its graph, on what the forward saw."""
+        assert call.facts is not None
+        target = self.device.torch_device
+        leaves = to_device(call.leaves, target)
+        swapped = []
+        for master, name, value in call.buffer_values:
+            copy = replica.copy_of(master)
+            assert copy is not None
+            swapped.append((copy, name, copy._buffers[name]))
+            copy._buffers[name] = value.to(target, copy=True)
+        try:
+            with torch.enable_grad(), autocast_as(self.shared.autocast_device, call.autocast):
+                enter(call, leaves, self._anchor)
+                result = self._runner.run(call, replica, leaves, watch_randomness=call.facts.draws)
+                add_changed(call, result, leaves)
+        finally:
+            for copy, name, buffer in swapped:
+                copy._buffers[name] = buffer
+        return result.slots
+
+    def glue_nodes(self) -> list[Any]:
+        """Autograd nodes of glue that produced the inputs of calls."""
+        return [r.node for call in self.calls for r in call.receivers if isinstance(r, GradientEdge)]
+
+    def finish(self) -> None:
+        """Releases tickets, the lock and every reference to tensors of the step."""
+        self.shared.lock.release(self.state)
+        for call in self.calls:
+            call.forget()
+        self.calls.clear()
+        self._pending.clear()
+        self._saved.clear()
+        self.state.call_unit = None
+        self.shared.turnstile.retire(self.slot)
+
+
+def _is_named(slot: Slot, kind: str) -> bool:
+    return isinstance(slot, tuple) and slot[0] == kind

@@ -1,0 +1,136 @@
+"""``self.log`` calls of M micro-batches become one call with the value of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from .engine.glue import current
+
+
+@dataclass
+class _LogCall:
+    module: LightningModule
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def reduce_fx(self) -> Any:
+        return self.kwargs.get("reduce_fx", "mean")
+
+
+class LogCapture:
+    """Holds back ``log`` calls that micro-batch threads make, and replays each of them once.
+
+    Lightning's logging is not thread-safe, and M calls would count M times. A replayed call has the arguments of the
+    first micro-batch that made it; its value is the mean over the micro-batches weighted like the loss (or by the
+    ``batch_size`` given to the calls), or their sum, minimum or maximum where ``reduce_fx`` says so. ``Metric``
+    objects are logged as themselves. Lightning checks the arguments when the call is replayed.
+    """
+
+    def __init__(self, root: LightningModule, num_microbatches: int) -> None:
+        self._modules = [m for m in root.modules() if isinstance(m, LightningModule)]
+        self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, ``log`` of every LightningModule in the tree is held back on micro-batch threads."""
+        before = [(module, module.__dict__.get("log")) for module in self._modules]
+        for module in self._modules:
+            module.__dict__["log"] = self._capture(module, module.log)
+        try:
+            yield
+        finally:
+            for module, log in before:
+                if log is None:
+                    module.__dict__.pop("log", None)
+                else:
+                    module.__dict__["log"] = log
+
+    def _capture(self, module: LightningModule, original: Callable[..., None]) -> Callable[..., None]:
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            state = current()
+            if state is None:
+                return original(name, value, *args, **kwargs)
+            held = value.detach() if isinstance(value, Tensor) else value
+            self._calls[state.index].append(_LogCall(module, name, held, args, kwargs))
+            return None
+
+        return log
+
+    def replay(self, weights: Sequence[float], batch_size: int | None) -> None:
+        """Makes the merged calls, on the thread that Lightning expects them on.
+
+        Args:
+            weights: of the micro-batches, for means.
+            batch_size: rows of the whole batch, for calls that give none; None leaves it to Lightning.
+        """
+        single = len(self._calls) == 1
+        for group in self._grouped():
+            first = group[0][1]
+            kwargs = dict(first.kwargs)
+            if not single:
+                sizes = [call.kwargs.get("batch_size") for _, call in group]
+                given = [size for size in sizes if size is not None]
+                if len(given) == len(group):
+                    kwargs["batch_size"] = sum(given)
+                    merged = _merge(group, [float(size) for size in given])
+                else:
+                    kwargs["batch_size"] = batch_size
+                    merged = _merge(group, [weights[index] for index, _ in group])
+            else:
+                merged = first.value
+            first.module.log(first.name, merged, *first.args, **kwargs)
+
+    def _grouped(self) -> list[list[tuple[int, _LogCall]]]:
+        """Calls that belong together: the n-th call with a name in every micro-batch; in order of appearance."""
+        groups: dict[tuple[int, str, int], list[tuple[int, _LogCall]]] = {}
+        for index, calls in enumerate(self._calls):
+            seen: dict[tuple[int, str], int] = {}
+            for call in calls:
+                key = (id(call.module), call.name)
+                seen[key] = seen.get(key, 0) + 1
+                groups.setdefault((*key, seen[key]), []).append((index, call))
+        return list(groups.values())
+
+
+def _merge(group: list[tuple[int, _LogCall]], weights: Sequence[float]) -> Any:
+    values = [call.value for _, call in group]
+    if isinstance(values[0], Metric) or not all(_is_scalar(value) for value in values):
+        return values[0]
+    stacked = torch.stack([_as_tensor(value) for value in values])
+    how = group[0][1].reduce_fx
+    how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+    if how in ("sum", "min", "max", "amin", "amax"):
+        merge: Callable[[Tensor], Tensor] = getattr(torch, {"min": "amin", "max": "amax"}.get(how, how))
+        return merge(stacked)
+    return weighted_mean(stacked, weights)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
+
+
+def _as_tensor(value: Any) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
+    tensor = tensor.reshape(()).to("cpu")
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
+def weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Mean of ``values`` (shape ``[M]``); a weight of zero leaves its value out, even if it is NaN."""
+    used = [i for i, weight in enumerate(weights) if weight != 0.0] or list(range(len(weights)))
+    share = torch.tensor([weights[i] or 1.0 for i in used], dtype=torch.float64)
+    share = (share / share.sum()).to(values.dtype)
+    return (values[used] * share).sum()

@@ -1,0 +1,159 @@
+"""What one call of a unit costs: time in milliseconds, memory in bytes.
+
+A `CostProfile` lists the calls of one training (or evaluation) step in the order in which the model makes them. It is
+measured by the engine's profiler or written by hand, and travels as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """The cost of one call of a unit on one micro-batch.
+
+    Args:
+        name: Name of the unit, for messages. Not unique: a unit that is called twice has two entries.
+        forward_ms: Time of the forward, in ms.
+        backward_ms: Time of the backward alone, in ms, without the recomputed forward.
+        weight_bytes: Bytes of the parameters on the device.
+        gradient_bytes: Bytes of the parameter gradients on the device; 0 for frozen parameters.
+        input_bytes: Bytes of the tensor inputs of one micro-batch.
+        output_bytes: Bytes of the tensor outputs of one micro-batch.
+
+    Raises:
+        ValueError: If the name is empty, a time is not a finite number >= 0, or a size is not an integer >= 0.
+    """
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"CallCost.name must be a non-empty string, got {self.name!r}: pass the unit's name.")
+        for key in ("forward_ms", "backward_ms"):
+            value = getattr(self, key)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < 0:
+                raise ValueError(
+                    f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {value!r}: "
+                    "measure it again."
+                )
+        for key in ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(
+                    f"CallCost({self.name!r}).{key} must be an integer number of bytes >= 0, got {value!r}: "
+                    "leave it out if it is unknown."
+                )
+
+    @property
+    def recompute_backward_ms(self) -> float:
+        """Time in ms of a backward that has to run the forward again first."""
+        return self.forward_ms + self.backward_ms
+
+
+_FIELD_NAMES = tuple(field.name for field in fields(CallCost))
+_REQUIRED_NAMES = ("name", "forward_ms", "backward_ms")
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """The costs of all calls of one step, in call order.
+
+    Raises:
+        ValueError: If an entry is not a `CallCost`.
+    """
+
+    calls: tuple[CallCost, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", tuple(self.calls))
+        for position, call in enumerate(self.calls):
+            if not isinstance(call, CallCost):
+                raise ValueError(
+                    f"CostProfile.calls[{position}] must be a CallCost, got {call!r}: wrap it in CallCost."
+                )
+
+    def to_json(self) -> str:
+        """Return the profile as a JSON document that `from_json` reads back unchanged."""
+        document = {"version": _FORMAT_VERSION, "calls": [asdict(call) for call in self.calls]}
+        return json.dumps(document, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> CostProfile:
+        """Read a profile that `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not JSON, or not a cost profile; the message names the entry and the field.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"The cost profile is not JSON ({error}): write it with CostProfile.to_json.") from error
+        if not isinstance(document, dict) or not isinstance(document.get("calls"), list):
+            raise ValueError(
+                'A cost profile is a JSON object with a list "calls", '
+                f"got {_shorten(document)}: write it with CostProfile.to_json."
+            )
+        version = document.get("version")
+        if version != _FORMAT_VERSION:
+            raise ValueError(
+                f"The cost profile has version {version!r}, this release reads {_FORMAT_VERSION}: measure it again."
+            )
+        return cls(tuple(_parse_call(position, entry) for position, entry in enumerate(document["calls"])))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to a file as JSON.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CostProfile:
+        """Read a profile from a file that `save` wrote.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it does not hold a cost profile; the message names the file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _parse_call(position: int, entry: Any) -> CallCost:
+    """Turn one JSON entry into a `CallCost`, or say which entry and which field is wrong."""
+    where = f"calls[{position}] of the cost profile"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be an object, got {_shorten(entry)}: write it with CostProfile.to_json.")
+    if unknown := sorted(set(entry) - set(_FIELD_NAMES)):
+        raise ValueError(f"{where} has unknown fields {unknown}: remove them; known are {list(_FIELD_NAMES)}.")
+    if missing := [name for name in _REQUIRED_NAMES if name not in entry]:
+        raise ValueError(f"{where} lacks the fields {missing}: add them.")
+    try:
+        return CallCost(**entry)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _shorten(value: object, limit: int = 60) -> str:
+    """Return the value's repr, cut so that a whole document does not end up in an error message."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."

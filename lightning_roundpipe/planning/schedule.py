@@ -1,0 +1,323 @@
+"""Schedules: for each device, the ordered list of what it runs.
+
+```
+schedule stages=4 microbatches=2 devices=2
+device 0: 0:0 0:1 2:0 2:1
+device 1: 1:0 1:1 3:0 3:1          cell = stage:microbatch
+```
+
+A `Schedule` is pure data. `round_robin` builds the one of the RoundPipe paper, but the engine and the simulator
+interpret any valid schedule, also one that splits a stage's micro-batches over several devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One stage run on one micro-batch: a cell of a schedule."""
+
+    stage_index: int
+    microbatch_index: int
+
+    def format(self) -> str:
+        """Return the cell's text, ``"stage:microbatch"``."""
+        return f"{self.stage_index}:{self.microbatch_index}"
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run, or text that is not a schedule. The message shows the offending cell."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Ordered lists of actions, one per device.
+
+    Every action (stage, micro-batch) occurs exactly once, and the lists together with the chain of each micro-batch,
+    stage 0, 1, 2, ..., have a common order, so that the schedule cannot deadlock. A device may have nothing to do.
+
+    Args:
+        num_stages: Number of stages, at least 1.
+        num_microbatches: Number of micro-batches, at least 1.
+        devices: For each device, its actions in order; at least one device.
+
+    Raises:
+        ScheduleError: If a count is below 1, or an action is out of range, repeated, missing, or part of a deadlock.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    devices: tuple[tuple[Action, ...], ...]
+    _device_of: dict[Action, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(tuple(actions) for actions in self.devices))
+        for name, value in (
+            ("num_stages", self.num_stages),
+            ("num_microbatches", self.num_microbatches),
+            ("num_devices", len(self.devices)),
+        ):
+            if value < 1:
+                raise ScheduleError(f"{name} of a schedule must be >= 1, got {value}: add at least one.")
+        cells = self._validate_cells()
+        object.__setattr__(self, "_device_of", {action: device for action, (device, _) in cells.items()})
+        self._validate_order(cells)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices, idle ones included."""
+        return len(self.devices)
+
+    def device_of(self, action: Action) -> int:
+        """Return the device that runs the action.
+
+        Raises:
+            KeyError: If the schedule has no such action.
+        """
+        return self._device_of[action]
+
+    def format(self) -> str:
+        """Return the schedule as a text table that `parse_schedule` reads back unchanged."""
+        width = max(len(action.format()) for actions in self.devices for action in actions)
+        label = len(f"device {self.num_devices - 1}:")
+        lines = [
+            f"schedule stages={self.num_stages} microbatches={self.num_microbatches} devices={self.num_devices}",
+        ]
+        for device, actions in enumerate(self.devices):
+            cells = " ".join(action.format().rjust(width) for action in actions)
+            lines.append(f"{f'device {device}:'.ljust(label)} {cells}".rstrip())
+        return "\n".join(lines) + "\n"
+
+    def _validate_cells(self) -> dict[Action, tuple[int, int]]:
+        """Check that every action occurs exactly once, and return the (device, column) of each."""
+        cells: dict[Action, tuple[int, int]] = {}
+        for device, actions in enumerate(self.devices):
+            for column, action in enumerate(actions):
+                for name, index, count in (
+                    ("stage", action.stage_index, self.num_stages),
+                    ("micro-batch", action.microbatch_index, self.num_microbatches),
+                ):
+                    if not 0 <= index < count:
+                        raise self._error(
+                            device, column, f"{name} {index} is out of range, the schedule has {count}: remove the cell"
+                        )
+                if action in cells:
+                    first_device, first_column = cells[action]
+                    where = f"device {first_device}, column {first_column}"
+                    raise self._error(device, column, f"the action is already at {where}: remove one of the two")
+                cells[action] = (device, column)
+        if len(cells) != self.num_stages * self.num_microbatches:
+            raise self._missing_error(cells)
+        return cells
+
+    def _missing_error(self, cells: dict[Action, tuple[int, int]]) -> ScheduleError:
+        num_missing = self.num_stages * self.num_microbatches - len(cells)
+        all_actions = (Action(s, m) for s in range(self.num_stages) for m in range(self.num_microbatches))
+        missing = next(action for action in all_actions if action not in cells)
+        message = (
+            f"Action {missing.format()} (stage {missing.stage_index}, micro-batch {missing.microbatch_index}) is "
+            f"missing, {num_missing} in all: add it to a device"
+        )
+        # The actions are searched in order, so that the one of the stage before is there and tells the place.
+        before = cells.get(Action(missing.stage_index - 1, missing.microbatch_index))
+        if before is None:
+            return ScheduleError(f"{message}.")
+        device, column = before
+        place = f"somewhere after its stage before, device {device}, column {column}"
+        return ScheduleError(f"{message}, {place}.\n{self._excerpt(device, column)}")
+
+    def _validate_order(self, cells: dict[Action, tuple[int, int]]) -> None:
+        """Run the schedule without time: whatever cannot be reached is blocked by a cycle."""
+        columns = [0] * self.num_devices
+        next_stage = [0] * self.num_microbatches
+        pending = list(range(self.num_devices))
+        while pending:
+            device = pending.pop()
+            actions = self.devices[device]
+            while columns[device] < len(actions):
+                action = actions[columns[device]]
+                if action.stage_index != next_stage[action.microbatch_index]:
+                    break
+                columns[device] += 1
+                next_stage[action.microbatch_index] += 1
+                # Only the device whose turn it is to continue this micro-batch can have become free to go on.
+                if next_stage[action.microbatch_index] < self.num_stages:
+                    following = cells[Action(next_stage[action.microbatch_index], action.microbatch_index)][0]
+                    if following != device:
+                        pending.append(following)
+        blocked = [d for d, column in enumerate(columns) if column < len(self.devices[d])]
+        if blocked:
+            raise self._deadlock_error(cells, columns, next_stage, blocked[0])
+
+    def _deadlock_error(
+        self, cells: dict[Action, tuple[int, int]], columns: list[int], next_stage: list[int], device: int
+    ) -> ScheduleError:
+        chain: list[int] = []
+        while device not in chain:
+            chain.append(device)
+            microbatch = self.devices[device][columns[device]].microbatch_index
+            device, _ = cells[Action(next_stage[microbatch], microbatch)]
+        cycle = chain[chain.index(device) :]
+        lines = []
+        for waiting in cycle:
+            head = self.devices[waiting][columns[waiting]]
+            needed = Action(next_stage[head.microbatch_index], head.microbatch_index)
+            at_device, at_column = cells[needed]
+            lines.append(
+                f"  device {waiting}, column {columns[waiting]}: {head.format()} waits for {needed.format()} "
+                f"at device {at_device}, column {at_column}"
+            )
+        error = self._error(
+            cycle[0], columns[cycle[0]], "the order is cyclic, the devices would wait for ever: reorder them"
+        )
+        return ScheduleError("\n".join([str(error), *lines]))
+
+    def _error(self, device: int, column: int, problem: str) -> ScheduleError:
+        action = self.devices[device][column]
+        return ScheduleError(
+            f"Device {device}, column {column}, action {action.format()}: {problem}.\n{self._excerpt(device, column)}"
+        )
+
+    def _excerpt(self, device: int, column: int, radius: int = 3) -> str:
+        """Return the part of the table around a cell, the cell itself marked as ``>2:0<``."""
+        first = max(0, column - radius)
+        rows = range(max(0, device - 1), min(self.num_devices, device + 2))
+        parts = {row: self.devices[row][first : column + radius + 1] for row in rows}
+        width = max(len(action.format()) for actions in parts.values() for action in actions)
+        lines = []
+        for row, actions in parts.items():
+            cells = []
+            for offset, action in enumerate(actions):
+                is_marked = (row, first + offset) == (device, column)
+                text = action.format().rjust(width)
+                cells.append(f">{text}<" if is_marked else f" {text} ")
+            before = "... " if first else ""
+            after = " ..." if first + len(actions) < len(self.devices[row]) else ""
+            lines.append(f"  device {row}: {before}{''.join(cells)}{after}".rstrip())
+        return "\n".join(lines)
+
+
+def round_robin(
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int,
+    *,
+    round_size: int | None = None,
+    first_device: int = 0,
+) -> Schedule:
+    """Build the schedule of the RoundPipe paper, arXiv 2604.27085, section on the round-robin schedule.
+
+    The micro-batches are worked off in rounds. The slots, counted over all rounds and within a round over the stages,
+    go to the devices in turn: slot i runs on device ``(first_device + i) % num_devices``, which runs all micro-batches
+    of the round before it turns to its next slot. The ring keeps rotating from one round to the next.
+
+    Args:
+        num_stages: Number of stages, at least 1.
+        num_microbatches: Number of micro-batches, at least 1.
+        num_devices: Number of devices, at least 1.
+        round_size: Micro-batches per round, at least 1; the last round may be smaller. None for one round with all.
+            Each round uploads the weights of each stage once more, and evens out the load where the number of stages
+            is not a multiple of the number of devices. Below `num_devices` a device is back at its turn before the
+            stage in front of it has been through, and waits: allowed, but less efficient.
+        first_device: Device of the first slot; see `next_first_device`.
+
+    Raises:
+        ValueError: If a count is below 1 or `first_device` is not one of the devices.
+    """
+    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device))
+    devices: list[list[Action]] = [[] for _ in range(num_devices)]
+    device = first_device
+    for microbatches in rounds:
+        for stage in range(num_stages):
+            devices[device].extend(Action(stage, microbatch) for microbatch in microbatches)
+            device = (device + 1) % num_devices
+    return Schedule(num_stages, num_microbatches, tuple(map(tuple, devices)))
+
+
+def next_first_device(
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int,
+    *,
+    round_size: int | None = None,
+    first_device: int = 0,
+) -> int:
+    """Return the device on which the step after the `round_robin` schedule of these arguments continues the ring.
+
+    Raises:
+        ValueError: As `round_robin`.
+    """
+    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device))
+    return (first_device + num_stages * len(rounds)) % num_devices
+
+
+def _rounds(
+    num_stages: int, num_microbatches: int, num_devices: int, round_size: int | None, first_device: int
+) -> Iterator[range]:
+    """Check the arguments of `round_robin` and yield the micro-batches of each round."""
+    size = num_microbatches if round_size is None else round_size
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_microbatches", num_microbatches),
+        ("num_devices", num_devices),
+        ("round_size", size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}: pass at least 1.")
+    if not 0 <= first_device < num_devices:
+        raise ValueError(f"first_device must be one of the {num_devices} devices, got {first_device}: take it modulo.")
+    for start in range(0, num_microbatches, size):
+        yield range(start, min(start + size, num_microbatches))
+
+
+_HEADER = re.compile(r"\s*schedule\s+stages=(\d+)\s+microbatches=(\d+)\s+devices=(\d+)\s*")
+_ROW = re.compile(r"\s*device\s+(\d+)\s*:")
+_CELL = re.compile(r"(\d+):(\d+)")
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read a schedule from the text that `Schedule.format` writes; blank lines and ``#`` comments are skipped.
+
+    Raises:
+        ScheduleError: If the text is malformed; the message names line and column, both counted from 1. Also if the
+            schedule it describes is not valid; the message then names device and action.
+    """
+    lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, line) for number, line in lines if line.strip()]
+    if not lines:
+        raise ScheduleError("Line 1, column 1: the text is empty, expected a schedule: write it with Schedule.format.")
+    number, line = lines[0]
+    header = _HEADER.fullmatch(line)
+    if header is None:
+        expected = "a header such as 'schedule stages=4 microbatches=2 devices=2'"
+        raise _parse_error(number, len(line) - len(line.lstrip()), line.strip(), expected)
+    num_stages, num_microbatches, num_devices = map(int, header.groups())
+    rows = [_parse_row(device, number, line) for device, (number, line) in enumerate(lines[1:])]
+    if len(rows) != num_devices:
+        raise ScheduleError(
+            f"Line {number}, column {header.start(3) + 1}: the header says {num_devices} devices, "
+            f"but {len(rows)} device lines follow: correct one of the two."
+        )
+    return Schedule(num_stages, num_microbatches, tuple(rows))
+
+
+def _parse_row(device: int, number: int, line: str) -> tuple[Action, ...]:
+    row = _ROW.match(line)
+    if row is None or int(row.group(1)) != device:
+        raise _parse_error(number, len(line) - len(line.lstrip()), line.strip(), f"'device {device}: ...'")
+    actions = []
+    for word in re.finditer(r"\S+", line[row.end() :]):
+        cell = _CELL.fullmatch(word.group())
+        if cell is None:
+            expected = "a cell 'stage:microbatch' such as '2:0'"
+            raise _parse_error(number, row.end() + word.start(), word.group(), expected)
+        actions.append(Action(int(cell.group(1)), int(cell.group(2))))
+    return tuple(actions)
+
+
+def _parse_error(number: int, offset: int, found: str, expected: str) -> ScheduleError:
+    return ScheduleError(f"Line {number}, column {offset + 1}: found {found[:60]!r}, expected {expected}.")

@@ -1,0 +1,199 @@
+"""What ran when, on which device: the common result of the simulator and of a recorded step.
+
+All times are in milliseconds, from any origin.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .schedule import Action
+
+_COMPUTE = "compute"
+_SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that happened on a device between two points in time.
+
+    Args:
+        device: Index of the device.
+        kind: "compute", "h2d" (upload), "d2h" (download), "wait", or any other lane name. Only "compute" is work.
+        start_ms: Begin, in ms.
+        end_ms: End, in ms.
+        stage_index: The stage it belongs to; -1 for none.
+        microbatch_index: The micro-batch it belongs to; -1 for none.
+        label: Text for pictures, such as the name of a unit.
+
+    Raises:
+        ValueError: If the device is negative, the kind empty, a time not finite, or the end before the start.
+    """
+
+    device: int
+    kind: str
+    start_ms: float
+    end_ms: float
+    stage_index: int = -1
+    microbatch_index: int = -1
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.device < 0:
+            raise ValueError(f"Span.device must be >= 0, got {self.device}: pass the index of the device.")
+        if not self.kind:
+            raise ValueError("Span.kind must not be empty: pass 'compute', 'h2d', 'd2h' or 'wait'.")
+        if not (math.isfinite(self.start_ms) and math.isfinite(self.end_ms) and self.start_ms <= self.end_ms):
+            raise ValueError(
+                f"A span must run from start_ms to a later end_ms, both finite, got {self.start_ms} to {self.end_ms}: "
+                "read both from the same clock."
+            )
+
+    @property
+    def action(self) -> Action | None:
+        """The schedule's action the span belongs to, or None if it lacks a stage or a micro-batch."""
+        if self.stage_index < 0 or self.microbatch_index < 0:
+            return None
+        return Action(self.stage_index, self.microbatch_index)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of a step, in any order.
+
+    Args:
+        spans: The spans.
+        num_devices: Number of devices, those without spans included.
+
+    Raises:
+        ValueError: If there is no device, or a span lies on a device that does not exist.
+    """
+
+    spans: tuple[Span, ...]
+    num_devices: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", tuple(self.spans))
+        if self.num_devices < 1:
+            raise ValueError(f"Timeline.num_devices must be >= 1, got {self.num_devices}: count the idle devices too.")
+        for span in self.spans:
+            if span.device >= self.num_devices:
+                raise ValueError(f"{span} lies outside the timeline's {self.num_devices} devices: raise num_devices.")
+
+    @property
+    def start_ms(self) -> float:
+        """Begin of the first span, in ms; 0 for an empty timeline."""
+        return min((span.start_ms for span in self.spans), default=0.0)
+
+    @property
+    def makespan_ms(self) -> float:
+        """Time in ms from the begin of the first span to the end of the last one, of any kind; 0 if there is none."""
+        return max((span.end_ms for span in self.spans), default=0.0) - self.start_ms
+
+    def busy_ms(self, device: int) -> float:
+        """Return how long the device computed, in ms; overlapping compute spans are not counted twice."""
+        return math.fsum(end - start for start, end in self._busy_intervals(device))
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the devices' time spent computing, 0 to 1, over the makespan on all devices.
+
+        1 if the makespan is 0: no time was lost.
+        """
+        available = self.makespan_ms * self.num_devices
+        if available == 0:
+            return 1.0
+        return sum(self.busy_ms(device) for device in range(self.num_devices)) / available
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the devices' time spent idle, 0 to 1: ``1 - busy_fraction``."""
+        return 1.0 - self.busy_fraction
+
+    def actions(self, device: int) -> list[Action]:
+        """Return the actions the device computed, each once, in the order in which they started."""
+        spans = sorted(self._compute_spans(device), key=lambda span: span.start_ms)
+        return list(dict.fromkeys(span.action for span in spans if span.action is not None))
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """Return the timeline in the Trace Event Format of chrome://tracing and Perfetto (times in microseconds).
+
+        Dump it with `json.dump` and open the file there: one process per device, one thread per kind of span.
+        """
+        kinds = [_COMPUTE, *sorted({span.kind for span in self.spans} - {_COMPUTE})]
+        origin_ms = self.start_ms
+        events: list[dict[str, Any]] = []
+        for device in range(self.num_devices):
+            events.append(_metadata("process_name", device, 0, f"device {device}"))
+            events.extend(_metadata("thread_name", device, lane, kind) for lane, kind in enumerate(kinds))
+        for span in sorted(self.spans, key=lambda span: (span.start_ms, span.device)):
+            action = span.action
+            events.append(
+                {
+                    "name": span.label or (action.format() if action else span.kind),
+                    "cat": span.kind,
+                    "ph": "X",
+                    "ts": (span.start_ms - origin_ms) * 1000.0,
+                    "dur": (span.end_ms - span.start_ms) * 1000.0,
+                    "pid": span.device,
+                    "tid": kinds.index(span.kind),
+                    "args": {"stage": span.stage_index, "microbatch": span.microbatch_index},
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def format_table(self, width: int = 100) -> str:
+        """Return a picture in text: one row per device, time from left to right, `width` characters wide.
+
+        Each character shows the stage that computes in the middle of its slice of time, 0-9, a-z, A-Z, then ``#`` for
+        stages from 62 on and for spans without a stage; ``.`` is bubble. Spans shorter than a slice may not show.
+
+        Raises:
+            ValueError: If the width leaves no room for the rows.
+        """
+        label_width = len(f"device {self.num_devices - 1} ")
+        num_slices = width - label_width - 2
+        if num_slices < 1:
+            raise ValueError(f"width must be at least {label_width + 3} characters, got {width}: pass a larger one.")
+        slice_ms = self.makespan_ms / num_slices
+        lines = [f"{self.makespan_ms:.6g} ms, bubble {self.bubble_ratio:.1%}, one character is {slice_ms:.3g} ms"]
+        for device in range(self.num_devices):
+            row = self._format_row(device, num_slices, slice_ms)
+            lines.append(f"{f'device {device}'.ljust(label_width)}|{row}|")
+        return "\n".join(lines) + "\n"
+
+    def _format_row(self, device: int, num_slices: int, slice_ms: float) -> str:
+        spans = sorted(self._compute_spans(device), key=lambda span: span.start_ms)
+        starts = [span.start_ms for span in spans]
+        origin_ms = self.start_ms
+        row = []
+        for number in range(num_slices):
+            middle = origin_ms + (number + 0.5) * slice_ms
+            running = [span for span in spans[: bisect_right(starts, middle)] if middle < span.end_ms]
+            row.append(_symbol(running[-1].stage_index) if running else ".")
+        return "".join(row)
+
+    def _compute_spans(self, device: int) -> Iterable[Span]:
+        return (span for span in self.spans if span.device == device and span.kind == _COMPUTE)
+
+    def _busy_intervals(self, device: int) -> list[tuple[float, float]]:
+        """Union of the device's compute spans as disjoint intervals, ascending."""
+        merged: list[tuple[float, float]] = []
+        for start, end in sorted((span.start_ms, span.end_ms) for span in self._compute_spans(device)):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        return merged
+
+
+def _symbol(stage_index: int) -> str:
+    return _SYMBOLS[stage_index] if 0 <= stage_index < len(_SYMBOLS) else "#"
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}

@@ -1,0 +1,379 @@
+"""The Lightning strategy: hooks of the Trainer on one side, the engine on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+from typing_extensions import override
+
+from .batches import Batches, microbatches_of
+from .engine.devices import DevicePool
+from .engine.microbatch import merge_outputs
+from .engine.profiler import guess_costs
+from .engine.randomness import derive_seed
+from .engine.runner import Engine, StepRequest, StepResult
+from .engine.units import Unit
+from .log_merging import LogCapture, weighted_mean
+from .model_settings import training_settings
+from .options import RoundPipeOptions
+from .planning.partition import Partition, partition, partition_forward
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+
+T = TypeVar("T")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class RoundPipeStrategy(Strategy):
+    """Trains any LightningModule over a pool of devices whose weights live on the host.
+
+    The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
+    are handed to the devices round-robin. Losses, gradients and parameters equal those of one device with the full
+    batch, up to floating-point order, for losses that are means over samples.
+
+    Args:
+        num_microbatches: micro-batches per batch; ``"auto"`` is two per device. A batch with fewer rows is split into
+            as many micro-batches as it has rows. 1 makes batch-coupled modules (BatchNorm, in-batch negatives) exact.
+        round_size: micro-batches that walk through the stages together (the paper's ``M_R``), at least the number of
+            devices for full use; None is two per device.
+        units: classes (or class names) of the modules to run whole; by default the repeated blocks of the model and
+            what surrounds them.
+        loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
+            (entries of ``labels`` that are not -100), ``"causal_label_tokens"`` (the same without the first position,
+            which causal language models do not predict), or a function from a micro-batch to a number.
+        split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be
+            inferred. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the same.
+        threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
+        virtual_copies: virtual devices make real copies of weights and poison them when freed, as a check of the
+            engine; slower.
+        accelerator, checkpoint_io, precision_plugin: see :class:`lightning.pytorch.strategies.Strategy`.
+
+    Raises:
+        ValueError, TypeError: for options out of range, naming the option.
+    """
+
+    strategy_name = "roundpipe"
+    global_rank = 0
+    local_rank = 0
+    node_rank = 0
+    world_size = 1
+
+    def __init__(
+        self,
+        num_microbatches: int | Literal["auto"] = "auto",
+        round_size: int | None = None,
+        units: list[str | type[nn.Module]] | None = None,
+        loss_weight: Literal["samples", "label_tokens", "causal_label_tokens"] | Callable[[Any], float] = "samples",
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        threads_per_device: int | None = None,
+        virtual_copies: bool = False,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.options = RoundPipeOptions(
+            num_microbatches, round_size, units, loss_weight, split_batch, threads_per_device, virtual_copies
+        )
+        self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
+        self.last_step: StepResult | None = None
+        self._pool: DevicePool | None = None
+        self._engine: Engine | None = None
+
+    # --- set-up and tear-down ----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """The host: parameters, optimizers, metrics and checkpoints live there."""
+        return torch.device("cpu")
+
+    @property
+    def pool(self) -> DevicePool:
+        """The workers."""
+        if self._pool is None:
+            self._pool = DevicePool(self.parallel_devices or [self.root_device], copies=self.options.virtual_copies)
+        return self._pool
+
+    @override
+    def _configure_launcher(self) -> None:
+        """One process, no launcher. Called when devices and precision are known: checks them."""
+        if self.num_nodes > 1:
+            raise MisconfigurationException(
+                f"strategy='roundpipe' runs on one node, but num_nodes={self.num_nodes}: use num_nodes=1"
+            )
+        plugin = self._precision_plugin
+        if isinstance(plugin, MixedPrecision):
+            self._precision_plugin = self._checked_mixed_precision(plugin)
+
+    def _checked_mixed_precision(self, plugin: MixedPrecision) -> MixedPrecision:
+        """Lightning takes every accelerator but its own CPU one for CUDA."""
+        device = self._autocast_device
+        if device == "cpu" and plugin.device != "cpu":
+            if plugin.precision == "16-mixed":
+                rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
+            return MixedPrecision("bf16-mixed", "cpu")
+        if plugin.scaler is not None:
+            raise MisconfigurationException(
+                "strategy='roundpipe' does not support the loss scaling of precision='16-mixed' yet: "
+                "use precision='bf16-mixed'"
+            )
+        return plugin
+
+    @property
+    def _autocast_device(self) -> str:
+        devices = self.parallel_devices or [self.root_device]
+        return "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
+
+    @override
+    def setup_environment(self) -> None:
+        """Makes the device pool."""
+        self._pool = None
+        _ = self.pool
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Rejects what would not be trained correctly, then sets up like any single-process strategy.
+
+        Raises:
+            MisconfigurationException: for manual optimization.
+        """
+        module = self._module
+        if trainer.training and not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"strategy='roundpipe' does not support manual optimization yet, and {type(module).__name__} sets "
+                "automatic_optimization=False: use automatic optimization, or train it with strategy='auto'"
+            )
+        self._close_engine()
+        super().setup(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        """The master weights stay on the host."""
+        self._module.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        """Forgets the engine; no thread is alive between steps."""
+        self._close_engine()
+        super().teardown()
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self.last_step = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_engine": None, "last_step": None}
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the connected module."""
+        if self._engine is None:
+            num_threads = self.options.threads_per_device
+            if num_threads is None and self.pool.is_virtual:
+                num_threads = max(1, torch.get_num_threads() // len(self.pool))
+            self._engine = Engine(
+                self._module,
+                self.pool,
+                self._plan,
+                round_size=self.options.round_size_for(len(self.pool)),
+                unit_classes=self.options.units,
+                exempt=(Metric,),
+                num_threads=num_threads,
+            )
+        return self._engine
+
+    def _plan(self, units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
+        make = partition if training else partition_forward
+        return make(guess_costs(units), num_devices=len(self.pool), num_microbatches=num_microbatches)
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
+        with self.precision_plugin.train_step_context(), training_settings(self._module):
+            batches, result = self._run("training_step", args, kwargs)
+        losses = [(_loss_of(o), w) for o, w in zip(result.outputs, batches.weights, strict=True)]
+        found = [(loss, weight) for loss, weight in losses if loss is not None]
+        if not found:
+            return None
+        value = torch.stack([loss.detach().to(self.root_device) for loss, _ in found])
+        merged = weighted_mean(value, [weight for _, weight in found]) if len(found) == len(losses) else None
+        if merged is None:
+            merged = torch.stack([x * w for x, (_, w) in zip(value, found, strict=True)]).sum()
+        loss = hand_over(merged, result.gradients)
+        if not isinstance(result.outputs[0], Mapping):
+            return loss
+        outputs = [{k: v for k, v in output.items() if k != "loss"} for output in result.outputs]
+        return {**merge_outputs(outputs, batches.sizes, batches.weights), "loss": loss}
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Forward only, through the same engine; outputs of the micro-batches merged in order."""
+        with self.precision_plugin.val_step_context():
+            return cast(STEP_OUTPUT, self._evaluate("validation_step", args, kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """See :meth:`validation_step`."""
+        with self.precision_plugin.test_step_context():
+            return cast(STEP_OUTPUT, self._evaluate("test_step", args, kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`validation_step`."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batches, result = self._run(name, args, kwargs)
+        return merge_outputs(result.outputs, batches.sizes, batches.weights)
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batches, StepResult]:
+        """Splits the batch, runs the user's step on every micro-batch, replays what it logged."""
+        module = self._module
+        function = getattr(module, name)
+        (key, batch), rest = _first_argument(args, kwargs)
+        batches = self._split(batch)
+        logs = LogCapture(module, len(batches.microbatches))
+
+        def call(microbatch: Any) -> Any:
+            if key is not None:
+                return function(**{**kwargs, key: microbatch})
+            return function(microbatch, *rest, **kwargs)
+
+        request = StepRequest(
+            function=call,
+            microbatches=batches.microbatches,
+            weights=batches.weights,
+            key=name,
+            seed=self._seed(name, rest, kwargs),
+            loss_of=_loss_of if name == "training_step" else None,
+            merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
+            autocast_device=self._autocast_device,
+        )
+        with logs.capturing():
+            result = self.engine.run(request)
+        logs.replay(batches.weights, batches.batch_size)
+        self.last_step = result
+        return batches, result
+
+    def _split(self, batch: Any) -> Batches:
+        """Micro-batches of ``batch``; batch norm refuses a single row, so it gets two at least."""
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
+        return microbatches_of(
+            batch,
+            self.options.microbatches_for(len(self.pool)),
+            min_rows=2 if norms else 1,
+            loss_weight=self.options.loss_weight,
+            split=self.options.split_batch or getattr(self._module, "roundpipe_split_batch", None),
+        )
+
+    def _seed(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Identifies the step by what a resumed run knows as well: epoch and indices."""
+        indices = [value for value in (*rest, *kwargs.values()) if isinstance(value, int)]
+        trainer = self._module.trainer
+        place = trainer.current_epoch if name == "training_step" else trainer.global_step
+        return derive_seed(torch.initial_seed(), _STEPS.index(name), place, *indices)
+
+    # --- one process -------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Always: there is one process."""
+        return True
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """The value itself: there is one process."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The value itself: there is one process."""
+        return tensor
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Returns at once: there is one process."""
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object itself: there is one process."""
+        return obj
+
+
+class _MasterGradients(torch.autograd.Function):
+    """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
+
+    So scaling, accumulation, parameter hooks and user overrides of ``backward`` work as in plain Lightning.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
+        if upstream.item() != 1.0:
+            gradients = [gradient.mul_(upstream.to(gradient.dtype)) for gradient in gradients]
+        return (None, None, *gradients)
+
+
+def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once."""
+    if not gradients:
+        return loss.requires_grad_()
+    return cast(Tensor, _MasterGradients.apply(loss, list(gradients.values()), *gradients))  # type: ignore[no-untyped-call]
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned, by Lightning's rules."""
+    if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise MisconfigurationException("training_step returned a dict without the key 'loss'")
+        output = output["loss"]
+    if output is None or isinstance(output, Tensor):
+        return output
+    raise MisconfigurationException(
+        f"training_step returned {type(output).__name__}: return a loss tensor, a dict with 'loss', or None"
+    )
+
+
+def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:
+    """The batch: the first positional argument, or the first keyword."""
+    if args:
+        return (None, args[0]), args[1:]
+    key = next(iter(kwargs), None)
+    return (key, None if key is None else kwargs[key]), ()

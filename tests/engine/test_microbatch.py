@@ -1,0 +1,520 @@
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from lightning_roundpipe.engine.microbatch import (
+    BatchSplitError,
+    MicrobatchSplit,
+    batch_rows,
+    merge_batch,
+    merge_outputs,
+    split_batch,
+)
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str = "n"
+
+
+@dataclass
+class Derived:
+    x: torch.Tensor
+    double: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.double = 2 * self.x
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+class Opaque:
+    pass
+
+
+def rows(count: int, *shape: int) -> torch.Tensor:
+    return torch.arange(count * max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(count, *shape)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        if left.is_sparse:
+            left, right = left.to_dense(), right.to_dense()
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, Mapping):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    elif type(left).__module__ == "numpy":
+        assert left.dtype == right.dtype
+        assert (left == right).all()
+    elif isinstance(left, (Frozen, Derived)):
+        assert_same(vars(left), vars(right))
+    else:
+        assert left == right
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 6))
+@settings(derandomize=True, deadline=None)
+def test_sizes_are_nearly_equal_larger_first_and_not_under_the_minimum(batch: int, count: int, minimum: int) -> None:
+    split = split_batch(rows(batch, 2), count, min_rows=minimum)
+    assert split.batch_size == sum(split.sizes) == batch
+    assert len(split.sizes) == max(1, min(count, batch // minimum)) == len(split.microbatches)
+    assert list(split.sizes) == sorted(split.sizes, reverse=True)
+    assert max(split.sizes) - min(split.sizes) <= 1
+    assert len(split.sizes) == 1 or min(split.sizes) >= minimum
+    assert [len(part) for part in split.microbatches] == list(split.sizes)
+
+
+def test_sizes_follow_tensor_split() -> None:
+    split = split_batch(rows(10), 4)
+    assert split.sizes == (3, 3, 2, 2)
+    for part, expected in zip(split.microbatches, torch.tensor_split(rows(10), 4), strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize(("count", "minimum"), [(0, 1), (-1, 1), (2, 0)])
+def test_counts_below_one_are_refused(count: int, minimum: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        split_batch(rows(4), count, min_rows=minimum)
+
+
+def test_one_microbatch_is_the_batch_itself() -> None:
+    batch = {"x": rows(4)}
+    for split in (split_batch(batch, 1), split_batch(batch, 8, min_rows=3)):
+        assert split.microbatches[0] is batch
+        assert (split.sizes, split.batch_size) == ((4,), 4)
+    mismatched = {"x": rows(4), "y": rows(3)}
+    assert split_batch(mismatched, 1) == MicrobatchSplit((mismatched,), (1,), None)
+
+
+def test_zero_rows_and_one_row_are_one_microbatch() -> None:
+    assert split_batch({"x": rows(0, 3)}, 4).sizes == (0,)
+    assert split_batch([rows(1, 3), rows(1)], 4).sizes == (1,)
+    # one row of data next to a list of another length: the row is data, not a mask to share
+    assert split_batch({"x": rows(1, 3), "classes": ["a", "b", "c"]}, 4).sizes == (1,)
+
+
+@pytest.mark.parametrize("batch", [None, 3, 2.5, "text", torch.tensor(1.0), iter([1]), {}, {"a": 1, "b": None}, (1, 2)])
+def test_batches_without_rows_are_one_untouched_microbatch(batch: Any) -> None:
+    split = split_batch(batch, 4)
+    assert split.microbatches[0] is batch
+    assert (split.sizes, split.batch_size) == ((1,), None)
+    assert batch_rows(batch) is None
+
+
+def test_a_generator_is_not_consumed() -> None:
+    generator = (index for index in range(3))
+    assert split_batch(generator, 4).microbatches[0] is generator
+    assert next(generator) == 0
+
+
+# Leaves --------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_views_and_keep_gradients() -> None:
+    x = rows(6, 2).requires_grad_()
+    parts = split_batch({"x": x}, 3).microbatches
+    assert all(part["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+    sum(part["x"].sum() for part in parts).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_numpy_arrays_are_sliced_as_views() -> None:
+    np = pytest.importorskip("numpy")
+    x = np.arange(12).reshape(6, 2)
+    split = split_batch({"x": x, "scale": np.float32(2), "point": np.array(3)}, 2)
+    assert all(np.shares_memory(part["x"], x) for part in split.microbatches)
+    assert_same(merge_batch(split.microbatches, split.sizes)["x"], x)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        *(None, True, 3, 2.5, 1j, "text", b"bytes", Mode.TRAIN, torch.float16, torch.device("cpu"), torch.Generator()),
+        *(torch.Size([3, 4]), torch.tensor(2.0), torch.ones(1, 1, 5, 5), ["a", "b"], [224, 224], (), {}),
+    ],
+)
+def test_leaves_without_batch_dimension_are_shared(shared: Any) -> None:
+    for part in split_batch({"x": rows(6), "other": shared}, 3).microbatches:
+        assert part["other"] is shared
+
+
+def test_sparse_tensors() -> None:
+    x = rows(6, 3)
+    split = split_batch([x.to_sparse(), x], 4)
+    for sparse, dense in split.microbatches:
+        assert torch.equal(sparse.to_dense(), dense)
+    assert_same(merge_batch(split.microbatches, split.sizes), [x.to_sparse(), x])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_other_sparse_layouts_are_refused() -> None:
+    with pytest.raises(BatchSplitError, match=r"batch\[0\].*sparse_csr"):
+        split_batch([rows(6, 3).to_sparse_csr(), rows(6, 3)], 2)
+
+
+# Containers ----------------------------------------------------------------------------------------------------------
+
+
+class Attributes(dict):
+    """A mapping with something besides its items."""
+
+    extra = 0
+
+
+class TaggedList(list):
+    tag = ""
+
+
+class ReadOnly(Mapping):
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def _default_dict(items: dict[str, Any]) -> defaultdict[str, Any]:
+    return defaultdict(list, items)
+
+
+Point = namedtuple("Point", "a b")
+
+CONTAINERS = [
+    *(dict, OrderedDict, UserDict, Counter, Attributes, ReadOnly, MappingProxyType, _default_dict),
+    *(
+        lambda d: tuple(d.values()),
+        lambda d: list(d.values()),
+        lambda d: Point(*d.values()),
+        lambda d: Pair(*d.values()),
+    ),
+    *(lambda d: Frozen(d["x"]), lambda d: Derived(d["x"]), lambda d: TaggedList(d.values())),
+    lambda d: {"outer": [OrderedDict(d), (Pair(*d.values()), Frozen(d["x"]))]},
+]
+
+
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_containers_keep_their_type_and_are_merged_back(make: Any) -> None:
+    batch = make({"x": rows(7, 2), "y": rows(7)})
+    split = split_batch(batch, 3)
+    assert split.sizes == (3, 2, 2)
+    assert all(type(part) is type(batch) for part in split.microbatches)
+    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+
+
+def test_subclasses_keep_what_they_carry() -> None:
+    tagged, attributes = TaggedList([rows(4)]), Attributes(x=rows(4))
+    tagged.tag, attributes.extra = "tag", 7
+    batch = {"a": tagged, "b": attributes, "c": _default_dict({"x": rows(4)}), "d": Derived(rows(4))}
+    batch["d"].double = 3 * rows(4)
+    for index, part in enumerate(split_batch(batch, 2).microbatches):
+        assert part["a"].tag == "tag"
+        assert part["b"].extra == 7
+        assert part["c"].default_factory is list
+        assert torch.equal(part["d"].double, 3 * rows(4)[2 * index : 2 * index + 2])
+    assert torch.equal(batch["d"].double, 3 * rows(4))
+    assert len(attributes["x"]) == 4
+
+
+def test_batch_encoding() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({"input_ids": rows(5, 3).long(), "labels": rows(5).long()})
+    split = split_batch(batch, 2)
+    assert split.sizes == (3, 2)
+    assert all(type(part) is transformers.BatchEncoding for part in split.microbatches)
+    assert split.microbatches[1].input_ids.shape == (2, 3)
+    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+    assert batch.input_ids.shape == (5, 3)
+
+
+def test_model_output() -> None:
+    output_type = pytest.importorskip("transformers.modeling_outputs").CausalLMOutput
+    outputs = [
+        output_type(loss=torch.tensor(1.0), logits=rows(2, 4)),
+        output_type(loss=torch.tensor(4.0), logits=rows(1, 4)),
+    ]
+    merged = merge_outputs(outputs, (2, 1), (2, 1))
+    assert type(merged) is output_type
+    torch.testing.assert_close(merged.loss, torch.tensor(2.0))
+    assert merged["logits"] is merged.logits
+    assert torch.equal(merged.logits, torch.cat([rows(2, 4), rows(1, 4)]))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.ones(3) * i, i) for i in range(6)],
+        [{"x": torch.ones(3) * i, "name": f"n{i}", "pair": (i, float(i))} for i in range(6)],
+        [Point(torch.ones(2), [i, i + 1]) for i in range(6)],
+        [f"text{i}" for i in range(6)],
+        [(torch.ones(2), "name") for _ in range(6)],
+    ],
+)
+def test_default_collate(samples: list[Any]) -> None:
+    batch = default_collate(samples)
+    split = split_batch(batch, 4)
+    assert split.sizes == (2, 2, 1, 1)
+    assert_same(split.microbatches[0], default_collate(samples[:2]))
+    assert_same(split.microbatches[3], default_collate(samples[5:]))
+    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+
+
+def detection_samples(count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    return [(rows(3, 4 + i, 5), {"boxes": rows(i, 4), "id": torch.tensor([i])}) for i in range(count)]
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_one_entry_per_sample(sequence: Any) -> None:
+    images, targets = (sequence(column) for column in zip(*detection_samples(5), strict=True))
+    split = split_batch((images, targets), 2)
+    assert split.sizes == (3, 2)
+    assert split.microbatches[1] == (images[3:], targets[3:])
+    assert split_batch({"images": images, "targets": targets}, 2).microbatches[0]["targets"] == targets[:3]
+
+
+def test_lists_of_samples() -> None:
+    ragged = [rows(n) for n in (3, 5, 2, 4)]
+    assert split_batch(ragged, 2).microbatches == (ragged[:2], ragged[2:])
+    assert split_batch(["a", "b", "c"], 2).microbatches == (["a", "b"], ["c"])
+    objects = [Opaque() for _ in range(4)]
+    assert split_batch({"objects": objects}, 2).microbatches[1] == {"objects": objects[2:]}
+    words = [["a", "b"], ["c"], ["d", "e", "f"], []]
+    assert split_batch({"words": words, "y": rows(4)}, 2).microbatches[0]["words"] == words[:2]
+    gray = [rows(1, 4, 4) for _ in range(4)]  # leading size 1 does not make a list of samples a mask
+    assert split_batch((gray, rows(4)), 2).microbatches[0][0] == gray[:2]
+    optional = [None, "b", None, "d"]
+    assert split_batch({"x": rows(4), "optional": optional}, 2).microbatches[1]["optional"] == optional[2:]
+
+
+def test_a_list_of_equal_tensors_is_a_container() -> None:
+    first, second = split_batch([rows(8, 2), rows(8, 2)], 2).microbatches
+    assert [part.shape for part in first + second] == [(4, 2)] * 4
+    assert batch_rows([rows(2), rows(2)]) == 2
+    assert batch_rows({"views": [rows(4), rows(4)], "y": rows(4), "names": ["a", "b", "c", "d"]}) == 4
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"x": rows(8, 3), "weights": rows(7)}, ["batch['weights'] of shape (7,)", "8 by batch['x'] of shape (8, 3)"]),
+        ([Pair(rows(4), rows(5)), rows(4)], ["batch[0].mask of shape (5,)", "4 by batch[0].image"]),
+        ((rows(4, 2), rows(3)), ["batch[1] of shape (3,)", "4 by batch[0]"]),
+        ({"x": rows(4), "graph": Opaque()}, ["batch['graph'] of type Opaque", "4 by batch['x']"]),
+        ({"x": rows(4), "more": iter([1])}, ["batch['more'] of type list_iterator"]),
+        (Opaque(), ["batch of type Opaque", "rows are unknown"]),
+        ({"x": rows(2), "packed": pack_sequence([rows(3), rows(2)])}, ["batch['packed']", "PackedSequence"]),
+        (pack_sequence([rows(3), rows(2)]), ["PackedSequence"]),
+        ({"x": rows(9), "pair": [rows(9, 2), rows(7, 2)]}, ["batch['pair'][1] of shape (7, 2)", "9 by"]),
+        # batches of two loaders, of different sizes, are not two samples
+        ([[rows(8, 3), rows(8)], [rows(5, 3), rows(5)]], ["batch[1][0] of shape (5, 3)", "8 by"]),
+        ([rows(8, 3), rows(7)], ["batch[1] of shape (7,)", "8 by"]),
+        # collate_fn=lambda samples: samples, with images of 3 channels
+        ([(rows(3, 4, 4), 1), (rows(3, 4, 4), 5)], ["3 rows", "2 rows", "batch, a list of 2 entries"]),
+        ({"a": ["x", "y", "z"], "b": ["x", "y"]}, ["can be read as 3 rows", "or 2 rows"]),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_leaf_and_the_ways_out(batch: Any, words: list[str]) -> None:
+    with pytest.raises(BatchSplitError) as caught:
+        split_batch(batch, 4)
+    for word in [*words, "RoundPipeStrategy(split_batch=fn)", "roundpipe_split_batch(self, batch, num_", "=1"]:
+        assert word in str(caught.value)
+    assert batch_rows(batch) is None
+    assert split_batch(batch, 1).microbatches[0] is batch
+
+
+# Merging -------------------------------------------------------------------------------------------------------------
+
+
+def merge2(*outputs: Any, sizes: tuple[int, ...] = (3, 2), weights: tuple[float, ...] = (3.0, 2.0)) -> Any:
+    return merge_outputs(outputs, sizes, weights)
+
+
+def test_a_single_output_is_returned_unchanged() -> None:
+    output = {"loss": torch.ones((), requires_grad=True)}
+    assert merge_outputs([output], [4], [0.0]) is output
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sizes", "weights"),
+    [([], [], []), ([1, 2], [1], [1.0, 1.0]), ([1, 2], [1, 1], [1.0, -1.0]), ([1, 2], [1, 1], [1.0, float("nan")])],
+)
+def test_bad_merge_arguments(outputs: list[Any], sizes: list[int], weights: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"must have one entry|must be finite"):
+        merge_outputs(outputs, sizes, weights)
+    with pytest.raises(ValueError, match="must have one entry"):
+        merge_batch([1, 2], [1])
+
+
+def test_rows_are_concatenated_and_scalars_averaged() -> None:
+    merged = merge2(
+        {"loss": torch.tensor(1.0, dtype=torch.bfloat16), "logits": rows(3, 2), "texts": ["a", "b", "c"], "acc": 0.5},
+        {"acc": 1.0, "loss": torch.tensor(2.0, dtype=torch.bfloat16), "logits": rows(2, 2), "texts": ["d", "e"]},
+    )
+    assert list(merged) == ["loss", "logits", "texts", "acc"]
+    assert merged["loss"].dtype == torch.bfloat16
+    torch.testing.assert_close(merged["loss"], torch.tensor(1.4, dtype=torch.bfloat16))
+    assert torch.equal(merged["logits"], torch.cat([rows(3, 2), rows(2, 2)]))
+    assert merged["texts"] == ["a", "b", "c", "d", "e"]
+    assert merged["acc"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (None, None, None),
+        (7, 7, 7),
+        (7, 8, [7, 8]),
+        (True, False, [True, False]),
+        ("a", "a", "a"),
+        ("a", "b", ["a", "b"]),
+        (None, 1.0, [None, 1.0]),
+        (0, 1.0, 0.4),
+        (torch.tensor(3), torch.tensor(3), torch.tensor(3)),
+        (torch.tensor(3), torch.tensor(4), [torch.tensor(3), torch.tensor(4)]),
+        (torch.tensor(1.0), 2.0, torch.tensor(1.4)),
+        (rows(4, 4), rows(4, 4), rows(4, 4)),
+        (rows(4), rows(4) + 1, [rows(4), rows(4) + 1]),
+        (rows(3, 5), rows(2, 6), [rows(3, 5), rows(2, 6)]),
+        ({"a": 1}, {"b": 1}, [{"a": 1}, {"b": 1}]),
+        ([1.0], [2.0], [1.4]),
+        ([rows(3), rows(3)], [rows(2), rows(2)], [torch.cat([rows(3), rows(2)])] * 2),
+        ((rows(3), 1.0), (rows(2), 2.0), (torch.cat([rows(3), rows(2)]), 1.4)),
+        (Pair(rows(3), rows(3)), Pair(rows(2), rows(2)), Pair(*[torch.cat([rows(3), rows(2)])] * 2)),
+        (Frozen(rows(3)), Frozen(rows(2)), Frozen(torch.cat([rows(3), rows(2)]))),
+        (
+            [{"boxes": rows(1, 4)}] * 3,
+            [{"boxes": rows(4, 4)}] * 2,
+            [{"boxes": rows(1, 4)}] * 3 + [{"boxes": rows(4, 4)}] * 2,
+        ),
+    ],
+)
+def test_merge_rules(first: Any, second: Any, expected: Any) -> None:
+    merged = merge2(first, second)
+    if isinstance(expected, (torch.Tensor, float)):
+        torch.testing.assert_close(merged, expected)
+    else:
+        assert_same(merged, expected)
+
+
+def test_averages_of_equal_values_are_exact() -> None:
+    assert merge_outputs([0.1, 0.1, 0.1], [1, 1, 1], [1, 1, 1]) == 0.1
+
+
+def test_a_microbatch_of_no_weight_does_not_count() -> None:
+    assert merge2(1.0, float("nan"), weights=(2.0, 0.0)) == 1.0
+    merged = merge2(torch.tensor(1.0), torch.tensor(float("nan")), weights=(2.0, 0.0))
+    assert merged == 1.0
+    assert merge2(1.0, 3.0, weights=(0.0, 0.0)) == 2.0
+
+
+def test_the_same_object_everywhere_is_kept() -> None:
+    names, table = ["a", "b"], rows(2, 2)
+    merged = merge2({"names": names, "table": table}, {"names": names, "table": table}, sizes=(2, 2))
+    assert merged["names"] is names
+    assert merged["table"] is table
+
+
+def test_objects_that_cannot_be_compared_become_a_list() -> None:
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("no")
+
+        __hash__ = None
+
+    first, second = Incomparable(), Incomparable()
+    merged = merge2(first, second)
+    assert merged[0] is first
+    assert merged[1] is second
+
+
+def test_inference_tensors_and_graphs() -> None:
+    with torch.inference_mode():
+        outputs = [{"x": rows(3), "loss": torch.tensor(1.0)}, {"x": rows(2), "loss": torch.tensor(2.0)}]
+    merged = merge2(*outputs)
+    assert torch.equal(merged["x"], torch.cat([rows(3), rows(2)]))
+    with_graph = merge2(rows(3).requires_grad_() * 2, rows(2).requires_grad_() * 2)
+    assert not with_graph.requires_grad
+
+
+def test_numpy_outputs() -> None:
+    np = pytest.importorskip("numpy")
+    assert merge2(np.ones((3, 2)), np.zeros((2, 2))).shape == (5, 2)
+    assert merge2(np.float32(1.0), np.float32(2.0)) == pytest.approx(1.4)
+    assert_same(merge2(np.ones(4), np.ones(4)), np.ones(4))
+
+
+# Split, then merge ---------------------------------------------------------------------------------------------------
+
+
+def _leaves(batch: int) -> st.SearchStrategy[Any]:
+    # Entries of per-sample lists are longer than any batch here, so that no list can be read in both ways.
+    return st.one_of(
+        st.lists(st.integers(1, 3), max_size=2).map(lambda shape: rows(batch, *shape)),
+        st.just(rows(batch).long()),
+        st.just([f"text {index}" for index in range(batch)]),
+        st.just([rows(50 + index) for index in range(batch)]),
+        st.just([Frozen(rows(50 + index)) for index in range(batch)]),
+        st.sampled_from([None, 3, 2.5, "text", torch.tensor(4.0), torch.ones(1, 2), torch.float16]),
+    )
+
+
+def _nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(["a", "b", "c", "d"])
+    return st.one_of(
+        st.dictionaries(keys, leaf, max_size=4),
+        st.dictionaries(keys, leaf, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, leaf, max_size=4).map(UserDict),
+        st.tuples(leaf, leaf).map(lambda pair: Point(*pair)),
+        leaf.map(lambda value: Frozen(value)),
+    )
+
+
+@given(st.data(), st.integers(5, 12), st.integers(2, 6))
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_split_then_merge_is_the_identity(data: st.DataObject, batch_size: int, count: int) -> None:
+    tree = st.recursive(_leaves(batch_size), _nested, max_leaves=8)
+    batch = data.draw(st.tuples(st.just(rows(batch_size, 2)), tree).map(lambda pair: {"x": pair[0], "rest": pair[1]}))
+    split = split_batch(batch, count)
+    assert split.batch_size == batch_size
+    assert len(split.microbatches) == min(count, batch_size)
+    assert all(type(part["rest"]) is type(batch["rest"]) for part in split.microbatches)
+    assert_same(merge_batch(split.microbatches, split.sizes), batch)

@@ -1,0 +1,97 @@
+"""CallCost and CostProfile: validation, and JSON there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.planning import CallCost, CostProfile
+
+PROFILE = CostProfile((CallCost("embed", 0.5, 0, 100, 100, 8, 64), CallCost("layers.0", 7.43, 15.83)))
+
+times = st.floats(0, 1e6)
+sizes = st.integers(0, 2**40)
+costs = st.builds(CallCost, st.text(min_size=1, max_size=9), times, times, sizes, sizes, sizes, sizes)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.lists(costs, max_size=5))
+def test_json_round_trip_is_identity(calls: list[CallCost]) -> None:
+    profile = CostProfile(tuple(calls))
+    assert CostProfile.from_json(profile.to_json()) == profile
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "costs.json")
+    assert CostProfile.load(tmp_path / "costs.json") == PROFILE
+
+
+def test_load_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.json: The cost profile is not JSON"):
+        CostProfile.load(path)
+
+
+def test_recompute_backward_adds_the_forward() -> None:
+    assert CallCost("a", 2, 3).recompute_backward_ms == 5
+
+
+def test_profile_takes_any_sequence() -> None:
+    assert CostProfile([CallCost("a", 1, 1)]).calls == (CallCost("a", 1, 1),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": ""}, "non-empty string, got ''"),
+        ({"forward_ms": -1.0}, "forward_ms must be a finite number of ms >= 0, got -1.0"),
+        ({"forward_ms": float("nan")}, "forward_ms .* got nan"),
+        ({"backward_ms": float("inf")}, "backward_ms .* got inf"),
+        ({"backward_ms": "3"}, "backward_ms .* got '3'"),
+        ({"backward_ms": True}, "backward_ms .* got True"),
+        ({"weight_bytes": -1}, "weight_bytes must be an integer number of bytes >= 0, got -1"),
+        ({"gradient_bytes": 1.5}, "gradient_bytes .* got 1.5"),
+        ({"input_bytes": False}, "input_bytes .* got False"),
+        ({"output_bytes": None}, "output_bytes .* got None"),
+    ],
+)
+def test_call_cost_rejects(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CallCost(**{"name": "layer", "forward_ms": 1.0, "backward_ms": 1.0, **arguments})  # type: ignore[arg-type]
+
+
+def test_profile_rejects_other_entries() -> None:
+    with pytest.raises(ValueError, match=r"calls\[0\] must be a CallCost, got 3"):
+        CostProfile((3,))  # type: ignore[arg-type]
+
+
+ENTRY = {"name": "a", "forward_ms": 1, "backward_ms": 2}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], 'JSON object with a list "calls"'),
+        ({"version": 1, "calls": 3}, 'a list "calls"'),
+        ({"version": 1, "calls": "x" * 500}, r"x\.\.\.: write it"),
+        ({"calls": []}, "has version None, this release reads 1"),
+        ({"version": 99, "calls": []}, "has version 99"),
+        ({"version": 1, "calls": [ENTRY, 7]}, r"calls\[1\] .* must be an object, got 7"),
+        ({"version": 1, "calls": [{"name": "a"}]}, r"calls\[0\] .* lacks the fields \['forward_ms', 'backward_ms'\]"),
+        ({"version": 1, "calls": [{**ENTRY, "speed": 1}]}, r"calls\[0\] .* unknown fields \['speed'\]"),
+        ({"version": 1, "calls": [{**ENTRY, "forward_ms": "1"}]}, r"calls\[0\] .*forward_ms must be .* got '1'"),
+    ],
+)
+def test_from_json_rejects(document: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostProfile.from_json(json.dumps(document))
+
+
+def test_from_json_rejects_nan() -> None:
+    with pytest.raises(ValueError, match=r"calls\[0\] .*got nan"):
+        CostProfile.from_json('{"version": 1, "calls": [{"name": "a", "forward_ms": NaN, "backward_ms": 1}]}')

@@ -1,0 +1,282 @@
+"""Schedule: builders, validation that points at the cell, and the text form."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.planning import (
+    Action,
+    Schedule,
+    ScheduleError,
+    next_first_device,
+    parse_schedule,
+    round_robin,
+)
+
+SMALL = """\
+schedule stages=4 microbatches=2 devices=2
+device 0: 0:0 0:1 2:0 2:1
+device 1: 1:0 1:1 3:0 3:1
+"""
+
+
+def random_schedule(num_stages: int, num_microbatches: int, num_devices: int, seed: int) -> Schedule:
+    """A random global order that respects the chains, dealt out to random devices: valid by construction."""
+    rng = random.Random(seed)
+    next_stage = [0] * num_microbatches
+    devices: list[list[Action]] = [[] for _ in range(num_devices)]
+    for _ in range(num_stages * num_microbatches):
+        microbatch = rng.choice([m for m in range(num_microbatches) if next_stage[m] < num_stages])
+        devices[rng.randrange(num_devices)].append(Action(next_stage[microbatch], microbatch))
+        next_stage[microbatch] += 1
+    return Schedule(num_stages, num_microbatches, tuple(map(tuple, devices)))
+
+
+counts = st.integers(1, 9)
+random_schedules = st.builds(
+    random_schedule, st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32)
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Round-robin
+
+
+def test_round_robin_small() -> None:
+    assert round_robin(4, 2, 2).format() == SMALL
+
+
+def test_round_robin_in_rounds_keeps_the_ring_rotating() -> None:
+    schedule = round_robin(3, 4, 2, round_size=2)
+    assert schedule.format() == (
+        "schedule stages=3 microbatches=4 devices=2\n"
+        "device 0: 0:0 0:1 2:0 2:1 1:2 1:3\n"
+        "device 1: 1:0 1:1 0:2 0:3 2:2 2:3\n"
+    )
+
+
+def test_the_last_round_may_be_smaller() -> None:
+    schedule = round_robin(1, 5, 3, round_size=2)
+    assert [len(actions) for actions in schedule.devices] == [2, 2, 1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(counts, counts, counts, st.none() | counts, st.data())
+def test_round_robin_is_the_documented_order(
+    s: int, m: int, n: int, round_size: int | None, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, n - 1))
+    schedule = round_robin(s, m, n, round_size=round_size, first_device=first)
+    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_devices) == (s, m, n)
+    size = m if round_size is None else round_size
+    order = sorted((a for actions in schedule.devices for a in actions), key=lambda a: slot_order(a, size))
+    for action in order:
+        slot = action.microbatch_index // size * s + action.stage_index
+        assert schedule.device_of(action) == (first + slot) % n
+    for actions in schedule.devices:
+        assert list(actions) == sorted(actions, key=lambda a: slot_order(a, size))
+    num_slots = -(-m // size) * s
+    assert next_first_device(s, m, n, round_size=round_size, first_device=first) == (first + num_slots) % n
+
+
+def slot_order(action: Action, round_size: int) -> tuple[int, int, int]:
+    return action.microbatch_index // round_size, action.stage_index, action.microbatch_index
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, 1), "num_stages must be >= 1, got 0"),
+        ((1, 0, 1), "num_microbatches must be >= 1, got 0"),
+        ((1, 1, 0), "num_devices must be >= 1, got 0"),
+    ],
+)
+def test_round_robin_rejects_counts(arguments: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        round_robin(*arguments)
+    with pytest.raises(ValueError, match=message):
+        next_first_device(*arguments)
+
+
+def test_round_robin_rejects_options() -> None:
+    with pytest.raises(ValueError, match="round_size must be >= 1, got 0"):
+        round_robin(1, 1, 1, round_size=0)
+    with pytest.raises(ValueError, match="first_device must be one of the 2 devices, got 2"):
+        round_robin(1, 1, 2, first_device=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any schedule
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(random_schedules)
+def test_any_order_with_a_common_topological_order_is_valid(schedule: Schedule) -> None:
+    for device, actions in enumerate(schedule.devices):
+        assert all(schedule.device_of(action) == device for action in actions)
+    assert parse_schedule(schedule.format()) == schedule
+
+
+def test_lists_become_tuples_and_schedules_hash() -> None:
+    schedule = Schedule(1, 2, [[Action(0, 0)], [Action(0, 1)]])  # type: ignore[arg-type]
+    assert hash(schedule) == hash(Schedule(1, 2, ((Action(0, 0),), (Action(0, 1),))))
+
+
+def test_unknown_action() -> None:
+    with pytest.raises(KeyError):
+        round_robin(1, 1, 1).device_of(Action(1, 0))
+
+
+def test_actions_are_small_ordered_keys() -> None:
+    assert Action(0, 5) < Action(1, 0) < Action(1, 1)
+    assert not hasattr(Action(0, 0), "__dict__")
+    assert len({Action(s, m) for s in range(4) for m in range(4)} | {Action(0, 0)}) == 16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Validation
+
+
+def edit(schedule: Schedule, device: int, column: int, *replacement: Action) -> list[list[Action]]:
+    devices = [list(actions) for actions in schedule.devices]
+    devices[device][column : column + 1] = replacement
+    return devices
+
+
+def error_of(num_stages: int, num_microbatches: int, devices: list[list[Action]]) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        Schedule(num_stages, num_microbatches, tuple(map(tuple, devices)))
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(random_schedules, st.data())
+def test_every_broken_cell_is_named(schedule: Schedule, data: st.DataObject) -> None:
+    """Break one random cell in each of the ways a cell can be wrong."""
+    s, m = schedule.num_stages, schedule.num_microbatches
+    device = data.draw(st.sampled_from([d for d, actions in enumerate(schedule.devices) if actions]))
+    column = data.draw(st.integers(0, len(schedule.devices[device]) - 1))
+    cell = schedule.devices[device][column]
+
+    for wrong, problem in (
+        (Action(s, cell.microbatch_index), f"stage {s} is out of range, the schedule has {s}"),
+        (Action(-1, cell.microbatch_index), "stage -1 is out of range"),
+        (Action(cell.stage_index, m), f"micro-batch {m} is out of range, the schedule has {m}"),
+    ):
+        message = error_of(s, m, edit(schedule, device, column, wrong))
+        assert message.startswith(f"Device {device}, column {column}, action {wrong.format()}: {problem}")
+        assert marked(message) == wrong.format()
+
+    message = error_of(s, m, edit(schedule, device, column, cell, cell))
+    assert f"Device {device}, column {column + 1}, action {cell.format()}: the action is already at" in message
+    assert f"device {device}, column {column}" in message
+    assert marked(message) == cell.format()
+
+    message = error_of(s, m, edit(schedule, device, column))
+    assert message.startswith(f"Action {cell.format()} (stage {cell.stage_index}, ")
+    assert "is missing, 1 in all" in message
+    if cell.stage_index > 0:
+        assert marked(message) == Action(cell.stage_index - 1, cell.microbatch_index).format()
+
+
+def marked(message: str) -> str:
+    assert message.count(">") == message.count("<") == 1, message
+    return message[message.index(">") + 1 : message.index("<")].strip()
+
+
+def test_message_of_a_broken_cell() -> None:
+    schedule = round_robin(4, 4, 2)
+    assert error_of(4, 4, edit(schedule, 1, 5, Action(9, 1))) == (
+        "Device 1, column 5, action 9:1: stage 9 is out of range, the schedule has 4: remove the cell.\n"
+        "  device 0: ...  0:2  0:3  2:0  2:1  2:2  2:3\n"
+        "  device 1: ...  1:2  1:3  3:0 >9:1< 3:2  3:3"
+    )
+
+
+def test_deadlock_between_devices() -> None:
+    devices = [[Action(0, 0), Action(1, 1)], [Action(1, 0), Action(0, 1)]]
+    schedule = Schedule(2, 2, tuple(map(tuple, devices)))
+    assert schedule.num_devices == 2
+    crossed = [[Action(1, 1), Action(0, 0)], [Action(1, 0), Action(0, 1)]]
+    assert error_of(2, 2, crossed) == (
+        "Device 0, column 0, action 1:1: the order is cyclic, the devices would wait for ever: reorder them.\n"
+        "  device 0: >1:1< 0:0\n"
+        "  device 1:  1:0  0:1\n"
+        "  device 0, column 0: 1:1 waits for 0:1 at device 1, column 1\n"
+        "  device 1, column 0: 1:0 waits for 0:0 at device 0, column 1"
+    )
+
+
+def test_deadlock_within_a_device_and_behind_it() -> None:
+    message = error_of(3, 1, [[Action(2, 0)], [Action(1, 0), Action(0, 0)]])
+    # Device 0 waits as well, but the cycle is on device 1.
+    assert message.startswith("Device 1, column 0, action 1:0: the order is cyclic")
+    assert "device 1, column 0: 1:0 waits for 0:0 at device 1, column 1" in message
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(random_schedules, st.data())
+def test_reversed_chain_on_one_device_is_a_deadlock(schedule: Schedule, data: st.DataObject) -> None:
+    pairs = [
+        (d, i, j)
+        for d, row in enumerate(schedule.devices)
+        for i, a in enumerate(row)
+        for j in range(i + 1, len(row))
+        if row[j].microbatch_index == a.microbatch_index
+    ]
+    if not pairs:
+        return
+    d, i, j = data.draw(st.sampled_from(pairs))
+    devices = [list(row) for row in schedule.devices]
+    devices[d][i], devices[d][j] = devices[d][j], devices[d][i]
+    assert "the order is cyclic" in error_of(schedule.num_stages, schedule.num_microbatches, devices)
+
+
+def test_missing_first_stage_and_counts() -> None:
+    assert error_of(1, 2, [[Action(0, 0)]]) == (
+        "Action 0:1 (stage 0, micro-batch 1) is missing, 1 in all: add it to a device."
+    )
+    assert "num_devices of a schedule must be >= 1, got 0" in error_of(1, 1, [])
+    assert "num_stages of a schedule must be >= 1, got 0" in error_of(0, 1, [[]])
+    assert "num_microbatches of a schedule must be >= 1, got 0" in error_of(1, 0, [[]])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def test_text_may_hold_comments_blank_lines_and_idle_devices() -> None:
+    text = "# by hand\n\n  schedule stages=1 microbatches=1 devices=2\ndevice 0:  # idle\n  device 1: 0:0\n"
+    schedule = parse_schedule(text)
+    assert schedule.devices == ((), (Action(0, 0),))
+    assert parse_schedule(schedule.format()) == schedule
+
+
+def test_format_aligns_columns() -> None:
+    lines = round_robin(12, 11, 11).format().splitlines()
+    assert lines[1].startswith("device 0:    0:0   0:1")
+    assert lines[11].startswith("device 10:  10:0  10:1")
+    assert parse_schedule("\n".join(lines)) == round_robin(12, 11, 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Line 1, column 1: the text is empty"),
+        ("# nothing\n", "the text is empty"),
+        ("\n  stages=1", "Line 2, column 3: found 'stages=1', expected a header"),
+        (SMALL.replace("devices=2", "devices=3"), "Line 1, column 42: the header says 3 devices, but 2 device lines"),
+        (SMALL.replace("device 1", "device 7"), r"Line 3, column 1: found 'device 7: .*expected 'device 1: \.\.\.'"),
+        (SMALL.replace("2:0", "2;0"), "Line 2, column 19: found '2;0', expected a cell"),
+        (SMALL.replace("3:1", "3:-1"), "Line 3, column 23: found '3:-1', expected a cell"),
+        (SMALL.replace("3:1", "3:0"), "Device 1, column 3, action 3:0: the action is already"),
+    ],
+)
+def test_parse_rejects(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        parse_schedule(text)
