@@ -27,7 +27,14 @@ class RoundPipeAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Nothing to do: workers are set up by the device pool."""
+        """Only other strategies call this: workers of RoundPipe are set up by its device pool.
+
+        Raises:
+            MisconfigurationException: always; ``Trainer(accelerator="roundpipe")`` alone would train with DDP.
+        """
+        raise MisconfigurationException(
+            "accelerator='roundpipe' works with strategy='roundpipe' only: set both, or leave the accelerator to 'auto'"
+        )
 
     @override
     def teardown(self) -> None:

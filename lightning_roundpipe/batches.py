@@ -20,13 +20,15 @@ class Batches:
     Attributes:
         microbatches: in order.
         sizes: rows of each; 1 where rows are unknown.
-        weights: share of each in the loss; they sum to 1.
+        weights: share of each in means over the batch; they sum to 1.
+        loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
         batch_size: rows of the whole batch, None if it was not split.
     """
 
     microbatches: tuple[Any, ...]
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
+    loss_weights: tuple[float, ...]
     batch_size: int | None
 
 
@@ -56,16 +58,17 @@ def microbatches_of(
         sizes = tuple(known) if len(known) == len(rows) else (1,) * len(rows)
         batch_size = sum(sizes) if len(known) == len(rows) else None
     if len(microbatches) == 1:
-        return Batches(microbatches, sizes, (1.0,), batch_size)
+        return Batches(microbatches, sizes, (1.0,), (1.0,), batch_size)
     counts = [_weight(m, size, loss_weight) for m, size in zip(microbatches, sizes, strict=True)]
     total = sum(counts)
     if total <= 0.0:  # no label at all: the loss is what it is, every micro-batch counts by its rows
         counts, total = [float(size) for size in sizes], float(sum(sizes))
-    return Batches(microbatches, sizes, tuple(count / total for count in counts), batch_size)
+    weights = tuple(count / total for count in counts)
+    return Batches(microbatches, sizes, weights, (1.0,) * len(sizes) if loss_weight == "sum" else weights, batch_size)
 
 
 def _weight(microbatch: Any, size: int, loss_weight: str | Callable[[Any], float]) -> float:
-    if loss_weight == "samples":
+    if loss_weight in ("samples", "sum"):
         return float(size)
     if callable(loss_weight):
         weight = float(loss_weight(microbatch))

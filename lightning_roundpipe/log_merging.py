@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from .engine.glue import current
@@ -37,24 +37,21 @@ class LogCapture:
     objects are logged as themselves. Lightning checks the arguments when the call is replayed.
     """
 
-    def __init__(self, root: LightningModule, num_microbatches: int) -> None:
+    def __init__(self, root: LightningModule, num_microbatches: int, metrics: MetricTwins) -> None:
+        self._root = root
         self._modules = [m for m in root.modules() if isinstance(m, LightningModule)]
+        self._metrics = metrics if num_microbatches > 1 else None
         self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """While open, ``log`` of every LightningModule in the tree is held back on micro-batch threads."""
-        before = [(module, module.__dict__.get("log")) for module in self._modules]
-        for module in self._modules:
-            module.__dict__["log"] = self._capture(module, module.log)
-        try:
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(_attribute(module, "log", self._capture(module, module.log)))
+            if self._metrics is not None:
+                stack.enter_context(self._metrics.following(self._root))
             yield
-        finally:
-            for module, log in before:
-                if log is None:
-                    module.__dict__.pop("log", None)
-                else:
-                    module.__dict__["log"] = log
 
     def _capture(self, module: LightningModule, original: Callable[..., None]) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +74,8 @@ class LogCapture:
         single = len(self._calls) == 1
         for group in self._grouped():
             first = group[0][1]
+            if self._metrics is not None and isinstance(first.value, Metric):
+                self._metrics.show_batch_value(first.value)
             kwargs = dict(first.kwargs)
             if not single:
                 sizes = [call.kwargs.get("batch_size") for _, call in group]
@@ -101,6 +100,68 @@ class LogCapture:
                 seen[key] = seen.get(key, 0) + 1
                 groups.setdefault((*key, seen[key]), []).append((index, call))
         return list(groups.values())
+
+
+@contextlib.contextmanager
+def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Sets an instance attribute for a while."""
+    missing = object()
+    before = module.__dict__.get(name, missing)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+
+class MetricTwins:
+    """The value of a metric over the whole batch, for ``self.log(name, metric, on_step=True)``.
+
+    Lightning logs what the last ``forward`` of the metric returned, which here is the value of one micro-batch. A twin
+    of the metric sees the updates of all micro-batches of the step.
+    """
+
+    def __init__(self) -> None:
+        # By id: the hash of a metric changes with its state.
+        self._twins: dict[int, tuple[Metric, Metric]] = {}
+        self._started: set[int] = set()
+
+    @contextlib.contextmanager
+    def following(self, root: nn.Module) -> Iterator[None]:
+        """While open, what metrics below ``root`` are called with goes to their twins as well."""
+        self._started.clear()
+        with contextlib.ExitStack() as stack:
+            for metric in [m for m in root.modules() if isinstance(m, Metric)]:
+                stack.enter_context(_attribute(metric, "forward", self._follow(metric, metric.forward)))
+            yield
+
+    def _follow(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            self._twin_of(metric).update(*args, **kwargs)
+            return value
+
+        return forward
+
+    def show_batch_value(self, metric: Metric) -> None:
+        """Makes the value over the whole batch the one that Lightning logs."""
+        if id(metric) in self._started:
+            metric._forward_cache = self._twins[id(metric)][1].compute()
+
+    def _twin_of(self, metric: Metric) -> Metric:
+        """The twin, empty at the first call in a step."""
+        if id(metric) not in self._twins:
+            twin = metric.clone()
+            twin.__dict__.pop("forward", None)
+            self._twins[id(metric)] = (metric, twin)
+        twin = self._twins[id(metric)][1]
+        if id(metric) not in self._started:
+            self._started.add(id(metric))
+            twin.reset()
+        return twin
 
 
 def _merge(group: list[tuple[int, _LogCall]], weights: Sequence[float]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens")
+LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens", "sum")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -27,7 +28,7 @@ from .engine.profiler import guess_costs
 from .engine.randomness import derive_seed
 from .engine.runner import Engine, StepRequest, StepResult
 from .engine.units import Unit
-from .log_merging import LogCapture, weighted_mean
+from .log_merging import LogCapture, MetricTwins
 from .model_settings import training_settings
 from .options import RoundPipeOptions
 from .planning.partition import Partition, partition, partition_forward
@@ -55,7 +56,8 @@ class RoundPipeStrategy(Strategy):
             what surrounds them.
         loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
             (entries of ``labels`` that are not -100), ``"causal_label_tokens"`` (the same without the first position,
-            which causal language models do not predict), or a function from a micro-batch to a number.
+            which causal language models do not predict), ``"sum"`` (for losses that are sums over samples: every
+            micro-batch counts fully), or a function from a micro-batch to a number.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be
             inferred. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the same.
         threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
@@ -78,7 +80,8 @@ class RoundPipeStrategy(Strategy):
         num_microbatches: int | Literal["auto"] = "auto",
         round_size: int | None = None,
         units: list[str | type[nn.Module]] | None = None,
-        loss_weight: Literal["samples", "label_tokens", "causal_label_tokens"] | Callable[[Any], float] = "samples",
+        loss_weight: Literal["samples", "label_tokens", "causal_label_tokens", "sum"]
+        | Callable[[Any], float] = "samples",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         threads_per_device: int | None = None,
         virtual_copies: bool = False,
@@ -92,7 +95,8 @@ class RoundPipeStrategy(Strategy):
         )
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
-        self.last_step: StepResult | None = None
+        self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
+        self._metric_twins = MetricTwins()
         self._pool: DevicePool | None = None
         self._engine: Engine | None = None
 
@@ -178,10 +182,10 @@ class RoundPipeStrategy(Strategy):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self.last_step = None
+        self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_engine": None, "last_step": None}
+        return {**self.__dict__, "_pool": None, "_engine": None}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -217,15 +221,14 @@ class RoundPipeStrategy(Strategy):
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         with self.precision_plugin.train_step_context(), training_settings(self._module):
             batches, result = self._run("training_step", args, kwargs)
-        losses = [(_loss_of(o), w) for o, w in zip(result.outputs, batches.weights, strict=True)]
-        found = [(loss, weight) for loss, weight in losses if loss is not None]
-        if not found:
+        losses = [(_loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
+        if all(loss is None for loss, _ in losses):
             return None
-        value = torch.stack([loss.detach().to(self.root_device) for loss, _ in found])
-        merged = weighted_mean(value, [weight for _, weight in found]) if len(found) == len(losses) else None
-        if merged is None:
-            merged = torch.stack([x * w for x, (_, w) in zip(value, found, strict=True)]).sum()
-        loss = hand_over(merged, result.gradients)
+        # A micro-batch of weight zero (no label) may have a NaN loss: it does not take part.
+        shares = [
+            loss.detach().to(self.root_device).reshape(()) * w for loss, w in losses if loss is not None and w != 0.0
+        ]
+        loss = hand_over(torch.stack(shares).sum(), result.gradients)
         if not isinstance(result.outputs[0], Mapping):
             return loss
         outputs = [{k: v for k, v in output.items() if k != "loss"} for output in result.outputs]
@@ -259,7 +262,7 @@ class RoundPipeStrategy(Strategy):
         function = getattr(module, name)
         (key, batch), rest = _first_argument(args, kwargs)
         batches = self._split(batch)
-        logs = LogCapture(module, len(batches.microbatches))
+        logs = LogCapture(module, len(batches.microbatches), self._metric_twins)
 
         def call(microbatch: Any) -> Any:
             if key is not None:
@@ -269,9 +272,9 @@ class RoundPipeStrategy(Strategy):
         request = StepRequest(
             function=call,
             microbatches=batches.microbatches,
-            weights=batches.weights,
+            weights=batches.loss_weights,
             key=name,
-            seed=self._seed(name, rest, kwargs),
+            seed=self._seed(name),
             loss_of=_loss_of if name == "training_step" else None,
             merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
             autocast_device=self._autocast_device,
@@ -279,7 +282,7 @@ class RoundPipeStrategy(Strategy):
         with logs.capturing():
             result = self.engine.run(request)
         logs.replay(batches.weights, batches.batch_size)
-        self.last_step = result
+        self.last_step = replace(result, outputs=[], gradients={})
         return batches, result
 
     def _split(self, batch: Any) -> Batches:
@@ -293,12 +296,15 @@ class RoundPipeStrategy(Strategy):
             split=self.options.split_batch or getattr(self._module, "roundpipe_split_batch", None),
         )
 
-    def _seed(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _seed(self, name: str) -> int:
         """Identifies the step by what a resumed run knows as well: epoch and indices."""
-        indices = [value for value in (*rest, *kwargs.values()) if isinstance(value, int)]
         trainer = self._module.trainer
-        place = trainer.current_epoch if name == "training_step" else trainer.global_step
-        return derive_seed(torch.initial_seed(), _STEPS.index(name), place, *indices)
+        if name == "training_step":
+            place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
+        else:
+            loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+            place = (trainer.global_step, loop.batch_progress.total.ready)
+        return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
 
     # --- one process -------------------------------------------------------------------------------------------
 

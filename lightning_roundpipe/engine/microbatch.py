@@ -220,7 +220,7 @@ def _infer_rows(root: _Node) -> int | None:
 
 
 def _describe(node: _Node) -> str:
-    if is_array(node.value):
+    if is_array(node.value) and not getattr(node.value, "is_nested", False):
         return f"{node.path} of shape {tuple(node.value.shape)}"
     if is_sequence(node.value):
         return f"{node.path}, a {type(node.value).__name__} of {len(node.value)} entries"

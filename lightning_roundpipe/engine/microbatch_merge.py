@@ -107,6 +107,8 @@ def _are_per_sample(values: list[Any], rule: _MergeRule) -> bool:
         return False
     if any(len(value) != size for value, size in zip(values, rule.sizes, strict=True)):
         return False
+    if len(set(rule.sizes)) > 1 and not rule.is_input:
+        return True  # as containers they would have the same length in every micro-batch
     if rule.is_input and any(common_kind(value) is None for value in values):
         return all(entry is None for value in values for entry in value)
     return not any(_holds_rows(entry, size) for value, size in zip(values, rule.sizes, strict=True) for entry in value)

@@ -10,8 +10,9 @@ and go home to a :class:`GradientStore` when the stage's last micro-batch leaves
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from .devices import Device
 from .glue import assign
 from .transfer import poison
 from .units import Unit, rebind
+
+# What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
+Relay = Callable[[nn.Module], dict[str, Any]]
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class GradientStore:
@@ -57,8 +62,9 @@ class Replica:
         copies: master module -> its copy.
     """
 
-    def __init__(self, unit: Unit, device: Device) -> None:
+    def __init__(self, unit: Unit, device: Device, relay: Relay) -> None:
         self.unit = unit
+        self._relay = relay
         self.device = device
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copy_of: dict[int, nn.Module] = {}
@@ -74,20 +80,18 @@ class Replica:
             self._copy_of[id(module)] = copy
             self._master_of[id(copy)] = module
         self.module = self._copy_of[id(unit.module)]
-        self._structure = self._current_structure()
+        self._structure = [_structure_of(module) for module, _ in self._pairs]
+        # What was copied last time; held, so that an equal id means the same object.
+        self._seen: list[list[Any]] = [[] for _ in self._pairs]
+        self._index = {id(module): i for i, (module, _) in enumerate(self._pairs)}
         for master in unit.module.parameters():
             leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
 
-    def _current_structure(self) -> list[tuple[int, ...]]:
-        return [
-            (*map(id, m._modules.values()), -1, *map(id, m._parameters.values())) for m in self.unit.module.modules()
-        ]
-
     def is_current(self) -> bool:
         """Whether modules and parameter objects of the unit are still the ones that were copied."""
-        return self._structure == self._current_structure()
+        return all(known == _structure_of(m) for known, (m, _) in zip(self._structure, self._pairs, strict=True))
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The copy of a master module, or None if it does not belong to this unit."""
@@ -99,30 +103,35 @@ class Replica:
 
     def refresh(self) -> None:
         """Takes over what may have changed on the masters since the last step: attributes, flags, hooks, storage."""
-        self.buffers = []
-        for master, copy in self._pairs:
-            state = copy.__dict__
-            state.clear()
-            for name, value in master.__dict__.items():
-                state[name] = (
-                    value
-                    if isinstance(value, (bool, int, float, str)) or value is None
-                    else rebind(value, self._copy_of, self._leaf_of)
-                )
-            state.pop("forward", None)
-            own_forward = _own_forward(master)
-            if own_forward is not None:
-                state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
-            state["_parameters"] = {
-                name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
-            }
-            state["_modules"] = {
-                name: None if m is None else self._copy_of[id(m)] for name, m in master._modules.items()
-            }
-            state["_buffers"] = dict(master._buffers)
-            self.buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
+        buffers = []
+        for i, (master, copy) in enumerate(self._pairs):
+            now = [*master.__dict__.values(), *master._buffers.values(), len(master._forward_hooks)]
+            if len(now) != len(self._seen[i]) or any(map(operator.is_not, now, self._seen[i])):
+                self._seen[i] = now
+                self._copy_state(master, copy)
+            if master._buffers:
+                buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
+        self.buffers = buffers
         for leaf, master_parameter in self.leaves.items():
-            leaf.requires_grad_(master_parameter.requires_grad)
+            if leaf.requires_grad != master_parameter.requires_grad:
+                leaf.requires_grad_(master_parameter.requires_grad)
+
+    def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
+        state = copy.__dict__
+        state.clear()
+        for name, value in master.__dict__.items():
+            state[name] = value if type(value) in _PLAIN else rebind(value, self._copy_of, self._leaf_of)
+        state.pop("forward", None)
+        own_forward = _own_forward(master)
+        if own_forward is not None:
+            state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
+        state["_parameters"] = {
+            name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
+        }
+        state["_modules"] = {name: None if m is None else self._copy_of[id(m)] for name, m in master._modules.items()}
+        state["_buffers"] = dict(master._buffers)
+        if master is not self.unit.module and master._forward_hooks:
+            state.update(self._relay(master))
 
     def load(self, baseline: Iterable[tuple[nn.Module, str, Any]] = ()) -> bool:
         """Makes the device copies (or aliases) of weights and buffers; False if they are there already.
@@ -136,6 +145,7 @@ class Replica:
         for module, name, value in baseline:
             if (copy := self.copy_of(module)) is not None:
                 assign(copy, name, value)
+                self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
         leaves = list(self.leaves)
         if self.device.aliases_host:
             for leaf in leaves:
@@ -201,12 +211,17 @@ class Replica:
                     with torch.no_grad():
                         poison(leaf.data)
                 leaf.data = torch.empty(0, dtype=leaf.dtype)
-        for _, copy in self._pairs:
-            copy.__dict__.clear()
+        if not self.device.aliases_host:
+            for _, copy, name in self.buffers:
+                copy._buffers[name] = None
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Copies of all buffers as they are now: (copy module, name, clone)."""
         return [(c, n, b.detach().clone()) for _, c, n in self.buffers if (b := c._buffers.get(n)) is not None]
+
+
+def _structure_of(module: nn.Module) -> list[int]:
+    return [*map(id, module._modules.values()), -1, *map(id, module._parameters.values())]
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -221,7 +236,8 @@ class ReplicaCache:
     Not thread-safe by itself: a replica is only used by the thread that holds the compute lane of its device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
         self._replicas: dict[tuple[int, int], Replica] = {}
 
     def get(self, unit: Unit, device: Device) -> Replica:
@@ -229,7 +245,7 @@ class ReplicaCache:
         key = (id(unit), device.index)
         replica = self._replicas.get(key)
         if replica is None or (not replica.resident and not replica.is_current()):
-            replica = self._replicas[key] = Replica(unit, device)
+            replica = self._replicas[key] = Replica(unit, device, self._relay)
         return replica
 
     def on_device(self, device: Device) -> Iterator[Replica]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .glue import current
+from .recompute import GradientCutError, reached_cut
 from .units import Unit, UnitTable
 
 
@@ -23,10 +25,11 @@ def intercepted(table: UnitTable) -> Iterator[None]:
     back afterwards: copies, pickles and ``state_dict`` never see it.
     """
     before: list[tuple[nn.Module, Any]] = []
+    traced = any(m.__dict__.get("_compiled_call_impl") is not None for m in table.root.modules())
     try:
         for module, unit in table.units.items():
             before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _interceptor(unit)
+            module.__dict__["forward"] = _interceptor(unit, traced)
         yield
     finally:
         for module, forward in before:
@@ -36,7 +39,7 @@ def intercepted(table: UnitTable) -> Iterator[None]:
                 module.__dict__["forward"] = forward
 
 
-def _interceptor(unit: Unit) -> Callable[..., Any]:
+def _interceptor(unit: Unit, traced: bool) -> Callable[..., Any]:
     module = unit.module
     original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
 
@@ -48,7 +51,7 @@ def _interceptor(unit: Unit) -> Callable[..., Any]:
         return state.call_unit(unit, args, kwargs)
 
     forward.roundpipe_original = original if "forward" in module.__dict__ else None  # type: ignore[attr-defined]
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if traced:  # a module compiled in place must call the engine, not compile it
         return torch.compiler.disable(forward)  # type: ignore[no-untyped-call,no-any-return]
     return forward
 
@@ -88,6 +91,57 @@ def gradients_aside(root: nn.Module) -> Iterator[Callable[[], dict[nn.Parameter,
             parameter._backward_hooks = hook
         for parameter, post_hook in post_hooks:
             parameter._post_accumulate_grad_hooks = post_hook
+
+
+@contextlib.contextmanager
+def guarded_grad() -> Iterator[None]:
+    """While open, ``torch.autograd.grad`` in glue that ends at a cut says so.
+
+    It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused.
+    """
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        state = current()
+        if state is None or state.unit_writes is not None:
+            return original(outputs, *args, **kwargs)
+        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        try:
+            result = original(roots, *args, **kwargs)
+        except RuntimeError as error:
+            if "not have been used" in str(error) and (call := reached_cut(roots)) is not None:
+                raise GradientCutError.at(call) from error
+            raise
+        if any(gradient is None for gradient in result) and (call := reached_cut(roots)) is not None:
+            raise GradientCutError.at(call)
+        return result
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = original
+
+
+@contextlib.contextmanager
+def process_settings_kept() -> Iterator[None]:
+    """Restores settings of the whole process that micro-batches may leave changed.
+
+    ``with warnings.catch_warnings()`` or a temporary default dtype around a unit is undone in the wrong order when
+    several micro-batches are inside at once.
+    """
+    filters, show, dtype = warnings.filters, warnings.showwarning, torch.get_default_dtype()
+    content = list(filters)
+    try:
+        yield
+    finally:
+        if warnings.filters is not filters or list(filters) != content:
+            filters[:] = content  # type: ignore[index]
+            warnings.filters = filters
+        warnings.showwarning = show
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
 
 
 @contextlib.contextmanager

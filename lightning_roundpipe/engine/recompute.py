@@ -19,9 +19,9 @@ numbers, which buffers it writes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ Slot = Hashable
 
 class GradientCutError(RuntimeError):
     """User code ran a backward through a unit inside the step."""
+
+    @classmethod
+    def at(cls, call: Call) -> GradientCutError:
+        """The error for a graph that is cut at ``call``."""
+        return cls(
+            f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
+            "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). Use "
+            "RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
+            "train this module with strategy='auto'."
+        )
 
 
 class Flushing:
@@ -79,12 +89,7 @@ class Cut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
         if not call.flushing.active:
-            raise GradientCutError(
-                f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
-                "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). Use "
-                "RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
-                "train this module with strategy='auto'."
-            )
+            raise GradientCutError.at(call)
         for slot, gradient in zip(ctx.slots, gradients, strict=True):
             if gradient is not None:
                 call.add_gradient(slot, gradient)
@@ -93,9 +98,9 @@ class Cut(torch.autograd.Function):
 
 def cut_owner(tensor: Tensor) -> tuple[Call, Slot] | None:
     """The call and slot whose unchanged output ``tensor`` is, if its gradient may be handed over directly."""
-    node: Any = tensor.grad_fn
-    if node.__class__ is not _CUT_NODE or tensor._backward_hooks or tensor.retains_grad:
+    if type(tensor.grad_fn) is not _CUT_NODE or tensor._backward_hooks or tensor.retains_grad:
         return None
+    node: Any = tensor.grad_fn
     return node.call, node.slots[tensor.output_nr]
 
 
@@ -269,6 +274,25 @@ class PendingGradients:
         self._waiting.clear()
 
 
+def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
+    """A call whose cut the graph behind ``outputs`` ends at."""
+    for node in _walk_graph([output.grad_fn for output in outputs]):
+        if isinstance(node, _CUT_NODE):
+            return cast(Any, node).call  # type: ignore[no-any-return]
+    return None
+
+
+def _walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    seen: set[Any] = set()
+    todo = [node for node in roots if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(following for following, _ in node.next_functions if following is not None)
+
+
 def find_escaped(roots: list[Any], leaves: dict[int, str]) -> str | None:
     """The name of a unit one of whose replica parameters is reachable from glue, or None.
 
@@ -276,15 +300,5 @@ def find_escaped(roots: list[Any], leaves: dict[int, str]) -> str | None:
         roots: autograd nodes to start from: of the loss and of the inputs of every call.
         leaves: id of a replica's leaf -> name of its unit.
     """
-    seen: set[Any] = set()
-    todo = [node for node in roots if node is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in leaves:
-            return leaves[id(variable)]
-        todo.extend(following for following, _ in node.next_functions if following is not None)
-    return None
+    variables = (getattr(node, "variable", None) for node in _walk_graph(roots))
+    return next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)

@@ -27,8 +27,10 @@ from .devices import DevicePool
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingLists, entered, noting_writes
 from .parameters import GradientStore, ReplicaCache
-from .patches import gradients_aside, intercepted, intra_op_threads
+from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, process_settings_kept
 from .recompute import find_escaped
+from .strays import StrayOperands
+from .unit_run import relay_hooks
 from .units import Unit, UnitClasses, UnitTable
 from .walk import Plan, StepContext, Walk
 
@@ -145,7 +147,7 @@ class Engine:
         self._modules: list[int] = []
         self._plans: dict[Hashable, Plan] = {}
         self._schedules: dict[Any, Schedule] = {}
-        self._replicas = ReplicaCache()
+        self._replicas = ReplicaCache(relay_hooks)
         self._first_device = 0
         self._glue_parameters: set[nn.Parameter] = set()
 
@@ -179,6 +181,8 @@ class Engine:
                 take_strays = stack.enter_context(gradients_aside(self._root))
                 stack.enter_context(intercepted(table))
                 stack.enter_context(noting_writes())
+                stack.enter_context(guarded_grad())
+                stack.enter_context(process_settings_kept())
                 stack.enter_context(intra_op_threads(self._num_threads))
                 lists.hand_out(states, lock)
                 for state in states:
@@ -305,7 +309,8 @@ class Engine:
         """Body of a micro-batch thread."""
         request = step.request
         try:
-            with entered(walk.state), surroundings.entered():
+            strays = contextlib.nullcontext() if self._pool.is_virtual else StrayOperands(walk.current_torch_device)
+            with entered(walk.state), surroundings.entered(), strays:
                 try:
                     step.lock.acquire(walk.state)
                     output = request.function(request.microbatches[walk.index])
@@ -318,9 +323,10 @@ class Engine:
             step.fail(error)
 
     def _backward(self, step: _Step, walk: Walk, loss: Tensor | None) -> None:
-        if loss is None:
+        share = step.request.weights[walk.index]
+        if loss is None or share == 0.0:
             return
-        if loss.dim() != 0:
+        if loss.numel() != 1:
             raise ValueError(
                 f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar, for instance its mean"
             )
@@ -331,7 +337,7 @@ class Engine:
             )
         if walk.shared.plan.recording:
             self._check_escape(walk, loss)
-        weight = torch.full_like(loss, step.request.weights[walk.index])
+        weight = torch.full_like(loss, share)
         step.lock.release(walk.state)
         walk.backward([loss], [weight])
 

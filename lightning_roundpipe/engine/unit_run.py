@@ -141,18 +141,13 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
 # unless they changed the output, which the rest of the unit needs.
 
 
-def install_relays(replica: Replica) -> None:
-    """Replaces the forward hooks of submodules by relays; see [Note: relays]. Called when a replica is refreshed."""
-    root = replica.unit.module
-    for master in root.modules():
-        if master is root or not master._forward_hooks:
-            continue
-        copy = replica.copy_of(master)
-        if copy is None or not replica.resident:
-            continue
-        copy.__dict__["_forward_hooks"] = OrderedDict({0: _Relay(master)})
-        copy.__dict__["_forward_hooks_with_kwargs"] = OrderedDict({0: True})
-        copy.__dict__["_forward_hooks_always_called"] = OrderedDict()
+def relay_hooks(master: nn.Module) -> dict[str, Any]:
+    """Instance attributes for a replica of ``master`` that put a relay in the place of its forward hooks."""
+    return {
+        "_forward_hooks": OrderedDict({0: _Relay(master)}),
+        "_forward_hooks_with_kwargs": OrderedDict({0: True}),
+        "_forward_hooks_always_called": OrderedDict(),
+    }
 
 
 class _Relay:

@@ -30,7 +30,7 @@ from .glue import GlueLock, GlueState
 from .parameters import GradientStore, Replica, ReplicaCache
 from .randomness import derive_seed
 from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot
-from .unit_run import UnitRunner, autocast_as, autocast_state, install_relays
+from .unit_run import UnitRunner, autocast_as, autocast_state
 from .units import Unit
 
 
@@ -117,6 +117,10 @@ class Walk:
         """The device of the current stage."""
         stage = 0 if self._stage is None else self._stage
         return self.shared.pool[self.shared.turnstile.device_of(Action(stage, self.slot))]
+
+    def current_torch_device(self) -> torch.device:
+        """Where stray operands of glue go, see :mod:`strays`."""
+        return self.device.torch_device
 
     def _move_to(self, stage: int) -> None:
         """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped."""
@@ -217,8 +221,7 @@ class Walk:
 
     def _replica(self, unit: Unit) -> Replica:
         replica = self.shared.replicas.get(unit, self.device)
-        if replica.load(self.shared.lock.baseline()):
-            install_relays(replica)
+        replica.load(self.shared.lock.baseline())
         return replica
 
     def _free_recorded(self, replica: Replica) -> None:
