@@ -33,7 +33,7 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
-	$(BIN)/python examples/train_bytes.py
+	$(BIN)/python examples/train_bytes.py $(ARGS)
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .
@@ -53,9 +53,9 @@ bench: $(BENCHMARKS:%=bench-%)  ## Run the benchmarks into docs/measurements/
 .NOTPARALLEL:
 $(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@mkdir -p docs/measurements
-	$(BIN)/python -m benchmarks.$* > docs/measurements/$*.txt.part
-	@mv docs/measurements/$*.txt.part docs/measurements/$*.txt
-	@cat docs/measurements/$*.txt
+	$(BIN)/python -m benchmarks.$* $(ARGS) > docs/measurements/$*.json.part
+	@mv docs/measurements/$*.json.part docs/measurements/$*.json
+	@cat docs/measurements/$*.json
 
 coverage: $(STAMP)  ## Run the tests; planning and engine must be covered to 90 percent
 	$(BIN)/python -m pytest -q --cov=lightning_roundpipe.planning --cov=lightning_roundpipe.engine \

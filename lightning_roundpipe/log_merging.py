@@ -58,7 +58,7 @@ class LogCapture:
             state = current()
             if state is None:
                 return original(name, value, *args, **kwargs)
-            held = value.detach() if isinstance(value, Tensor) else value
+            held = value.detach().clone() if isinstance(value, Tensor) else value
             self._calls[state.index].append(_LogCall(module, name, held, args, kwargs))
             return None
 

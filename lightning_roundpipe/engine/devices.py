@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
+from typing_extensions import override
 
 from .transfer import TransferLane
 
@@ -36,16 +37,9 @@ class Device(ABC):
         self._busy = threading.Lock()
         self.num_unit_runs = 0
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
-        with self._busy, self._on_device():
-            self.num_unit_runs += 1
-            yield
-
     @abstractmethod
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Makes this device the current one of the calling thread."""
+    def computing(self) -> contextlib.AbstractContextManager[object]:
+        """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
 
     def statistics(self) -> dict[str, float]:
         """Counters since the device was made: runs of units, bytes moved up and down."""
@@ -69,8 +63,10 @@ class VirtualDevice(Device):
         super().__init__(index, torch.device("cpu"))
         self.aliases_host = not copies
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @override
+    def computing(self) -> contextlib.AbstractContextManager[object]:
+        self.num_unit_runs += 1
+        return self._busy
 
 
 class CudaDevice(Device):
@@ -79,8 +75,12 @@ class CudaDevice(Device):
     def __init__(self, index: int, ordinal: int) -> None:
         super().__init__(index, torch.device("cuda", ordinal))
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self.torch_device)
+    @override
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._busy, torch.cuda.device(self.torch_device):
+            self.num_unit_runs += 1
+            yield
 
     def statistics(self) -> dict[str, float]:
         peak = float(torch.cuda.max_memory_allocated(self.torch_device))

@@ -69,15 +69,17 @@ class Turnstile:
     def retire(self, microbatch_index: int) -> None:
         """A thread is done (or failed): all its tickets are released."""
         with self._lock:
-            self._live -= 1
             self._passed[microbatch_index] = 1 << 60
             for stage_index in range(self.schedule.num_stages):
                 self._left.add(Action(stage_index, microbatch_index))
             self._open_gates(microbatch_index)
-        for device in range(self.schedule.num_devices):
-            self._advance(device)
-        with self._lock:
-            self._detect_stall()
+        try:
+            for device in range(self.schedule.num_devices):
+                self._advance(device)
+        finally:
+            with self._lock:
+                self._live -= 1  # only now: before the heads have moved, the others would seem to be stalled
+                self._detect_stall()
 
     def abort(self) -> None:
         """Makes every present and future wait raise :class:`StepAborted`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .parameters import Replica
+from .randomness import ForeignRandomness
 from .recompute import Call, Entry, Facts, SavedInputs, version_of
 from .unit_run import UnitResult, UnitRunner
+
+_MAX_FACTS = 64
+Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
 
 @dataclass
@@ -41,48 +46,75 @@ class ForwardRunner:
         """Runs the unit on ``leaves`` (tensors anywhere); must be called on the replica's device.
 
         A recorded call leaves in ``call`` what its backward needs. If the unit returns other tensors than the facts
-        promise, it is run once more to learn.
+        promise, or draws foreign random numbers for the first time, it is run once more.
         """
         unit = call.unit
         facts: Facts | None = unit.facts.get(key)
-        before = replica.snapshot_buffers() if facts is None or facts.buffers else []
+        before = _snapshot(replica) if facts is None or facts.buffers else []
         done = self._attempt(call, replica, leaves, records, facts)
         if facts is not None and records and done.unit.slots.keys() != facts.slots:
             _restore(before)
-            facts = None
-            before = replica.snapshot_buffers()
+            facts, before = None, _snapshot(replica)
             done = self._attempt(call, replica, leaves, records, None)
         if facts is None:
+            if done.unit.draws_foreign:
+                _restore(before)
+                done = self._attempt(call, replica, leaves, records, None, foreign=True)
+            if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
+                unit.facts.clear()
             facts = unit.facts[key] = _learn(replica, before, done)
         call.facts = facts
         written = set(facts.buffers)
-        homes = [(replica.master_of(copy), name, value) for copy, name, value in before]
+        homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
         if facts.buffers:
             replica.store_buffers()
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
-        call.relayed = {}
-        if records and not call.kept:
-            _drop_graph(done.unit)
+        self._settle(call, replica, done, records)
         return done
 
+    def _settle(self, call: Call, replica: Replica, done: ForwardResult, records: bool) -> None:
+        """Decides what requires a gradient; frees what is not needed any more."""
+        assert call.facts is not None
+        call.relayed = {}
+        if not records:
+            return
+        slots = done.unit.slots
+        if call.kept or len(slots) > 1:  # the graph was there to ask
+            call.flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
+        else:
+            call.flagged = call.facts.flagged
+        if not call.kept:
+            _drop_graph(done.unit, replica)
+
     def _attempt(
-        self, call: Call, replica: Replica, leaves: list[Any], records: bool, facts: Facts | None
+        self,
+        call: Call,
+        replica: Replica,
+        leaves: list[Any],
+        records: bool,
+        facts: Facts | None,
+        *,
+        foreign: bool = False,
     ) -> ForwardResult:
         watch = facts is None or facts.draws
+        foreign = foreign or (facts is not None and facts.foreign)
         call.facts = facts
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         given = to_device(leaves, replica.device.torch_device)
         versions = [version_of(leaves[i]) for i in tensors]
-        if not records:
-            done = ForwardResult(self.runner.run(call, replica, given, watch_randomness=watch))
-        else:
-            if not call.kept:
-                call.leaves = [self.saved.save(x) if isinstance(x, Tensor) else x for x in leaves]
-            with torch.set_grad_enabled(call.kept or facts is None):
-                if torch.is_grad_enabled():
+        # Which of several outputs require a gradient may depend on the data: only the graph can tell.
+        graph = records and (call.kept or facts is None or len(facts.slots) > 1)
+        with contextlib.ExitStack() as stack:
+            if records:
+                if not call.kept:
+                    call.leaves = [self.saved.save(x) if isinstance(x, Tensor) else x for x in leaves]
+                stack.enter_context(torch.set_grad_enabled(graph))
+                if graph:
                     enter(call, given, self.anchor)
-                done = ForwardResult(self.runner.run(call, replica, given, watch_randomness=watch))
+            learning = ForeignRandomness.watched() if facts is None and not foreign else None
+            done = ForwardResult(self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign))
+            done.unit.draws_foreign = foreign or (learning is not None and learning.has_moved())
         done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(leaves[i]) != v]
         call.changed = done.changed
         add_changed(call, done.unit, given)
@@ -99,12 +131,16 @@ def to_device(leaves: list[Any], device: torch.device) -> list[Any]:
 
 
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
-    """Replaces differentiable leaves by aliases at the start of a local graph, in place."""
+    """Replaces leaves by aliases, in place: differentiable ones start the local graph, the others must not join it."""
     if call.differentiable:
         inputs = [leaves[i].detach() for i in call.differentiable]
         aliases = Entry.apply(call, anchor, *inputs)  # type: ignore[no-untyped-call]
         for i, alias in zip(call.differentiable, aliases, strict=True):
             leaves[i] = alias
+    differentiable = set(call.differentiable)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
+            leaves[i] = leaf.detach()
 
 
 def add_changed(call: Call, result: UnitResult, given: list[Any]) -> None:
@@ -113,29 +149,46 @@ def add_changed(call: Call, result: UnitResult, given: list[Any]) -> None:
         result.slots["input", i] = given[i]
 
 
-def _learn(replica: Replica, before: list[tuple[nn.Module, str, Tensor]], done: ForwardResult) -> Facts:
+def _snapshot(replica: Replica) -> Snapshot:
+    """All buffers as they are: (copy module, name, buffer, its version, its value)."""
+    found = []
+    for _, copy, name in replica.buffers:
+        buffer = copy._buffers.get(name)
+        if buffer is not None:
+            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
+    return found
+
+
+def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
     changed = []
-    for copy, name, value in before:
-        # By value: batch norm updates its running statistics without raising their version.
+    for copy, name, buffer, version, value in before:
         now = copy._buffers.get(name)
-        master = replica.master_of(copy)
-        if master is not None and (now is None or now.shape != value.shape or not torch.equal(now, value)):
+        # By value as well: batch norm updates its running statistics without raising their version.
+        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
+            master = replica.master_of(copy)
+            assert master is not None
             changed.append((master, name))
-    return Facts(flagged, frozenset(slots), done.unit.num_draws > 0, tuple(changed))
+    return Facts(flagged, frozenset(slots), done.unit.num_draws > 0, done.unit.draws_foreign, tuple(changed))
 
 
-def _restore(buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
+def _restore(before: Snapshot) -> None:
     with torch.no_grad():
-        for copy, name, value in buffers:
-            buffer = copy._buffers[name]
-            assert buffer is not None
+        for copy, name, buffer, _, value in before:
+            copy._buffers[name] = buffer
             buffer.copy_(value)
 
 
-def _drop_graph(result: UnitResult) -> None:
-    """What a learning run returned keeps its values only."""
-    detached = {id(t): t.detach() for t in result.slots.values() if t.grad_fn is not None}
-    if detached:
-        result.slots = {slot: detached.get(id(t), t) for slot, t in result.slots.items()}
+def _drop_graph(result: UnitResult, replica: Replica) -> None:
+    """The results keep their values only; views of device copies, which are about to be freed, become copies."""
+    weights: set[int] = set()
+    if not replica.device.aliases_host:
+        weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
+    values: dict[int, Tensor] = {}
+    for tensor in result.slots.values():
+        is_weight = bool(weights) and tensor.untyped_storage().data_ptr() in weights
+        if tensor.requires_grad or is_weight:
+            values[id(tensor)] = tensor.detach().clone() if is_weight else tensor.detach()
+    if values:
+        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}

@@ -12,17 +12,19 @@ Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is install
 threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that read what
 glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
 
-[Note: growing lists]
-``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs. Lists that are attributes of
-the root module are given to every micro-batch as a copy; what the micro-batches appended is merged into what one call
-on the whole batch would have appended, and lands in the original list.
+[Note: growing containers]
+``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
+(``self.features[name] = out``). Lists and dicts that are attributes of glue modules are given to every micro-batch as
+a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
+and lands in the original container.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +47,15 @@ class UnitWrites:
     def note(self, module: nn.Module, name: str) -> None:
         """Called before the attribute changes."""
         if (id(module), name) not in self.before:
-            self.before[id(module), name] = (module, module.__dict__.get(name, MISSING))
+            self.before[id(module), name] = (module, read(module, name))
 
     def take_back(self) -> list[tuple[nn.Module, str, Any]]:
         """Restores the values from before; what was written: (module, name, value), registered names left out."""
         written = []
         for (_, name), (module, before) in self.before.items():
-            if _is_registered(module, name):
+            if any(name in module.__dict__.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
                 continue
-            written.append((module, name, module.__dict__.get(name, MISSING)))
+            written.append((module, name, read(module, name)))
             assign(module, name, before)
         return written
 
@@ -90,7 +92,9 @@ class GlueLock:
         self._aborted = aborted
         self._last: GlueState | None = None
         self._holder: GlueState | None = None
+        self._borrower: int | None = None  # thread that borrowed the lock
         self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._latched: dict[tuple[int, str], Any] = {}
         self._outer_random_state = torch.default_generator.get_state()
 
     def acquire(self, state: GlueState) -> None:
@@ -103,8 +107,7 @@ class GlueLock:
             if self._aborted():
                 raise StepAborted
         self._holder = state
-        if self._last is not state:
-            self._switch_to(state)
+        self._switch_to(state)
 
     def release(self, state: GlueState) -> None:
         """Gives the lock back; does nothing if ``state`` does not hold it."""
@@ -125,31 +128,70 @@ class GlueLock:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """For a unit that must touch process-global state: excludes all glue, switches nothing."""
+        """For a unit that must touch process-global state: excludes all glue, switches nothing. Re-entrant."""
+        if self._borrower == threading.get_ident():
+            yield
+            return
         while not self._lock.acquire(timeout=_RECHECK_S):
             if self._aborted():
                 raise StepAborted
+        self._borrower = threading.get_ident()
         try:
             yield
         finally:
+            self._borrower = None
             self._lock.release()
+
+    @contextlib.contextmanager
+    def as_glue(self, state: GlueState) -> Iterator[None]:
+        """For user code that a unit calls back (hooks on its submodules): it is glue, and its writes are glue's."""
+        writes, state.unit_writes = state.unit_writes, None
+        call_unit, state.call_unit = state.call_unit, None
+        try:
+            if self._borrower == threading.get_ident():
+                self._switch_to(state)
+                yield
+            else:
+                self.acquire(state)
+                try:
+                    yield
+                finally:
+                    self.release(state)
+        finally:
+            state.unit_writes, state.call_unit = writes, call_unit
 
     def write(self, state: GlueState, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute on behalf of a micro-batch that holds the lock."""
         self.note(state, module, name)
-        module.__dict__[name] = value
+        assign(module, name, value)
 
-    def note(self, state: GlueState, module: nn.Module, name: str) -> None:
+    def note(self, state: GlueState, module: nn.Module, name: str, value: Any = None) -> None:
         """An attribute is about to be written by glue code of ``state``."""
         if isinstance(module, self._exempt):
             return
         key = (id(module), name)
         if key not in state.overlay:
             if key not in self._baseline:
-                self._baseline[key] = (module, module.__dict__.get(name, MISSING))
+                self._baseline[key] = (module, read(module, name))
             state.overlay[key] = (module, MISSING)
+        if type(value) is bool:
+            self._latch(key, value)
+
+    def _latch(self, key: tuple[int, str], value: bool) -> None:
+        """A flag that glue sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
+
+        A micro-batch that takes it back (a temporary switch) takes it back for itself and for those that never set it.
+        """
+        module, before = self._baseline[key]
+        if value and before is not True and key[1] != "training":
+            self._latched.setdefault(key, before)
+            self._baseline[key] = (module, True)
+        elif not value and key in self._latched:
+            self._baseline[key] = (module, self._latched.pop(key))
 
     def _switch_to(self, state: GlueState) -> None:
+        if self._last is state:
+            return
         default = torch.default_generator
         if self._last is not None:
             self._swap_out(self._last)
@@ -164,7 +206,7 @@ class GlueLock:
 
     def _swap_out(self, state: GlueState) -> None:
         for key, (module, _) in state.overlay.items():
-            state.overlay[key] = (module, module.__dict__.get(key[1], MISSING))
+            state.overlay[key] = (module, read(module, key[1]))
             assign(module, key[1], self._baseline[key][1])
 
     def baseline(self) -> list[tuple[nn.Module, str, Any]]:
@@ -184,58 +226,94 @@ class GlueLock:
         if keep_writes:
             for state in states:
                 for (_, name), (module, value) in state.overlay.items():
-                    assign(module, name, value.detach() if _has_graph(value) else value)
+                    assign(module, name, _without_graph(value))
         for state in states:
             state.overlay.clear()
             state.lock = None
         self._baseline.clear()
 
 
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
+def _without_graph(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.grad_fn is None:
+        return value
+    kept = value.detach()
+    if value.retains_grad:
+        kept.grad = value.grad
+    return kept
 
 
 def assign(module: nn.Module, name: str, value: Any) -> None:
-    """Sets or (``MISSING``) removes a plain attribute, unnoticed."""
+    """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
+    state = module.__dict__
+    if name in state.get("_buffers", ()):
+        state = state["_buffers"]
     if value is MISSING:
-        module.__dict__.pop(name, None)
+        state.pop(name, None)
     else:
-        module.__dict__[name] = value
+        state[name] = value
 
 
-class GrowingLists:
-    """Lists on the root module that micro-batches append to; see [Note: growing lists]."""
+def read(module: nn.Module, name: str) -> Any:
+    """A plain attribute or buffer, ``MISSING`` if there is none."""
+    state = module.__dict__
+    buffers = state.get("_buffers", ())
+    return buffers[name] if name in buffers else state.get(name, MISSING)
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._originals = {
-            name: value for name, value in root.__dict__.items() if type(value) is list and not name.startswith("_")
-        }
+
+class GrowingContainers:
+    """Lists and dicts on glue modules that micro-batches fill; see [Note: growing containers]."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._originals = [
+            (module, name, value)
+            for module in modules
+            for name, value in module.__dict__.items()
+            if type(value) in (list, dict) and not name.startswith("_")
+        ]
 
     def hand_out(self, states: Sequence[GlueState], lock: GlueLock) -> None:
-        """Gives every micro-batch its own copy."""
+        """Gives every micro-batch its own copies."""
         for state in states:
-            for name, original in self._originals.items():
-                lock.note(state, self._root, name)
-                state.overlay[id(self._root), name] = (self._root, list(original))
+            for module, name, original in self._originals:
+                lock.note(state, module, name)
+                state.overlay[id(module), name] = (module, copy.copy(original))
 
     def collect(self, states: Sequence[GlueState], merge: Callable[[list[Any]], Any]) -> None:
-        """Puts what was appended, merged over the micro-batches, into the original lists.
+        """Puts what came in, merged over the micro-batches, into the original containers.
 
         Comes between :meth:`GlueLock.suspend` and :meth:`GlueLock.close`.
         """
-        for name, original in self._originals.items():
-            key = (id(self._root), name)
-            copies = [state.overlay.pop(key, (self._root, MISSING))[1] for state in states]
-            start = len(original)
-            if not all(type(c) is list and _starts_with(c, original) for c in copies):
-                self._root.__dict__[name] = copies[-1]  # replaced or rewritten: the last micro-batch counts
-                continue
-            appended = [c[start:] for c in copies]
-            if len({len(items) for items in appended}) == 1:
-                original.extend(merge(list(items)) for items in zip(*appended, strict=True))
+        for module, name, original in self._originals:
+            copies = [state.overlay.pop((id(module), name), (module, MISSING))[1] for state in states]
+            if any(type(c) is not type(original) for c in copies):
+                assign(module, name, copies[-1])  # replaced by something else: the last micro-batch counts
+            elif isinstance(original, dict):
+                _collect_dict(original, copies, merge)
+            elif all(_starts_with(c, original) for c in copies):
+                _collect_list(original, copies, merge)
             else:
-                original.extend(item for items in appended for item in items)
+                assign(module, name, copies[-1])
+
+
+def _collect_list(original: list[Any], copies: list[list[Any]], merge: Callable[[list[Any]], Any]) -> None:
+    appended = [c[len(original) :] for c in copies]
+    if len({len(items) for items in appended}) == 1:
+        original.extend(merge(list(items)) for items in zip(*appended, strict=True))
+    else:
+        original.extend(item for items in appended for item in items)
+
+
+def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Callable[[list[Any]], Any]) -> None:
+    for key in [key for key in original if key not in copies[-1]]:
+        del original[key]
+    for key in dict.fromkeys(key for c in copies for key in c):
+        values = [c.get(key, MISSING) for c in copies]
+        before = original.get(key, MISSING)
+        if all(value is before for value in values):
+            continue
+        changed = [value for value in values if value is not before and value is not MISSING]
+        if changed:
+            original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
 
 
 def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
@@ -264,24 +342,24 @@ _patch_lock = threading.Lock()
 _patch_users = 0
 
 
-def _note(module: nn.Module, name: str) -> None:
+def _note(module: nn.Module, name: str, value: Any = None) -> None:
     state: GlueState | None = getattr(_local, "state", None)
     if state is None:
         return
     if state.unit_writes is not None:
         state.unit_writes.note(module, name)
     elif state.lock is not None and not _is_registered(module, name):
-        state.lock.note(state, module, name)
+        state.lock.note(state, module, name, value)
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:
-    """Parameters, buffers and submodules are shared by all micro-batches; only plain attributes are isolated."""
+    """Parameters and submodules are shared by all micro-batches; attributes and assigned buffers are isolated."""
     state = module.__dict__
-    return any(name in state.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+    return any(name in state.get(kind, ()) for kind in ("_parameters", "_modules"))
 
 
 def _noting_setattr(self: nn.Module, name: str, value: Any) -> None:
-    _note(self, name)
+    _note(self, name, value)
     _original_setattr(self, name, value)
 
 

@@ -25,7 +25,12 @@ from .units import Unit, rebind
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
+Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+# (order of the unit, position of the call), or less where that says enough.
+Source = tuple[int, ...]
 
 
 class GradientStore:
@@ -33,24 +38,39 @@ class GradientStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
 
-    def add(self, master: nn.Parameter, gradient: Tensor) -> None:
-        """Adds ``gradient`` to what is there; takes ownership of it."""
+    def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
+        """Adds ``gradient`` to what is there; takes ownership of it.
+
+        Args:
+            source: where it comes from. Parts of a shared weight are added up per source, and the sums in the order
+                of the sources, so that the result does not depend on which of them comes home first.
+        """
         with self._lock:
-            known = self._gradients.get(master)
-            if known is None:
-                self._gradients[master] = gradient
-            elif known.is_sparse or gradient.is_sparse:
-                self._gradients[master] = known + gradient
-            else:
-                known.add_(gradient)
+            parts = self._gradients.setdefault(master, {})
+            parts[source] = _sum(parts.get(source), gradient)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         """All gradients; the store is empty afterwards."""
         with self._lock:
-            gradients, self._gradients = self._gradients, {}
-            return gradients
+            stored, self._gradients = self._gradients, {}
+        gradients = {}
+        for master, parts in stored.items():
+            total: Tensor | None = None
+            for source in sorted(parts):
+                total = _sum(total, parts[source])
+            assert total is not None
+            gradients[master] = total
+        return gradients
+
+
+def _sum(known: Tensor | None, gradient: Tensor) -> Tensor:
+    if known is None:
+        return gradient
+    if known.is_sparse or gradient.is_sparse:
+        return known + gradient
+    return known.add_(gradient)
 
 
 class Replica:
@@ -74,6 +94,7 @@ class Replica:
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.resident = False
         self.has_gradients = False
+        self.num_hooks = 0
         for module in unit.module.modules():
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
@@ -101,8 +122,11 @@ class Replica:
         """The master of one of this replica's modules."""
         return self._master_of.get(id(copy))
 
-    def refresh(self) -> None:
-        """Takes over what may have changed on the masters since the last step: attributes, flags, hooks, storage."""
+    def refresh(self, baseline: Callable[[], Attributes]) -> None:
+        """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
+
+        Glue of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
+        """
         buffers = []
         for i, (master, copy) in enumerate(self._pairs):
             now = [*master.__dict__.values(), *master._buffers.values(), len(master._forward_hooks)]
@@ -115,11 +139,15 @@ class Replica:
         for leaf, master_parameter in self.leaves.items():
             if leaf.requires_grad != master_parameter.requires_grad:
                 leaf.requires_grad_(master_parameter.requires_grad)
+        for module, name, value in baseline():
+            if (copied := self.copy_of(module)) is not None:
+                assign(copied, name, value)
+                self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
 
     def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
         state = copy.__dict__
         state.clear()
-        for name, value in master.__dict__.items():
+        for name, value in list(master.__dict__.items()):  # a list: glue writes attributes meanwhile
             state[name] = value if type(value) in _PLAIN else rebind(value, self._copy_of, self._leaf_of)
         state.pop("forward", None)
         own_forward = _own_forward(master)
@@ -133,24 +161,14 @@ class Replica:
         if master is not self.unit.module and master._forward_hooks:
             state.update(self._relay(master))
 
-    def load(self, baseline: Iterable[tuple[nn.Module, str, Any]] = ()) -> bool:
-        """Makes the device copies (or aliases) of weights and buffers; False if they are there already.
-
-        Args:
-            baseline: attributes that belong to some micro-batch at the moment, with their values for everybody else.
-        """
-        if self.resident:
-            return False
-        self.refresh()
-        for module, name, value in baseline:
-            if (copy := self.copy_of(module)) is not None:
-                assign(copy, name, value)
-                self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
+    def load(self, baseline: Callable[[], Attributes]) -> None:
+        """Makes the device copies (or aliases) of weights and buffers."""
+        self.refresh(baseline)
         leaves = list(self.leaves)
         if self.device.aliases_host:
             for leaf in leaves:
                 data = self.leaves[leaf].data
-                if leaf.data_ptr() != data.data_ptr() or leaf.shape != data.shape or leaf.dtype != data.dtype:
+                if _layout(leaf) != _layout(data):
                     leaf.data = data
         else:
             moved = self.device.h2d.submit([self.leaves[leaf] for leaf in leaves]).wait()
@@ -158,7 +176,6 @@ class Replica:
                 leaf.data = data
             self.load_buffers()
         self.resident = True
-        return True
 
     def load_buffers(self) -> None:
         """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'."""
@@ -175,17 +192,18 @@ class Replica:
             value, home = copy._buffers.get(name), master._buffers.get(name)
             if value is None or home is None or value is home:
                 continue
-            (value,) = self.device.d2h.submit([value]).wait() if not self.device.aliases_host else (value.detach(),)
+            if self.device.aliases_host:  # assigned anew on the replica: assigned anew on the master
+                master._buffers[name] = value.detach()
+                continue
+            (value,) = self.device.d2h.submit([value]).wait()
             if home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:
-                master._buffers[name] = home = value
-            if self.device.aliases_host:
-                copy._buffers[name] = home
+                master._buffers[name] = value
 
-    def harvest(self, store: GradientStore) -> None:
-        """Moves the gradients of the leaves to ``store``."""
+    def harvest(self, store: GradientStore, *position: int) -> None:
+        """Moves the gradients of the leaves to ``store``, as those of the call at ``position`` if it is given."""
         if not self.has_gradients:
             return
         self.has_gradients = False
@@ -196,7 +214,7 @@ class Replica:
         for (leaf, master), gradient in zip(found, gradients, strict=True):
             leaf.grad = None
             assert gradient is not None
-            store.add(master, gradient)
+            store.add(master, gradient, (self.unit.order, *position))
 
     def drop(self) -> None:
         """Frees the device copies; what still reads them sees NaN on a virtual device."""
@@ -215,9 +233,9 @@ class Replica:
             for _, copy, name in self.buffers:
                 copy._buffers[name] = None
 
-    def snapshot_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Copies of all buffers as they are now: (copy module, name, clone)."""
-        return [(c, n, b.detach().clone()) for _, c, n in self.buffers if (b := c._buffers.get(n)) is not None]
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
 def _structure_of(module: nn.Module) -> list[int]:
@@ -238,14 +256,30 @@ class ReplicaCache:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
+        self._num_hooks = 0
         self._replicas: dict[tuple[int, int], Replica] = {}
 
-    def get(self, unit: Unit, device: Device) -> Replica:
-        """The replica of ``unit`` on ``device``, up to date with the structure of the unit; maybe not loaded."""
+    def note_hook(self) -> None:
+        """A forward hook was registered during the step: loaded replicas are out of date."""
+        self._num_hooks += 1
+
+    def get(self, unit: Unit, device: Device, baseline: Callable[[], Attributes]) -> Replica:
+        """The replica of ``unit`` on ``device``, loaded.
+
+        Args:
+            baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
+                else.
+        """
         key = (id(unit), device.index)
         replica = self._replicas.get(key)
         if replica is None or (not replica.resident and not replica.is_current()):
             replica = self._replicas[key] = Replica(unit, device, self._relay)
+        if not replica.resident:
+            replica.load(baseline)
+        elif replica.num_hooks != self._num_hooks:
+            replica.refresh(baseline)
+            replica.load_buffers()
+        replica.num_hooks = self._num_hooks
         return replica
 
     def on_device(self, device: Device) -> Iterator[Replica]:

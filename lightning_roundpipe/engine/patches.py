@@ -6,6 +6,7 @@ import contextlib
 import functools
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .glue import current
-from .recompute import GradientCutError, reached_cut
+from .recompute import GradientCutError, note_hook, reached_cut
 from .units import Unit, UnitTable
 
 
@@ -73,7 +74,7 @@ def gradients_aside(root: nn.Module) -> Iterator[Callable[[], dict[nn.Parameter,
     for parameter, _ in hooks:
         parameter._backward_hooks = None
     for parameter, _ in post_hooks:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks where autograd looks
 
     def take() -> dict[nn.Parameter, Tensor]:
         found = {p: p.grad for p in parameters if p.grad is not None}
@@ -122,6 +123,36 @@ def guarded_grad() -> Iterator[None]:
         yield
     finally:
         torch.autograd.grad = original
+
+
+@contextlib.contextmanager
+def noting_hooks(on_module_hook: Callable[[], None]) -> Iterator[None]:
+    """While open, hooks that glue registers on outputs of units and on modules are noted.
+
+    Args:
+        on_module_hook: called when a forward hook is registered on a module: replicas have to take it over. (What
+            hooks on outputs change: :class:`recompute.Receiver`.)
+    """
+
+    def noting(original: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if current() is not None:
+                note(self)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, note in (
+            (Tensor, "register_hook", note_hook),
+            (Tensor, "retain_grad", note_hook),
+            (nn.Module, "register_forward_hook", lambda module: on_module_hook()),
+        ):
+            original = getattr(owner, name)
+            setattr(owner, name, noting(original, note))
+            stack.callback(setattr, owner, name, original)
+        yield
 
 
 @contextlib.contextmanager

@@ -11,9 +11,12 @@ recomputation see the same stream, for any number of devices. Only units that we
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -42,6 +45,15 @@ def _generator_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | 
         if overload is not None and _takes_generator(overload):
             return overload  # type: ignore[no-any-return]
     return None
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Fused attention counts as random whether it drops anything or not."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not given
+    return False
 
 
 class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,10 +93,14 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             how = self._decide(func)
         if how is None:
             return func(*args, **kwargs)
-        self.num_draws += 1
-        if kwargs.get("generator") is not None or not self._on_host(args, kwargs):
+        if _without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        if how == "argument":
+        self.num_draws += 1
+        if not self._on_host(args, kwargs):
+            return func(*args, **kwargs)
+        if any(isinstance(arg, torch.Generator) for arg in args):
+            return func(*(self.generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
+        if how == "argument" or kwargs.get("generator") is not None:  # the user's own generator would move on twice
             return func(*args, **{**kwargs, "generator": self.generator})
         if how != "borrow":
             return how(*args, **kwargs, generator=self.generator)
@@ -104,3 +120,63 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device is not None:
             return torch.device(device).type == "cpu"
         return all(not isinstance(arg, torch.Tensor) or arg.device.type == "cpu" for arg in args)
+
+
+@contextlib.contextmanager
+def device_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """On a GPU random operators draw from the device's generator: seeded here, restored after.
+
+    Only for the thread that holds the device's compute lane. Does nothing on the host.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_rng_state(device)
+    torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(before, device)
+
+
+class ForeignRandomness:
+    """Python's and NumPy's global generators, for units that draw from them (stochastic depth, augmentation).
+
+    Such units run one at a time, with generators seeded like their torch randomness.
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
+
+    @classmethod
+    def watched(cls) -> ForeignRandomness:
+        """The states now, for :meth:`has_moved`."""
+        return cls()
+
+    def has_moved(self) -> bool:
+        """Whether anybody has drawn since; other threads count as well."""
+        if random.getstate() != self._python:
+            return True
+        numpy = sys.modules.get("numpy")
+        if numpy is None or self._numpy is None:
+            return False
+        now = numpy.random.get_state()
+        return bool(now[2] != self._numpy[2] or (now[1] != self._numpy[1]).any())
+
+    @classmethod
+    @contextlib.contextmanager
+    def seeded(cls, seed: int) -> Iterator[None]:
+        """Seeds both generators, and restores them after; for a thread that excludes all others."""
+        before = cls()
+        random.seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before._python)
+            if numpy is not None and before._numpy is not None:
+                numpy.random.set_state(before._numpy)

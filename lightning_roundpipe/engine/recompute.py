@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from .units import Unit
 
@@ -44,6 +44,13 @@ class GradientCutError(RuntimeError):
             "RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
             "train this module with strategy='auto'."
         )
+
+
+def run_backward(roots: list[Any], gradients: list[Tensor], *, retain_graph: bool = False) -> None:
+    """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward."""
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class Flushing:
@@ -96,12 +103,40 @@ class Cut(torch.autograd.Function):
         return (None,) * (4 + len(gradients))
 
 
-def cut_owner(tensor: Tensor) -> tuple[Call, Slot] | None:
-    """The call and slot whose unchanged output ``tensor`` is, if its gradient may be handed over directly."""
-    if type(tensor.grad_fn) is not _CUT_NODE or tensor._backward_hooks or tensor.retains_grad:
+def note_hook(tensor: Tensor) -> None:
+    """A hook is being registered on ``tensor``: gradients of a call's output must pass it, see :class:`Receiver`."""
+    if (found := _cut_slot(tensor.grad_fn, tensor.output_nr)) is not None:
+        call, slot = found
+        call.hooked.add(slot)
+
+
+def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
+    if not isinstance(node, _CUT_NODE):
         return None
-    node: Any = tensor.grad_fn
-    return node.call, node.slots[tensor.output_nr]
+    cut = cast(Any, node)
+    return cut.call, cut.slots[output_nr]
+
+
+class Receiver:
+    """Where the gradient of an input of a call goes: an edge of the glue graph.
+
+    If the input is an unchanged output of another call, the gradient is handed to that call directly, without a walk
+    through glue; unless hooks of the user sit on the tensor, which the walk would run.
+    """
+
+    __slots__ = ("device", "edge")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.edge = get_gradient_edge(tensor)
+        self.device = tensor.device
+        if tensor._backward_hooks or tensor.retains_grad:
+            note_hook(tensor)
+
+    @property
+    def owner(self) -> tuple[Call, Slot] | None:
+        """The call and slot that may be handed the gradient directly."""
+        found = _cut_slot(self.edge.node, self.edge.output_nr)
+        return None if found is None or found[1] in found[0].hooked else found
 
 
 _CUT_NODE = Cut._backward_cls
@@ -114,13 +149,15 @@ class Facts:
     Attributes:
         flagged: slots whose tensor requires a gradient.
         slots: all slots of the result.
-        draws: whether random numbers were drawn.
+        draws: whether torch drew random numbers.
+        foreign: whether Python's or NumPy's global generator was used.
         buffers: buffers that were written: (master module, name).
     """
 
     flagged: frozenset[Slot]
     slots: frozenset[Slot]
     draws: bool
+    foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
 
 
@@ -134,7 +171,9 @@ class Call:
         backward_stage: stage that runs the backward, or None for a call off the plan.
         leaves, structure: the arguments, see :mod:`trees`; tensors are saved copies if the call is recomputed.
         differentiable: indices of leaves that required a gradient.
-        receivers: for each of them where its gradient goes: an edge of the glue graph or (call, slot).
+        receivers: for each of them where its gradient goes.
+        flagged: slots of this call that required a gradient.
+        hooked: slots that carry hooks of the user in glue.
         side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
         changed: indices of leaves that the unit changes in place.
@@ -145,8 +184,8 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
-        "flushing", "gradients", "index", "input_gradients", "kept", "leaves", "local", "receivers", "relayed",
-        "relays", "side", "structure", "unit",
+        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
+        "receivers", "relayed", "relays", "side", "structure", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
@@ -158,7 +197,9 @@ class Call:
         self.leaves: list[Any] = []
         self.structure: Any = None
         self.differentiable: list[int] = []
-        self.receivers: list[GradientEdge | tuple[Call, Slot]] = []
+        self.receivers: list[Receiver] = []
+        self.flagged: frozenset[Slot] = frozenset()
+        self.hooked: set[Slot] = set()
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
@@ -177,7 +218,7 @@ class Call:
 
     def set_receivers(self, tensors: list[Tensor]) -> None:
         """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
-        self.receivers = [cut_owner(x) or get_gradient_edge(x) for x in tensors]
+        self.receivers = [Receiver(x) for x in tensors]
 
     def forget(self) -> None:
         """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
@@ -241,15 +282,16 @@ class PendingGradients:
         self._flushing = flushing
         self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
 
-    def deliver(self, receiver: GradientEdge | tuple[Call, Slot], gradient: Tensor) -> None:
-        """Takes the gradient of one input of a call."""
-        if isinstance(receiver, GradientEdge):
-            key = (receiver.node, receiver.output_nr)
-            known = self._waiting.get(key)
-            self._waiting[key] = (receiver, gradient if known is None else known[1] + gradient)
-        else:
-            call, slot = receiver
+    def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
+        """Takes the gradient of one input of a call, on whatever device it was computed."""
+        gradient = gradient.to(receiver.device)
+        if (owner := receiver.owner) is not None:
+            call, slot = owner
             call.add_gradient(slot, gradient)
+            return
+        key = (receiver.edge.node, receiver.edge.output_nr)
+        known = self._waiting.get(key)
+        self._waiting[key] = (receiver.edge, gradient if known is None else known[1] + gradient)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -265,7 +307,7 @@ class PendingGradients:
         """``torch.autograd.backward`` on glue; the graph is kept, because other calls flush through it too."""
         self._flushing.active = True
         try:
-            torch.autograd.backward(roots, gradients, retain_graph=True)
+            run_backward(roots, gradients, retain_graph=True)
         finally:
             self._flushing.active = False
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -20,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning.partition import Partition, Stage, StageKind
+from ..planning.partition import Partition, Stage, StageKind, keep_together
 from ..planning.schedule import Schedule, next_first_device, round_robin
 from ..planning.timeline import Span, Timeline
+from .checkpointing import checkpoints_passed_through
 from .devices import DevicePool
 from .dispatch import StepAborted, Turnstile
-from .glue import GlueLock, GlueState, GrowingLists, entered, noting_writes
+from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
 from .parameters import GradientStore, ReplicaCache
-from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, process_settings_kept
+from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .recompute import find_escaped
 from .strays import StrayOperands
 from .unit_run import relay_hooks
@@ -36,6 +38,7 @@ from .walk import Plan, StepContext, Walk
 
 Planner = Callable[[Sequence[Unit], int, bool], Partition]
 _JOIN_S = 0.2
+_STARTING_S = 0.001
 
 
 class UnitEscapeError(RuntimeError):
@@ -53,7 +56,7 @@ class StepRequest:
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
-        merge: merges what micro-batches appended to a list, see :class:`GrowingLists`.
+        merge: merges what micro-batches appended to a list, see :class:`GrowingContainers`.
         autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
     """
 
@@ -76,6 +79,7 @@ class StepResult:
         gradients: master weight -> weighted sum of its gradients (host, the weight's shape and dtype).
         timeline: compute spans of the scheduled part.
         schedule: what was run; None if the step only recorded.
+        num_microbatches: how many there were.
         num_off_plan: unit calls that the plan did not foresee.
     """
 
@@ -84,6 +88,7 @@ class StepResult:
     timeline: Timeline
     schedule: Schedule | None = None
     partition: Partition | None = None
+    num_microbatches: int = 0
     num_off_plan: int = 0
 
 
@@ -97,7 +102,7 @@ class _Step:
     outputs: list[Any]
     gradients: GradientStore
     started_at: float
-    aborted: bool = False
+    aborted: threading.Event
     error: BaseException | None = None
     walks: list[Walk] = field(default_factory=list)
     turnstile: Turnstile | None = None
@@ -107,7 +112,7 @@ class _Step:
         with self.error_lock:
             if self.error is None and not isinstance(error, StepAborted):
                 self.error = error
-            self.aborted = True
+            self.aborted.set()
         if self.turnstile is not None:
             self.turnstile.abort()
 
@@ -150,6 +155,7 @@ class Engine:
         self._replicas = ReplicaCache(relay_hooks)
         self._first_device = 0
         self._glue_parameters: set[nn.Parameter] = set()
+        self._glue_is_user_code: list[bool] = []  # true once it is not empty
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
@@ -171,10 +177,11 @@ class Engine:
             UnitEscapeError: if a tensor leaves a unit on a way that would lose its gradient.
         """
         table = self._current_table()
-        lock = GlueLock(self._exempt, lambda: step.aborted)
+        aborted = threading.Event()  # shared by the step and its lock, which must not know each other: no cycles
+        lock = GlueLock(self._exempt, aborted.is_set)
         states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
-        step = _Step(request, lock, states, [None] * len(states), GradientStore(), time.perf_counter())
-        lists = GrowingLists(self._root)
+        step = _Step(request, lock, states, [None] * len(states), GradientStore(), time.perf_counter(), aborted)
+        lists = GrowingContainers(table.glue)
         succeeded = False
         try:
             with contextlib.ExitStack() as stack:
@@ -182,6 +189,8 @@ class Engine:
                 stack.enter_context(intercepted(table))
                 stack.enter_context(noting_writes())
                 stack.enter_context(guarded_grad())
+                stack.enter_context(noting_hooks(self._replicas.note_hook))
+                stack.enter_context(checkpoints_passed_through(functools.partial(_set_once, self._glue_is_user_code)))
                 stack.enter_context(process_settings_kept())
                 stack.enter_context(intra_op_threads(self._num_threads))
                 lists.hand_out(states, lock)
@@ -231,12 +240,14 @@ class Engine:
         for walk in step.walks:
             for parameter, gradient in walk.glue_gradients.items():
                 step.gradients.add(parameter, gradient)
+            walk.glue_gradients = {}
         return StepResult(
             step.outputs,
             step.gradients.take(),
             Timeline(tuple(spans), len(self._pool)),
             schedule,
             plan.partition,
+            len(request.microbatches),
             sum(walk.num_off_plan for walk in walks),
         )
 
@@ -247,7 +258,8 @@ class Engine:
             step.gradients.add(parameter, gradient)
 
     def _make_plan(self, sequence: Sequence[Unit], num_microbatches: int, training: bool) -> Plan:
-        return Plan(tuple(sequence), self._planner(sequence, num_microbatches, training))
+        partition = self._planner(sequence, num_microbatches, training)
+        return Plan(tuple(sequence), keep_together(partition, _ordered_spans(sequence)))
 
     def _replan_if_stale(self, key: Hashable, walks: list[Walk], num_microbatches: int, training: bool) -> None:
         """Calls off the plan mean that the model has taken another path: the first micro-batch's path counts."""
@@ -281,6 +293,7 @@ class Engine:
             gradients=step.gradients,
             glue_parameters=self._glue_parameters,
             started_at=step.started_at,
+            glue_is_user_code=self._glue_is_user_code,
         )
         walks = [Walk(index, slot, shared, step.states[index]) for slot, index in enumerate(indices)]
         step.walks += walks
@@ -387,19 +400,40 @@ class _Surroundings:
 
 def _run_threads(threads: list[threading.Thread], step: _Step) -> None:
     """Starts and joins all threads; an interrupt of the waiting thread stops them first."""
-    started: list[threading.Thread] = []
     try:
         for thread in threads:
             thread.start()
-            started.append(thread)
-        for thread in started:
+        for thread in threads:
             while thread.is_alive():
                 thread.join(_JOIN_S)
     except BaseException as interrupt:
         step.fail(interrupt)
-        for thread in started:
-            thread.join()
+        for thread in threads:
+            # Interrupted inside start(), a thread may be on its way without its identity.
+            while thread.ident is None and thread in threading.enumerate():
+                time.sleep(_STARTING_S)
+            if thread.ident is not None:
+                thread.join()
         raise
+
+
+def _ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Positions from the first to the last call of a unit that writes buffers and is called several times.
+
+    In one forward stage the micro-batches pass them one after the other; in several they would write at the same time.
+    """
+    spans = []
+    for unit in dict.fromkeys(sequence):
+        if any(facts.buffers for facts in unit.facts.values()):
+            positions = [i for i, other in enumerate(sequence) if other is unit]
+            if len(positions) > 1:
+                spans.append((positions[0], positions[-1] + 1))
+    return spans
+
+
+def _set_once(flag: list[bool]) -> None:
+    if not flag:
+        flag.append(True)
 
 
 def _without_graph(output: Any) -> Any:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from . import trees
-from .glue import MISSING, GlueLock, GlueState, UnitWrites, assign
+from .glue import GlueLock, GlueState, UnitWrites, assign, read
 from .parameters import Replica
-from .randomness import PrivateRandomness
+from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
@@ -34,6 +34,7 @@ class UnitResult:
         slots: every tensor that left the unit, by slot.
         written: plain attributes that the unit wrote: (copy or other module, name, value).
         num_draws: random operators that ran, where they were watched.
+        draws_foreign: whether Python's or NumPy's global generator was used.
     """
 
     leaves: list[Any]
@@ -41,6 +42,7 @@ class UnitResult:
     slots: dict[Slot, Tensor]
     written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     num_draws: int = 0
+    draws_foreign: bool = False
 
 
 @dataclass
@@ -58,7 +60,23 @@ class UnitRunner:
     seed_of: Any
     anchor: Tensor
 
-    def run(self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool) -> UnitResult:
+    @staticmethod
+    def check_containers(call: Call, leaves: list[Any], args: Any, kwargs: Any) -> None:
+        """Raises:
+        RuntimeError: if the unit put something into a list or dict that it was given: glue would not see it.
+        """
+        now: list[Any] = []
+        trees.flatten((args, kwargs), now)
+        if len(now) != len(leaves) - len(call.side) or any(a is not b for a, b in zip(now, leaves, strict=False)):
+            raise RuntimeError(
+                f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
+                "followed through the pipeline: return it from its forward, or make the module around it the unit with "
+                "RoundPipeStrategy(units=[TheClassAroundIt])"
+            )
+
+    def run(
+        self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool, foreign: bool = False
+    ) -> UnitResult:
         """Calls the unit's forward on ``replica``, in the caller's grad mode.
 
         Args:
@@ -66,6 +84,7 @@ class UnitRunner:
             replica: loaded replica on the current device.
             leaves: arguments, then the values of ``call.side``.
             watch_randomness: whether random operators get the call's private generator.
+            foreign: whether Python's and NumPy's global generators must be private as well.
         """
         (args, kwargs), side = trees.unflatten(call.structure, leaves)
         previous = self._set_side(call, replica, side)
@@ -79,10 +98,17 @@ class UnitRunner:
             with contextlib.ExitStack() as stack:
                 mask_saved_tensor_hooks(stack)
                 watch = None
+                if foreign:
+                    stack.enter_context(self.lock.borrowed())
+                    stack.enter_context(ForeignRandomness.seeded(self.seed_of(call.index)))
                 if watch_randomness:
-                    watch = PrivateRandomness(self.seed_of(call.index), self.lock.borrowed)
+                    seed = self.seed_of(call.index)
+                    stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
+                    watch = PrivateRandomness(seed, self.lock.borrowed)
                     stack.enter_context(watch)
                 result = replica.module.forward(*args, **kwargs)
+            if call.facts is None:
+                self.check_containers(call, leaves, args, kwargs)
         finally:
             self.state.unit_writes = None
             _active.run = None
@@ -104,7 +130,7 @@ class UnitRunner:
         for (module, name), value in zip(call.side, values, strict=True):
             copy = replica.copy_of(module)
             if copy is not None:
-                previous.append((copy, name, copy.__dict__.get(name, MISSING)))
+                previous.append((copy, name, read(copy, name)))
                 assign(copy, name, value)
         return previous
 
@@ -189,6 +215,11 @@ class _Relay:
         return True, self._call_hooks(args, kwargs, output)
 
     def _call_hooks(self, args: Any, kwargs: Any, output: Any) -> Any:
+        runner: UnitRunner = _active.run[0]
+        with runner.lock.as_glue(runner.state):
+            return self._call_each(args, kwargs, output)
+
+    def _call_each(self, args: Any, kwargs: Any, output: Any) -> Any:
         for hook_id, hook in self._master._forward_hooks.items():
             if hook_id in self._master._forward_hooks_with_kwargs:
                 new = hook(self._master, args, kwargs, output)

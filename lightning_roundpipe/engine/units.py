@@ -27,6 +27,8 @@ _LEGACY_NORMS = ("SpectralNorm", "WeightNorm")
 # A module that owns more than this share of all parameters is looked into: as one unit it would leave no pipeline.
 _MAX_SHARE = 0.5
 
+_PLAIN = frozenset({bool, int, float, str})
+
 UnitClasses = Sequence[type[nn.Module] | str]
 
 
@@ -45,6 +47,15 @@ class Unit:
     module: nn.Module
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
+    _settings: list[Any] = field(default_factory=list)
+
+    def forget_stale_facts(self) -> None:
+        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
+        plain = [v for m in self.module.modules() for v in m.__dict__.values() if type(v) in _PLAIN]
+        settings = [*plain, *(parameter.requires_grad for parameter in self.module.parameters())]
+        if settings != self._settings:
+            self._settings = settings
+            self.facts.clear()
 
     @property
     def has_trainable_parameters(self) -> bool:
@@ -75,14 +86,14 @@ class UnitTable:
         self._no_split = self._no_split_names()
         self._total = max(1, _num_parameters(root))
         self.blocks: list[nn.Module] = []
-        self._glue: set[nn.Module] = {root}
+        self.glue: set[nn.Module] = {root}
         self._descend(root)
         self._check_chosen()
         names = {module: name for name, module in root.named_modules()}
         inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
         self.units: dict[nn.Module, Unit] = {}
         for order, (module, name) in enumerate(names.items()):
-            if module in self._glue or module in inside_blocks or not self._can_be_unit(module):
+            if module in self.glue or module in inside_blocks or not self._can_be_unit(module):
                 continue
             self.units[module] = Unit(name, module, order)
 
@@ -118,13 +129,13 @@ class UnitTable:
     def _descend(self, module: nn.Module) -> None:
         """``module`` is glue: sorts its children into blocks, further glue, and plain candidates."""
         for child in module.children():
-            if isinstance(child, self._exempt) or child in self._glue:
+            if isinstance(child, self._exempt) or child in self.glue:
                 continue
             if self._is_block(child, module):
                 if child not in self.blocks:
                     self.blocks.append(child)
             elif isinstance(child, _CONTAINERS) or self._is_glue(child):
-                self._glue.add(child)
+                self.glue.add(child)
                 self._descend(child)
 
     def _is_block(self, module: nn.Module, parent: nn.Module) -> bool:

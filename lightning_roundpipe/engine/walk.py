@@ -10,14 +10,15 @@ again or was kept, and the unit's backward runs on the stage's replica. A call t
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ..planning.partition import Partition, StageKind
 from ..planning.schedule import Action
@@ -26,12 +27,14 @@ from . import trees
 from .devices import Device, DevicePool
 from .dispatch import Turnstile
 from .forward import ForwardResult, ForwardRunner, add_changed, enter, to_device
-from .glue import GlueLock, GlueState
+from .glue import GlueLock, GlueState, read
 from .parameters import GradientStore, Replica, ReplicaCache
 from .randomness import derive_seed
-from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot
+from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot, run_backward
 from .unit_run import UnitRunner, autocast_as, autocast_state
 from .units import Unit
+
+_ALL_POSITIONS = 1 << 60
 
 
 @dataclass
@@ -58,15 +61,22 @@ class StepContext:
     gradients: GradientStore
     glue_parameters: set[nn.Parameter]
     started_at: float
+    glue_is_user_code: list[bool] = field(default_factory=list)
     _trainable: dict[Unit, bool] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
     def is_trainable(self, unit: Unit) -> bool:
-        """Whether any parameter of ``unit`` requires a gradient in this step."""
+        """Whether any parameter of ``unit`` requires a gradient in this step; looks at the unit once per step."""
         known = self._trainable.get(unit)
         if known is None:
+            unit.forget_stale_facts()
             known = self._trainable[unit] = unit.has_trainable_parameters
         return known
+
+    @functools.cached_property
+    def repeated(self) -> frozenset[Unit]:
+        """Units with several positions in the plan."""
+        return frozenset(unit for unit, n in Counter(self.plan.sequence).items() if n > 1)
 
     def members_of(self, unit: Unit) -> frozenset[int]:
         """Ids of the unit's modules."""
@@ -104,18 +114,16 @@ class Walk:
         self._saved = SavedInputs()
         self._anchor = torch.zeros((), requires_grad=True)
         shared = self.shared
-        self._runner = UnitRunner(
-            self.state, shared.lock, lambda call: derive_seed(shared.seed, self.index, call), self._anchor
-        )
+        seed_of = functools.partial(derive_seed, shared.seed, self.index)
+        self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor)
+        self._replayed: dict[Unit, list[int]] = {}
         self._forward = ForwardRunner(self._runner, self._saved, self._anchor)
         self.state.call_unit = self.call_unit
+        self.device = self._device_of(0)
 
     # --- stages and devices ------------------------------------------------------------------------------------
 
-    @property
-    def device(self) -> Device:
-        """The device of the current stage."""
-        stage = 0 if self._stage is None else self._stage
+    def _device_of(self, stage: int) -> Device:
         return self.shared.pool[self.shared.turnstile.device_of(Action(stage, self.slot))]
 
     def current_torch_device(self) -> torch.device:
@@ -130,6 +138,7 @@ class Walk:
         for passed in range(max(current, 0), stage):
             self.shared.turnstile.leave(Action(passed, self.slot))
         self._stage = stage
+        self.device = self._device_of(stage)
         self.shared.turnstile.enter(Action(stage, self.slot))
 
     def _locate(self, unit: Unit) -> int | None:
@@ -169,11 +178,13 @@ class Walk:
         leaves = self._take_arguments(call, args, kwargs)
         call.autocast = autocast_state(self.shared.autocast_device)
         call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        is_trainable = self.shared.is_trainable(unit)
         differentiates = self.shared.training and torch.is_grad_enabled()
-        records = differentiates and (bool(call.differentiable) or self.shared.is_trainable(unit))
+        records = differentiates and (bool(call.differentiable) or is_trainable)
+        is_training = unit.module.training
         with self.shared.lock.released(self.state):
             self._go_to_call(call, position)
-            done = self._compute(call, position, leaves, records)
+            done = self._compute(call, position, leaves, records, is_training)
         return self._give_out(call, done, leaves, records)
 
     def _take_arguments(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -181,7 +192,7 @@ class Walk:
         if self.state.overlay:
             members = self.shared.members_of(call.unit)
             call.side = [(m, name) for (key, name), (m, _) in self.state.overlay.items() if key in members]
-        side_values = [module.__dict__.get(name) for module, name in call.side]
+        side_values = [read(module, name) for module, name in call.side]
         leaves: list[Any] = []
         call.structure = trees.flatten(((args, kwargs), side_values), leaves)
         return leaves
@@ -198,10 +209,12 @@ class Walk:
             call.backward_stage = partition.backward_stage(position) if partition.is_training else None
         call.kept = partition.stages[stage].kind is StageKind.FUSED and not self.shared.plan.recording
 
-    def _compute(self, call: Call, position: int | None, leaves: list[Any], records: bool) -> ForwardResult:
+    def _compute(
+        self, call: Call, position: int | None, leaves: list[Any], records: bool, is_training: bool
+    ) -> ForwardResult:
         unit = call.unit
         key = (
-            records, torch.is_grad_enabled(), unit.module.training, position, len(leaves),
+            records, torch.is_grad_enabled(), is_training, position, len(leaves),
             tuple(call.differentiable), call.autocast, tuple(x for x in leaves if x is None or type(x) in (bool, str)),
         )  # fmt: skip
         facts = unit.facts.get(key)
@@ -220,9 +233,7 @@ class Walk:
         return done
 
     def _replica(self, unit: Unit) -> Replica:
-        replica = self.shared.replicas.get(unit, self.device)
-        replica.load(self.shared.lock.baseline())
-        return replica
+        return self.shared.replicas.get(unit, self.device, self.shared.lock.baseline)
 
     def _free_recorded(self, replica: Replica) -> None:
         """The recording runs all units on one device: what takes memory there must go at once."""
@@ -236,7 +247,7 @@ class Walk:
         """Cuts the graph and hands results, changed inputs and written attributes to glue (lock held)."""
         result = done.unit
         outputs = dict(result.slots)
-        if records and call.facts is not None and call.facts.flagged:
+        if records:
             self._cut(call, done, leaves, outputs)
         result_leaves = [
             leaves[done.passed_through[i]] if i in done.passed_through else outputs.get(i, leaf)
@@ -249,9 +260,10 @@ class Walk:
         return trees.unflatten(result.structure, result_leaves)
 
     def _cut(self, call: Call, done: ForwardResult, leaves: list[Any], outputs: dict[Slot, Tensor]) -> None:
-        assert call.facts is not None
+        flagged = call.flagged
+        if not flagged:
+            return
         call.set_receivers([leaves[i] for i in call.differentiable])
-        flagged = call.facts.flagged
         if call.kept:
             call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
         inside = [s for s in outputs if s in flagged and s not in done.passed_through and not _is_named(s, "relay")]
@@ -260,24 +272,34 @@ class Walk:
         if slots or changed:
             named = (*slots, *(("input", i) for i in changed))
             tensors = [*(outputs[slot].detach() for slot in slots), *(leaves[i] for i in changed)]
-            cut = Cut.apply(call, named, len(changed), self._anchor, *tensors)  # type: ignore[no-untyped-call]
+            with _version_kept([leaves[i] for i in changed]):
+                cut = Cut.apply(call, named, len(changed), self._anchor, *tensors)  # type: ignore[no-untyped-call]
             outputs.update(zip(slots, cut, strict=False))
 
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit called by glue's own recomputation (activation checkpointing around units): runs inline."""
+        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self.sequence) if u is unit])
+        call = Call(unit, made[-1] if made else len(self.sequence), self._flushing)
         leaves: list[Any] = []
-        call = Call(unit, len(self.sequence), self._flushing)
         call.structure = trees.flatten(((args, kwargs), []), leaves)
-        with self.device.computing():
+        with self.shared.lock.released(self.state), self.device.computing():
             replica = self._replica(unit)
             replica.has_gradients = torch.is_grad_enabled()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
+        if len(made) > 1 and result.num_draws:
+            raise RuntimeError(
+                f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
+                "checkpoint of the glue, so it cannot be told which call is run again. Remove the checkpoint: "
+                "RoundPipe recomputes units by itself."
+            )
         return trees.unflatten(result.structure, result.leaves)
 
     # --- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """From the loss to the parameters; called without the glue lock."""
+        # The forward is over, also for calls at the end that this micro-batch has skipped.
+        self.shared.turnstile.pass_position(self.slot, _ALL_POSITIONS)
         partition = self.shared.plan.partition
         fused = next(stage.index for stage in partition.stages if stage.kind is StageKind.FUSED)
         self._move_to(fused)
@@ -304,7 +326,7 @@ class Walk:
         shared by all micro-batches until it is taken."""
         started = time.perf_counter()
         parameters = self.shared.glue_parameters
-        if not parameters:
+        if not parameters and not self.shared.glue_is_user_code:
             yield
         else:
             self.shared.lock.acquire(self.state)
@@ -330,17 +352,20 @@ class Walk:
             assert local is not None
             replica.has_gradients = True
             roots, gradients = [], []
+            now = frozenset(slot for slot, tensor in local.items() if tensor.requires_grad)
+            if now != call.flagged:
+                raise RuntimeError(
+                    f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
+                    f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
+                    "do the same when it is called again with the same arguments."
+                )
             for slot, gradient in call.gradients.items():
-                root = local.get(slot)
-                if root is None or not root.requires_grad:
-                    raise RuntimeError(
-                        f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: output "
-                        f"{slot!r} required a gradient in the forward and does not any more. A unit must do the same "
-                        "when it is called again with the same arguments."
-                    )
+                root = local[slot]
                 roots.append(root)
-                gradients.append(gradient.to(root.device))
-            torch.autograd.backward(roots, gradients)
+                gradients.append(gradient if gradient.device == root.device else gradient.to(root.device))
+            run_backward(roots, gradients)
+            if device.aliases_host and call.unit in self.shared.repeated:
+                replica.harvest(self.shared.gradients, call.index)
             self._free_recorded(replica)
         self._span("compute", f"B {call.unit.name}", started)
         for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
@@ -352,6 +377,8 @@ class Walk:
         assert call.facts is not None
         target = self.device.torch_device
         leaves = to_device(call.leaves, target)
+        for i in call.changed:  # the saved copy may serve other calls
+            leaves[i] = leaves[i].clone()
         swapped = []
         for master, name, value in call.buffer_values:
             copy = replica.copy_of(master)
@@ -361,7 +388,8 @@ class Walk:
         try:
             with torch.enable_grad(), autocast_as(self.shared.autocast_device, call.autocast):
                 enter(call, leaves, self._anchor)
-                result = self._runner.run(call, replica, leaves, watch_randomness=call.facts.draws)
+                facts = call.facts
+                result = self._runner.run(call, replica, leaves, watch_randomness=facts.draws, foreign=facts.foreign)
                 add_changed(call, result, leaves)
         finally:
             for copy, name, buffer in swapped:
@@ -370,7 +398,7 @@ class Walk:
 
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue that produced the inputs of calls."""
-        return [r.node for call in self.calls for r in call.receivers if isinstance(r, GradientEdge)]
+        return [receiver.edge.node for call in self.calls for receiver in call.receivers]
 
     def finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""
@@ -382,6 +410,13 @@ class Walk:
         self._saved.clear()
         self.state.call_unit = None
         self.shared.turnstile.retire(self.slot)
+
+
+def _version_kept(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays."""
+    if not tensors:
+        return contextlib.nullcontext()
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def _is_named(slot: Slot, kind: str) -> bool:

@@ -15,7 +15,7 @@ arXiv 2604.27085.
 from __future__ import annotations
 
 from .costs import CallCost, CostProfile
-from .partition import Partition, Stage, StageKind, partition, partition_forward
+from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
 from .schedule import Action, Schedule, ScheduleError, next_first_device, parse_schedule, round_robin
 from .simulate import simulate, stage_durations
 from .timeline import Span, Timeline
@@ -31,6 +31,7 @@ __all__ = [
     "Stage",
     "StageKind",
     "Timeline",
+    "keep_together",
     "next_first_device",
     "parse_schedule",
     "partition",

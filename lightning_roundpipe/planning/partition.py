@@ -16,6 +16,7 @@ itself is in ``_search``.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -264,6 +265,33 @@ def partition_forward(
     pairs = pairwise(forward)
     stages = tuple(Stage(index, StageKind.FORWARD, start, stop) for index, (start, stop) in enumerate(pairs))
     return Partition(len(calls), stages)
+
+
+def keep_together(partition: Partition, spans: Sequence[tuple[int, int]]) -> Partition:
+    """The partition with every span of calls in one forward stage: cuts inside a span are taken out.
+
+    Args:
+        partition: any partition.
+        spans: call positions [start, stop) that one forward stage must run.
+
+    Raises:
+        ValueError: if a span does not lie within the calls.
+    """
+    for start, stop in spans:
+        if not 0 <= start < stop <= partition.num_calls:
+            raise ValueError(f"span [{start}, {stop}) does not lie within the {partition.num_calls} calls")
+    forward = [stage for stage in partition.stages if stage.kind is not StageKind.BACKWARD]
+    cuts = [s.start for s in forward[1:] if not any(start < s.start < stop for start, stop in spans)]
+    bounds = [0, *cuts, partition.num_calls]
+    kinds = [StageKind.FORWARD] * (len(bounds) - 1)
+    if partition.is_training:
+        kinds[-1] = StageKind.FUSED
+    pieces = [(kind, start, stop) for kind, (start, stop) in zip(kinds, pairwise(bounds), strict=True)]
+    fused_start = bounds[-2]
+    for stage in partition.stages:
+        if stage.kind is StageKind.BACKWARD and stage.start < fused_start:
+            pieces.append((StageKind.BACKWARD, stage.start, min(stage.stop, fused_start)))
+    return Partition(partition.num_calls, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
 
 
 def _check_counts(num_devices: int, num_microbatches: int, memory_limit: int | None) -> None:

@@ -1,0 +1,417 @@
+"""Batches of every layout, loss weights, and what ``training_step`` may return."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import BatchEncoding
+
+from lightning_roundpipe import BatchSplitError
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    scale: float = 1.0
+
+
+class Opaque:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+class Loader:
+    """An iterable of ready-made batches."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+# name: (build a batch from x and y, take x and y out of it)
+LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Any, Any]]]] = {
+    "tensor": (lambda x, y: torch.cat([x, y[:, None].float()], 1), lambda b: (b[:, :-1], b[:, -1].long())),
+    "list": (lambda x, y: [x, y], lambda b: (b[0], b[1])),
+    "tuple": (lambda x, y: (x, y), lambda b: (b[0], b[1])),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "nested": (
+        lambda x, y: {"in": [{"x": x}, None, 3], "out": ((y,), "text")},
+        lambda b: (b["in"][0]["x"] * (b["in"][2] / 3), b["out"][0][0]),
+    ),
+    "dataclass": (lambda x, y: Sample(x, y, 2.0), lambda b: (b.x * b.scale, b.y)),
+    "namedtuple": (Pair, lambda b: (b.x, b.y)),
+    "BatchEncoding": (
+        lambda x, y: BatchEncoding({"x": x, "labels": y}),
+        lambda b: (b["x"], b.labels),
+    ),
+    "strings": (
+        lambda x, y: {"x": x, "y": [f"class {k}" for k in y.tolist()]},
+        lambda b: (b["x"], torch.tensor([int(text.split()[1]) for text in b["y"]])),
+    ),
+    "objects": (
+        lambda x, y: [Opaque(a, b) for a, b in zip(x, y, strict=True)],
+        lambda b: (torch.stack([s.x for s in b]), torch.stack([s.y for s in b])),
+    ),
+    "list of dicts": (
+        lambda x, y: {"x": x, "targets": [{"y": k, "boxes": torch.ones(i, 4)} for i, k in enumerate(y)]},
+        lambda b: (b["x"], torch.stack([target["y"] for target in b["targets"]])),
+    ),
+    "scalars and None": (
+        lambda x, y: {"x": x, "y": y, "step": 5, "scale": torch.tensor(2.0), "mask": None, "flag": True, "id": "a"},
+        lambda b: (b["x"] * b["scale"] * (b["step"] / 5) if b["mask"] is None and b["flag"] else None, b["y"]),
+    ),
+    "shared row": (
+        lambda x, y: {"x": x, "y": y, "bias": torch.linspace(0, 1, x.shape[1])[None]},
+        lambda b: (b["x"] + b["bias"], b["y"]),
+    ),
+    "bool mask": (
+        lambda x, y: {"x": x, "y": y, "mask": x > 0},
+        lambda b: (b["x"].masked_fill(b["mask"], 0.5), b["y"]),
+    ),
+}
+
+
+def batches_of(loader: Any, build: Callable[[Tensor, Tensor], Any]) -> Loader:
+    return Loader([build(x, y) for x, y in loader])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, layout: str) -> None:
+    build, take = LAYOUTS[layout]
+
+    sizes: list[int] = []
+
+    class Takes(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = take(batch)
+            sizes.append(len(x))
+            return self.loss((x, y))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            rows = len(take(batch)[0])
+            assert rows in (8, 4), "hooks see the whole batch"
+
+    plain, ours = fit_both(Takes, batches_of(make_loader(), build))
+    assert_same_training(plain, ours)
+    assert sizes[:3] == [8, 8, 4]
+    assert sorted(sizes[3:]) == sorted([3, 3, 2] * 2 + [2, 1, 1])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_fewer_rows_than_microbatches(
+    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, rows: int
+) -> None:
+    plain, ours = fit_both(small, make_loader(5, rows), ours={"num_microbatches": 4})
+    assert_same_training(plain, ours)
+
+
+def test_transfer_hooks_run_once_on_the_whole_batch(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    class Hooks(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[Any] = []
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.calls.append(("before", len(batch[0])))
+            return [batch[0] * 2, batch[1]]
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.calls.append(("transfer", len(batch[0]), device.type))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.calls.append(("after", len(batch[0])))
+            return [batch[0] + 1, batch[1]]
+
+    plain, ours = fit_both(Hooks)
+    assert ours.module.calls == plain.module.calls
+    assert len(plain.module.calls) == 9
+    assert_same_training(plain, ours)
+
+
+UNSPLITTABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "two sizes": (lambda x, y: {"x": x, "other": torch.zeros(3 + len(x)), "y": y}, r"batch\['other'\]"),
+    "object": (lambda x, y: {"pair": Opaque(x, y), "y": y}, r"batch\['pair'\]"),
+    "bare object": (Opaque, "batch"),
+    "two readings": (
+        lambda x, y: [{"x": a, "y": k} for a, k in zip(x, y, strict=True)],
+        r"8 rows.*or 6 rows.*batch\[0\]",
+    ),
+    "nested tensor": (
+        lambda x, y: {"x": x, "words": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "y": y},
+        r"batch\['words'\]",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", UNSPLITTABLE)
+def test_unsplittable_batches_name_the_leaf_and_the_ways_out(
+    small: Any, make_trainer: Any, make_loader: Any, kind: str
+) -> None:
+    build, leaf = UNSPLITTABLE[kind]
+
+    class Never(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("the step must not run")
+
+    with pytest.raises(BatchSplitError, match=leaf) as caught:
+        make_trainer().fit(Never(), batches_of(make_loader(), build))
+    for way_out in ("split_batch", "roundpipe_split_batch", "num_microbatches=1"):
+        assert way_out in str(caught.value)
+
+
+def split_opaque(batch: Opaque, num_microbatches: int) -> list[Opaque]:
+    parts = zip(batch.x.chunk(num_microbatches), batch.y.chunk(num_microbatches), strict=True)
+    return [Opaque(x, y) for x, y in parts]
+
+
+class SharedList(list[Any]):
+    """No plain list, so that all micro-batches write to the same one."""
+
+
+class TakesOpaque:
+    """Mixed into the small model: its step takes an :class:`Opaque`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = SharedList()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append(len(batch.x))
+        return self.loss((batch.x, batch.y))
+
+
+# Micro-batches whose rows the engine cannot know are of equal size here: 8 rows in 2.
+def test_way_out_by_option(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+    class Takes(TakesOpaque, small):
+        pass
+
+    loader = batches_of(make_loader(16), Opaque)
+    plain, ours = fit_both(Takes, loader, ours={"num_microbatches": 2, "options": {"split_batch": split_opaque}})
+    assert_same_training(plain, ours)
+    assert list(ours.module.sizes) == [4, 4] * 2
+
+
+def test_way_out_by_hook(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+    class Takes(TakesOpaque, small):
+        def roundpipe_split_batch(self, batch: Any, num_microbatches: int) -> Any:
+            return split_opaque(batch, num_microbatches)
+
+    loader = batches_of(make_loader(16), Opaque)
+    plain, ours = fit_both(Takes, loader, ours={"num_microbatches": 2})
+    assert_same_training(plain, ours)
+    assert list(ours.module.sizes) == [4, 4] * 2
+
+
+def test_way_out_with_unequal_parts(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+    """Rows that can be read from the micro-batches weigh them; a function weighs those that cannot."""
+    by_rows = {"split_batch": lambda batch, n: [tuple(part[:1] for part in batch), tuple(part[1:] for part in batch)]}
+    plain, ours = fit_both(small, ours={"options": by_rows})
+    assert_same_training(plain, ours)
+
+    class Takes(TakesOpaque, small):
+        pass
+
+    weighed = {"split_batch": split_opaque, "loss_weight": lambda batch: len(batch.x)}
+    plain, ours = fit_both(Takes, batches_of(make_loader(), Opaque), ours={"options": weighed})
+    assert_same_training(plain, ours)
+
+
+def test_one_microbatch_takes_any_batch(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+    class Takes(TakesOpaque, small):
+        pass
+
+    plain, ours = fit_both(Takes, batches_of(make_loader(), Opaque), ours={"num_microbatches": 1})
+    assert_same_training(plain, ours)
+
+
+@pytest.mark.parametrize("result", [[], ()])
+def test_a_split_without_microbatches_is_an_error(small: Any, make_trainer: Any, make_loader: Any, result: Any) -> None:
+    trainer = make_trainer(options={"split_batch": lambda batch, n: result})
+    with pytest.raises(ValueError, match="returned no micro-batch"):
+        trainer.fit(small(), make_loader())
+
+
+def test_step_that_pulls_from_the_loader(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    class Pulls(small):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    plain, ours = fit_both(Pulls, max_epochs=2)
+    assert plain.trainer.global_step == 6
+    assert_same_training(plain, ours)
+
+
+# --- loss weights ------------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """Mixed into the small model: a loss over labelled positions only."""
+
+    def token_loss(self, batch: Any) -> Tensor:
+        logits = self(batch["x"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.token_loss(batch)
+        self.log("loss", loss, batch_size=len(batch["x"]))
+        return loss
+
+
+@pytest.fixture
+def token_loader() -> Loader:
+    """Rows with between none and all of 5 positions labelled."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for rows in (8, 7, 4):
+        labels = torch.randint(3, (rows, 5), generator=generator)
+        keep = torch.randint(0, 6, (rows, 1), generator=generator)
+        keep[0], keep[1] = 0, 5
+        labels[torch.arange(5)[None] >= keep] = -100
+        batches.append({"x": torch.randn(rows, 5, 6, generator=generator), "labels": labels})
+    return Loader(batches)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 8])
+def test_label_tokens(
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, num_microbatches: int
+) -> None:
+    """With 8 micro-batches of one row the first has no label at all: its loss is NaN and weighs nothing."""
+
+    class Learns(Tokens, small):
+        pass
+
+    plain, ours = fit_both(
+        Learns, token_loader, ours={"num_microbatches": num_microbatches, "options": {"loss_weight": "label_tokens"}}
+    )
+    assert_same_training(plain, ours)
+
+
+def test_causal_label_tokens(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    class Learns(Tokens, small):
+        def token_loss(self, batch: Any) -> Tensor:
+            logits = self(batch["x"])[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
+    assert_same_training(plain, ours)
+
+
+def test_weights_by_a_function(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    class Learns(Tokens, small):
+        pass
+
+    def count(batch: Any) -> int:
+        return int((batch["labels"] >= 0).sum())
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": count}})
+    assert_same_training(plain, ours)
+
+
+def test_weights_matter(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    """The tests above can fail: samples are the wrong weight for a mean over tokens."""
+
+    class Learns(Tokens, small):
+        pass
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "samples"}})
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_training(plain, ours)
+
+
+def test_labels_are_demanded(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_weight='label_tokens' needs a tensor 'labels'.*loss_weight='samples'"):
+        make_trainer(options={"loss_weight": "label_tokens"}).fit(small(), make_loader())
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, weight: float) -> None:
+    with pytest.raises(ValueError, match="weights must be numbers >= 0"):
+        make_trainer(options={"loss_weight": lambda batch: weight}).fit(small(), make_loader())
+
+
+# --- what training_step returns ----------------------------------------------------------------------------------
+
+
+def test_none_skips_the_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    class Skips(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else self.loss(batch)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        plain, ours = fit_both(Skips, max_epochs=2)
+    assert_same_training(plain, ours)
+
+
+def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any) -> None:
+    class Returns(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0])
+            loss = F.cross_entropy(logits, batch[1])
+            names = [str(k) for k in batch[1].tolist()]
+            return {
+                "loss": loss,
+                "logits": logits.detach(),
+                "names": names,
+                "index": batch_idx,
+                "double": 2 * loss.detach(),
+            }
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.given.append({name: outputs[name] for name in sorted(outputs)})
+
+    plain, ours = fit_both(Returns)
+    assert_same_training(plain, ours)
+    assert plain.module.given[0]["logits"].shape == (8, 3)
+    assert_alike(ours.module.given, plain.module.given)
+
+
+WRONG_RETURNS = {
+    "dict without loss": lambda loss: {"value": loss},
+    "float": lambda loss: loss.item(),
+    "string": lambda loss: "loss",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_RETURNS)
+def test_wrong_returns_raise_as_in_plain(small: Any, make_trainer: Any, make_loader: Any, kind: str) -> None:
+    class Returns(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return WRONG_RETURNS[kind](self.loss(batch))
+
+    for trainer in (make_trainer("plain"), make_trainer()):
+        with pytest.raises(MisconfigurationException, match="training_step"):
+            trainer.fit(Returns(), make_loader())
+
+
+def test_loss_of_one_element(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    """Plain Lightning takes a loss of shape [1]."""
+
+    class Returns(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch).reshape(1)
+
+    plain, ours = fit_both(Returns)
+    assert_same_training(plain, ours)

@@ -1,0 +1,94 @@
+"""LightningCLI: the strategy by name and by class from a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_roundpipe import RoundPipeStrategy
+
+
+@pytest.fixture
+def run_cli(small: Any, make_loader: Any, tmp_path: Path) -> Any:
+    """Runs ``fit`` with a trainer section of a YAML file; returns the CLI object."""
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return make_loader()
+
+    def run(trainer: dict[str, Any], *arguments: str) -> LightningCLI:
+        quiet = {
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"seed_everything": 1, "trainer": {**quiet, **trainer}}))
+        return LightningCLI(small, Data, args=["fit", "--config", str(path), *arguments], save_config_callback=None)
+
+    return run
+
+
+BY_CLASS = {
+    "class_path": "lightning_roundpipe.RoundPipeStrategy",
+    "init_args": {"num_microbatches": 3, "loss_weight": "samples", "units": ["Linear"], "virtual_copies": True},
+}
+
+
+@pytest.fixture
+def plain_weights(small: Any, make_trainer: Any, make_loader: Any) -> dict[str, Any]:
+    module = small()
+    make_trainer("plain").fit(module, make_loader())
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["roundpipe", BY_CLASS], ids=["name", "class"])
+def test_fit(run_cli: Any, plain_weights: Any, assert_alike: Any, strategy: Any) -> None:
+    cli = run_cli({"strategy": strategy})
+    used = cli.trainer.strategy
+    assert isinstance(used, RoundPipeStrategy)
+    if strategy is BY_CLASS:
+        assert used.options.num_microbatches == 3
+        assert used.options.units == ["Linear"]
+        assert used.options.virtual_copies
+    assert cli.trainer.global_step == 3
+    assert_alike(dict(cli.model.state_dict()), plain_weights)
+
+
+def test_command_line_options(run_cli: Any) -> None:
+    cli = run_cli({"strategy": BY_CLASS}, "--trainer.strategy.init_args.num_microbatches=auto", "--trainer.devices=1")
+    assert cli.trainer.strategy.options.num_microbatches == "auto"
+    assert len(cli.trainer.strategy.pool) == 1
+
+
+def test_accelerator_by_name(run_cli: Any) -> None:
+    cli = run_cli({"strategy": "roundpipe", "accelerator": "roundpipe", "devices": "auto"})
+    assert cli.trainer.global_step == 3
+
+
+def test_print_config(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_cli({"strategy": BY_CLASS}, "--print_config")
+    assert stopped.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    strategy = printed["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_roundpipe.RoundPipeStrategy"
+    assert strategy["init_args"]["num_microbatches"] == 3
+    assert strategy["init_args"]["round_size"] is None
+
+
+def test_wrong_option_is_named(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {**BY_CLASS, "init_args": {"num_microbatch": 3}}
+    with pytest.raises(SystemExit) as stopped:
+        run_cli({"strategy": wrong})
+    assert stopped.value.code != 0
+    assert "num_microbatch" in capsys.readouterr().err

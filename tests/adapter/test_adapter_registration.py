@@ -1,0 +1,195 @@
+"""Names, devices and options: what the Trainer accepts, and what it is told when it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+}
+
+
+def test_registered() -> None:
+    assert "roundpipe" in StrategyRegistry.available_strategies()
+    assert "roundpipe" in AcceleratorRegistry.available_accelerators()
+    assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
+
+
+IMPORT = """
+import sys, threading
+import lightning.pytorch
+before, modules = threading.active_count(), set(sys.modules)
+import lightning_roundpipe
+assert threading.active_count() == before, threading.enumerate()
+import torch
+assert not torch.cuda.is_initialized()
+loaded = {name.split(".")[0] for name in set(sys.modules) - modules}
+loaded &= {"transformers", "peft", "jsonargparse", "matplotlib"}
+assert not loaded, loaded
+import lightning as L
+strategy = L.Trainer(
+    strategy="roundpipe", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, barebones=True
+).strategy
+assert type(strategy).__name__ == "RoundPipeStrategy"
+assert threading.active_count() == before, threading.enumerate()
+print("fine")
+"""
+
+
+def test_import_starts_no_thread_and_needs_no_gpu() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, env=_environment_without_gpu()
+    )
+    assert result.stdout.strip().endswith("fine"), result.stderr
+
+
+def _environment_without_gpu() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("strategy", ["name", "instance"])
+@pytest.mark.parametrize("accelerator", ["cpu", "roundpipe", "auto"])
+def test_strategy_and_accelerator(
+    small: Any, make_loader: Any, assert_alike: Any, make_trainer: Any, strategy: str, accelerator: str
+) -> None:
+    if accelerator != "cpu" and torch.cuda.is_available():
+        pytest.skip("with GPUs these accelerators mean GPUs")
+    given = "roundpipe" if strategy == "name" else RoundPipeStrategy(num_microbatches=2)
+    trainer = L.Trainer(strategy=given, accelerator=accelerator, devices=2, **QUIET)
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert len(trainer.strategy.pool) == 2
+    assert trainer.world_size == 1
+    assert trainer.num_nodes == 1
+    module = small()
+    trainer.fit(module, make_loader())
+    reference = small()
+    make_trainer("plain").fit(reference, make_loader())
+    assert_alike(dict(module.state_dict()), dict(reference.state_dict()))
+
+
+def test_accelerator_alone_is_rejected(small: Any, make_loader: Any) -> None:
+    """``accelerator="roundpipe"`` leaves the choice of the strategy to Lightning, which knows nothing of pipelines."""
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    with pytest.raises(MisconfigurationException, match="strategy='roundpipe'"):
+        L.Trainer(accelerator="roundpipe", devices=1, **QUIET).fit(small(), make_loader())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize(("devices", "expected"), [(1, 1), (3, 3), ("2", 2), ([0, 1, 2], 3)])
+def test_devices(devices: Any, expected: int) -> None:
+    trainer = L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
+    assert len(trainer.strategy.pool) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("devices", ["auto", -1, "-1"])
+def test_all_devices(devices: Any) -> None:
+    trainer = L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
+    assert len(trainer.strategy.pool) == RoundPipeAccelerator.auto_device_count() >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("devices", [0, -2, "two", []])
+def test_impossible_devices(devices: Any) -> None:
+    with pytest.raises((MisconfigurationException, ValueError, TypeError), match="device"):
+        L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
+
+
+# option: (value, type of the error, what the message must contain beside the option's name)
+WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
+    ("num_microbatches", 0, ValueError, ("0", "positive integer", "'auto'")),
+    ("num_microbatches", -3, ValueError, ("-3", "positive integer")),
+    ("num_microbatches", 2.5, ValueError, ("2.5", "positive integer")),
+    ("num_microbatches", True, ValueError, ("True", "positive integer")),
+    ("num_microbatches", "many", ValueError, ("'many'", "'auto'")),
+    ("round_size", 0, ValueError, ("0", "None")),
+    ("threads_per_device", 0, ValueError, ("0", "None")),
+    ("threads_per_device", "all", ValueError, ("'all'", "positive integer")),
+    ("loss_weight", "tokens", ValueError, ("'tokens'", "'samples'", "'label_tokens'", "function")),
+    ("loss_weight", None, ValueError, ("None", "'samples'")),
+    ("split_batch", "rows", TypeError, ("'rows'", "function")),
+    ("units", "Linear", TypeError, ("'Linear'", "list")),
+    ("units", [], TypeError, ("[]", "non-empty")),
+    ("units", [torch.nn.Linear(1, 1)], TypeError, ("Linear(", "class")),
+    ("units", torch.nn.Linear, TypeError, ("Linear", "list")),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "kind", "parts"), WRONG_OPTIONS)
+def test_wrong_options_name_option_value_and_remedy(
+    option: str, value: Any, kind: type[Exception], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as caught:
+        RoundPipeStrategy(**{option: value})
+    for part in (option, *parts):
+        assert part in str(caught.value)
+
+
+def test_unknown_unit_class_lists_the_present_ones(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    trainer = make_trainer(options={"units": ["DecoderLayer"]})
+    with pytest.raises(ValueError, match=r"units='DecoderLayer'.*Linear"):
+        trainer.fit(small(), make_loader())
+
+
+@pytest.mark.parametrize("units", [["Linear"], [torch.nn.Linear], [torch.nn.Sequential]])
+def test_chosen_units(small: Any, fit_both: Any, assert_same_training: Any, units: Any) -> None:
+    plain, ours = fit_both(small, ours={"options": {"units": units}})
+    assert_same_training(plain, ours)
+
+
+def test_several_nodes_are_rejected(make_trainer: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"num_nodes=2.*num_nodes=1"):
+        make_trainer(num_nodes=2)
+
+
+def test_fp16_on_gpus_is_rejected() -> None:
+    """What ``precision="16-mixed"`` on GPUs comes to, without a GPU at hand."""
+    strategy = RoundPipeStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(MisconfigurationException, match=r"precision='16-mixed'.*precision='bf16-mixed'"):
+        strategy._configure_launcher()
+
+
+def test_fp16_on_the_host_falls_back_as_in_plain(make_trainer: Any) -> None:
+    for kind in ("plain", "roundpipe"):
+        trainer = make_trainer(kind, precision="16-mixed")
+        assert trainer.precision == "bf16-mixed"
+    trainer = make_trainer(accelerator="roundpipe", precision="16-mixed") if not torch.cuda.is_available() else None
+    assert trainer is None or trainer.precision == "bf16-mixed"
+
+
+def test_foreign_devices_are_rejected() -> None:
+    strategy = RoundPipeStrategy()
+    strategy.parallel_devices = [torch.device("meta")]
+    with pytest.raises(ValueError, match=r"meta.*'cuda' and 'cpu'"):
+        _ = strategy.pool
+
+
+def test_plugins_reach_the_strategy(small: Any, make_loader: Any) -> None:
+    checkpoint_io = TorchCheckpointIO()
+    trainer = L.Trainer(
+        strategy=RoundPipeStrategy(2, checkpoint_io=checkpoint_io), accelerator="cpu", devices=2, **QUIET
+    )
+    assert trainer.strategy.checkpoint_io is checkpoint_io

@@ -1,0 +1,158 @@
+"""Random numbers belong to the micro-batch and the call: neither devices nor plans nor timing change a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+def vectors() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(41)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (11, 11, 7)]
+
+
+def tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(42)
+    return [torch.randint(11, (n, 6), generator=generator) for n in (11, 11, 7)]
+
+
+class Block(nn.Module):
+    """Draws in several ways: dropout modules, functions, and operators that take no generator argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(torch.tanh(self.inner(x)))
+        hidden = F.rrelu(hidden, training=True) + 0.01 * torch.randn_like(hidden)
+        return x + F.dropout1d(self.outer(hidden)[:, :, None], 0.2)[:, :, 0] * (torch.rand(()) + 0.5)
+
+
+class DropoutInUnitsAndGlue(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = F.dropout(self.stem(x), 0.1)
+        for block in self.blocks:
+            if torch.rand(()) < 0.8:
+                x = block(x) + 0.1 * torch.randn(WIDTH)
+        return F.mse_loss(self.head(F.dropout(x, 0.1)), y)
+
+
+class DropoutTransformer(L.LightningModule):
+    """With the fused attention, whose dropout is inside one operator, and an LSTM with dropout between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True) for _ in range(3)
+        )
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(WIDTH, 11)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(batch.shape[1] - 1)
+        x = self.embedding(batch[:, :-1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        x, _ = self.lstm(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+
+MODELS = [(DropoutInUnitsAndGlue, vectors), (DropoutTransformer, tokens)]
+with_models = pytest.mark.parametrize(
+    ("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS]
+)
+
+
+@with_models
+@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
+def test_results_are_bit_identical_for_every_number_of_devices(
+    train: Callable[..., Any],
+    assert_same: Callable[..., None],
+    model: type[L.LightningModule],
+    make_data: Callable[[], list[Any]],
+    num_microbatches: int,
+) -> None:
+    options = {"round_size": num_microbatches}
+    outcomes = [
+        train(model, make_data, devices=n, num_microbatches=num_microbatches, strategy_options=options)
+        for n in (1, 2, 4, 8)
+    ]
+    assert min(outcomes[0].num_calls) >= 3
+    for outcome in outcomes[1:]:
+        assert_same(outcome, outcomes[0], exact=True)
+    copies = train(
+        model,
+        make_data,
+        devices=3,
+        num_microbatches=num_microbatches,
+        strategy_options={**options, "virtual_copies": True},
+    )
+    assert_same(copies, outcomes[0], exact=True)
+
+
+@with_models
+def test_the_seed_decides(
+    train: Callable[..., Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]
+) -> None:
+    """Other steps and other micro-batches draw other numbers: equal rows get unequal losses."""
+    repeated = [make_data()[0]] * 3
+    outcome = train(model, lambda: repeated, devices=2, num_microbatches=3, optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    assert len({loss.item() for loss in outcome.losses}) == 3
+
+
+@with_models
+def test_one_microbatch_draws_what_it_differentiates(
+    train: Callable[..., Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]
+) -> None:
+    """The update of a step is downhill for the very masks of that step: replayed, its loss has fallen by the gradient.
+
+    Two runs with the same seed draw the same masks in their first step; the second one starts from weights that were
+    moved along the gradient of the first. Masks that differed between forward and recomputation would show as a change
+    of the loss other than the predicted one.
+    """
+    step = 1e-4
+    data = make_data()[:1]
+
+    def loss_after(moved: float, gradients: dict[str, Tensor]) -> Any:
+        def make() -> L.LightningModule:
+            module = model().double()
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    if name in gradients:
+                        parameter.sub_(gradients[name], alpha=moved)
+            return module
+
+        return train(
+            make,
+            lambda: data,
+            devices=2,
+            num_microbatches=4,
+            steps=1,
+            trainer_options={"precision": "64-true"},
+            optimizer=lambda p: torch.optim.SGD(p, 0.0),
+        )
+
+    before = loss_after(0.0, {})
+    gradients = {name: g for name, g in before.gradients.items() if g is not None}
+    after = loss_after(step, gradients)
+    predicted = sum(g.square().sum() for g in gradients.values()) * step
+    torch.testing.assert_close(before.losses[0] - after.losses[0], predicted, rtol=2e-2, atol=0)

@@ -1,0 +1,103 @@
+"""Every number of devices with every number of micro-batches, on batches that do not divide evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+DEVICES = (1, 2, 4, 8)
+GRID = [(n, m) for n in DEVICES for m in dict.fromkeys((1, 2, 3, n + 1))]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class ResidualMLP(L.LightningModule):
+    def __init__(self, width: int = 8, depth: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class SmallTransformer(L.LightningModule):
+    def __init__(self, vocabulary: int = 13, width: int = 8, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True, norm_first=i % 2 == 0)
+            for i in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        tokens = batch["tokens"]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1] - 1)
+        x = self.embedding(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        logits = self.head(self.norm(x))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())}
+
+
+def regression_data(sizes: tuple[int, ...] = (4, 4, 2)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
+
+
+def token_data(sizes: tuple[int, ...] = (7, 7, 7)) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [{"tokens": torch.randint(13, (n, 6), generator=generator)} for n in sizes]
+
+
+def ten_rows_in_batches_of_four() -> DataLoader[tuple[Tensor, ...]]:
+    x, y = (torch.cat(part) for part in zip(*regression_data(), strict=True))
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def large_batches() -> list[tuple[Tensor, Tensor]]:
+    return regression_data((11, 11, 5))
+
+
+@pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+@pytest.mark.parametrize("make_data", [ten_rows_in_batches_of_four, large_batches])
+def test_residual_mlp(
+    assert_parity: Callable[..., Any], make_data: Callable[[], Any], devices: int, num_microbatches: int
+) -> None:
+    outcome = assert_parity(ResidualMLP, make_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    rows = (4, 4, 2) if make_data is ten_rows_in_batches_of_four else (11, 11, 5)
+    assert outcome.num_microbatches == [min(num_microbatches, n) for n in rows]
+
+
+@pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+    outcome = assert_parity(
+        SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7
+    )
+    assert outcome.num_microbatches == [min(num_microbatches, 7)] * 3

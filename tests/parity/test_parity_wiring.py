@@ -1,0 +1,549 @@
+"""How values travel between units: skips, sharing, containers, attributes, in-place operations, glue parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+WIDTH = 6
+
+
+def vectors() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
+
+
+def sequences() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(12)
+    return [(torch.randn(n, 5, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
+
+
+def tokens() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(13)
+    return [
+        (torch.randint(11, (n, 5), generator=generator), torch.randint(11, (n, 5), generator=generator))
+        for n in (7, 7, 5)
+    ]
+
+
+def padded_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(x, y, 1 + torch.arange(len(x)) % 5) for x, y in sequences()]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+def blocks(count: int = 4) -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(count))
+
+
+class Regression(L.LightningModule):
+    """A stem, blocks and a head; subclasses wire them."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, WIDTH)
+        self.blocks = blocks(depth)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class SkipsOverSeveralUnits(Regression):
+    def __init__(self) -> None:
+        super().__init__(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        skips = []
+        for block in self.blocks[:3]:
+            x = block(x)
+            skips.append(x)
+        for block, skip in zip(self.blocks[3:], reversed(skips), strict=True):
+            x = block(x * skip) + skip
+        return self.head(x)
+
+
+class DenselyConnected(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [self.stem(x)]
+        for block in self.blocks:
+            seen.append(block(sum(seen)))
+        return self.head(torch.stack(seen).mean(0))
+
+
+class ParallelBranches(Regression):
+    """Branches of unequal depth that start from one tensor and meet again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        left = self.blocks[1](self.blocks[0](x))
+        right = self.blocks[2](x)
+        return self.head(self.blocks[3](left - right)) + self.head(left)
+
+
+class EncoderDecoder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(11, 8)
+        self.target = nn.Embedding(11, 8)
+        self.transformer = nn.Transformer(8, 2, 2, 3, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        source, target = batch
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
+        out = self.transformer(self.source(source), self.target(target[:, :-1]), tgt_mask=mask, tgt_is_causal=True)
+        return F.cross_entropy(self.head(out).flatten(0, 1), target[:, 1:].flatten())
+
+
+class SharedBlock(Regression):
+    """One block called again and again (ALBERT), between others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks[:2]:
+            x = self.blocks[3](block(x))
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+class Siamese(Regression):
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        one, other = self.encode(x), self.encode(x.flip(-1) * 0.5)
+        return F.mse_loss(self.head(one * other), y) + (1 - F.cosine_similarity(one, other)).mean()
+
+
+class TiedWeights(L.LightningModule):
+    """The weight of the embedding is the weight of the head: the same parameter in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = blocks()
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        source, target = batch
+        x = self.embedding(source)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.logits(x).flatten(0, 1), target.flatten())
+
+
+class FunctionalUseOfAWeight(TiedWeights):
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight)
+
+
+class WeightUsedInGlueAndInUnits(TiedWeights):
+    """The weight of a block enters the loss by itself as well (a penalty)."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        penalty = sum(block.inner.weight.square().sum() for block in self.blocks)
+        return super().training_step(batch, batch_idx) + 1e-2 * penalty
+
+
+class RawParameters(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.gates = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in self.blocks)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x) + self.position
+        for block, gate in zip(self.blocks, self.gates, strict=True):
+            x = block(x * gate)
+        return F.mse_loss(self.head(x) * self.scale.exp(), y)
+
+
+class Recurrent(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x, (h, c) = self.lstm(x)
+        x, last = self.gru(self.mix(x), (h[:1] + c[-1:]).contiguous())
+        state = last[0]
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return F.mse_loss(self.head(state), y)
+
+
+class PackedRecurrent(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, WIDTH, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y, lengths = batch
+        packed, _ = self.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        packed, last = self.gru(packed)
+        padded, _ = pad_packed_sequence(packed, batch_first=True, total_length=5)
+        return F.mse_loss(self.head(last[0] + padded.sum(1)), y)
+
+
+class Experts(nn.Module):
+    """Routes every row to one of three experts, and keeps its auxiliary loss on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        share, chosen = logits.softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, share[rows, None] * expert(x[rows]))
+        self.auxiliary_loss = logits.logsumexp(-1).square().mean()
+        return x + out
+
+
+class MixtureOfExperts(Regression):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y) + 0.1 * sum(block.auxiliary_loss for block in self.blocks)
+
+
+class Chain(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class FirstHalfFrozen(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.stem, *self.blocks[:2]):
+            module.requires_grad_(False)
+
+
+class FrozenHead(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+
+class FrozenInTheMiddle(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].inner.requires_grad_(False)
+
+
+class Teacher(Chain):
+    """Distillation: a frozen model under no_grad, and targets cut off the student itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(4, WIDTH), Block(), Block(), nn.Linear(WIDTH, 2)).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            target = self.teacher(x)
+            own = self(x * 0.9)
+        assert not target.requires_grad
+        assert not own.requires_grad
+        out = self(x)
+        return F.mse_loss(out, y) + F.mse_loss(out, target) + 0.5 * F.mse_loss(out, own)
+
+
+class UnusedParameters(Chain):
+    """A block that is never called, and one whose result is thrown away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.blocks[0](x)
+        x = self.blocks[2](x)
+        return self.head(self.blocks[3](x.detach()) + x)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class Hidden:
+    x: Tensor
+    pairs: dict[str, Pair]
+    level: int = 0
+
+
+class DictBlock(Block):
+    def forward(self, state: dict[str, Any], *, scale: float) -> dict[str, Any]:  # type: ignore[override]
+        x = super().forward(state["x"])
+        return {"x": x * scale, "history": [*state["history"], x.mean(-1)], "note": "kept"}
+
+
+class TupleBlock(Block):
+    def forward(self, state: tuple[Tensor, tuple[Tensor, None]]) -> Pair:  # type: ignore[override]
+        x, (y, nothing) = state
+        assert nothing is None
+        return Pair(super().forward(x + y), y * 2)
+
+
+class DataclassBlock(Block):
+    def forward(self, state: Hidden) -> Hidden:  # type: ignore[override]
+        pair = state.pairs["a"]
+        x = super().forward(state.x) * pair.left
+        return Hidden(x, {"a": Pair(x, pair.right), "b": pair}, state.level + 1)
+
+
+class Containers(Regression):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.dicts = nn.ModuleList(DictBlock() for _ in range(2))
+        self.tuples = nn.ModuleList(TupleBlock() for _ in range(2))
+        self.dataclasses = nn.ModuleList(DataclassBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": self.stem(x), "history": []}
+        for block in self.dicts:
+            state = block(state, scale=0.7)
+        assert state["note"] == "kept"
+        pair = Pair(state["x"], torch.stack(state["history"], -1).repeat(1, WIDTH // 2))
+        for block in self.tuples:
+            pair = block((pair.left, (pair.right, None)))
+        hidden = Hidden(pair.left, {"a": pair})
+        for block in self.dataclasses:
+            hidden = block(hidden)
+        assert hidden.level == 2
+        return self.head(hidden.x + hidden.pairs["b"].right)
+
+
+class StateOnSelf(Chain):
+    """Glue keeps the batch and a hidden state on the module and reads them in other methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.stem(x)
+        for block in self.blocks:
+            self.advance(block)
+        return self.head(self.hidden)
+
+    def advance(self, block: nn.Module) -> None:
+        self.hidden = block(self.hidden) * self.current[1].mean(-1, keepdim=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.current = batch
+        out = self(batch[0])
+        return F.mse_loss(out, self.current[1])
+
+
+class ConditionedBlock(Block):
+    condition: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x * self.condition
+        return super().forward(self.seen)
+
+
+class ConditionOnTheBlock(Regression):
+    """Glue sets an attribute on a block, which reads it; the block sets one, which glue reads; both with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.condition = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        condition = self.condition(x)
+        x = self.stem(x)
+        for block in self.blocks:
+            block.condition = condition
+            x = block(x)
+            condition = condition + 0.1 * x
+        return F.mse_loss(self.head(x), y) + 0.1 * sum(block.seen.square().mean() for block in self.blocks)
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.outer(torch.tanh(self.inner(x.clone()))))
+
+
+class ClonedInput(Block):
+    """Saves a copy, so that its input may be overwritten afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone())
+
+
+class InPlaceSideEffect(Block):
+    """Changes an argument and returns something else."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        memory.mul_(torch.sigmoid(x.detach().mean(-1, keepdim=True)))
+        memory += self.inner(x)
+        return self.outer(x)
+
+
+class UnitsChangeTheirInputs(Regression):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(3))
+        self.writers = nn.ModuleList(InPlaceSideEffect() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        memory = torch.zeros_like(x)
+        for block, writer in zip(self.blocks, self.writers, strict=True):
+            x = block(x) + 0.1
+            x = x + writer(x, memory)
+        return self.head(x * memory)
+
+
+class ReadThenOverwritten(Regression):
+    """The same tensor object goes to a unit that reads it and then to one that changes it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.readers = nn.ModuleList(ClonedInput() for _ in range(3))
+        self.writers = nn.ModuleList(InPlaceBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        total = torch.zeros_like(x)
+        for reader, writer in zip(self.readers, self.writers, strict=True):
+            total = total + reader(x)
+            x = writer(x)
+        return self.head(x + total)
+
+
+class GlueChangesOutputs(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x += self.position
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.9
+            x[:, 0] = x[:, 1] * 2
+        x.relu_()
+        return self.head(x)
+
+
+class ViewsAndExpansions(Regression):
+    """Inputs of units that share memory: slices, transposes, expanded and repeated arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        wide = x[:, None, :].expand(-1, 3, -1)
+        wide = self.blocks[0](wide)
+        first, second = wide.transpose(0, 1)[0], wide[:, 1:].sum(1)
+        return self.head(self.blocks[1](first) + self.blocks[2](second) + self.blocks[3](first.detach()))
+
+
+class NestedStack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Block(), nn.Tanh(), Block()) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class NestedContainers(Regression):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.trunk = nn.Sequential(NestedStack(2), nn.LayerNorm(WIDTH), NestedStack(1))
+        self.by_name = nn.ModuleDict({"a": Block(), "b": Block()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(self.stem(x))
+        return self.head(self.by_name["b"](x) + self.by_name["a"](x))
+
+
+MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
+    (SkipsOverSeveralUnits, vectors),
+    (DenselyConnected, vectors),
+    (ParallelBranches, vectors),
+    (EncoderDecoder, tokens),
+    (SharedBlock, vectors),
+    (Siamese, vectors),
+    (TiedWeights, tokens),
+    (FunctionalUseOfAWeight, tokens),
+    (WeightUsedInGlueAndInUnits, tokens),
+    (RawParameters, vectors),
+    (Recurrent, sequences),
+    (PackedRecurrent, padded_sequences),
+    (MixtureOfExperts, vectors),
+    (FirstHalfFrozen, vectors),
+    (FrozenHead, vectors),
+    (FrozenInTheMiddle, vectors),
+    (Teacher, vectors),
+    (UnusedParameters, vectors),
+    (Containers, vectors),
+    (StateOnSelf, vectors),
+    (ConditionOnTheBlock, vectors),
+    (UnitsChangeTheirInputs, vectors),
+    (ReadThenOverwritten, vectors),
+    (GlueChangesOutputs, vectors),
+    (ViewsAndExpansions, vectors),
+    (NestedContainers, vectors),
+]
+
+
+@pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
+def test_wiring(
+    assert_parity: Callable[..., Any],
+    pipeline: dict[str, Any],
+    model: type[L.LightningModule],
+    make_data: Callable[[], list[Any]],
+) -> None:
+    assert_parity(model, make_data, **pipeline, min_calls=3)
