@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +142,8 @@ class MetricTwins:
     def _follow(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
-            self._twin_of(metric).update(*args, **kwargs)
+            with torch.no_grad():
+                self._twin_of(metric).update(*args, **kwargs)
             return value
 
         return forward
@@ -154,14 +156,26 @@ class MetricTwins:
     def _twin_of(self, metric: Metric) -> Metric:
         """The twin, empty at the first call in a step."""
         if id(metric) not in self._twins:
-            twin = metric.clone()
-            twin.__dict__.pop("forward", None)
-            self._twins[id(metric)] = (metric, twin)
+            self._twins[id(metric)] = (metric, _empty_copy(metric))
         twin = self._twins[id(metric)][1]
         if id(metric) not in self._started:
             self._started.add(id(metric))
             twin.reset()
         return twin
+
+
+def _empty_copy(metric: Metric) -> Metric:
+    """A copy with states of its own. Not ``clone``: states may carry graphs, which cannot be copied deeply."""
+    twin = copy.copy(metric)  # torchmetrics binds update and compute to the copy
+    for name in ("_parameters", "_buffers", "_modules", "_defaults"):
+        twin.__dict__[name] = dict(twin.__dict__[name])
+    for name, default in twin._defaults.items():
+        if isinstance(default, list):
+            twin.__dict__[name] = []  # reset() clears lists in place
+    for name in ("forward", "_forward_cache", "_computed"):
+        twin.__dict__.pop(name, None)
+    twin._forward_cache = twin._computed = None
+    return twin
 
 
 def _merge(group: list[tuple[int, _LogCall]], weights: Sequence[float]) -> Any:

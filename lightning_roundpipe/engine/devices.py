@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
-from typing_extensions import override
 
 from .transfer import TransferLane
 
@@ -63,7 +62,6 @@ class VirtualDevice(Device):
         super().__init__(index, torch.device("cpu"))
         self.aliases_host = not copies
 
-    @override
     def computing(self) -> contextlib.AbstractContextManager[object]:
         self.num_unit_runs += 1
         return self._busy
@@ -75,7 +73,6 @@ class CudaDevice(Device):
     def __init__(self, index: int, ordinal: int) -> None:
         super().__init__(index, torch.device("cuda", ordinal))
 
-    @override
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         with self._busy, torch.cuda.device(self.torch_device):

@@ -29,8 +29,12 @@ def intercepted(table: UnitTable) -> Iterator[None]:
     traced = any(m.__dict__.get("_compiled_call_impl") is not None for m in table.root.modules())
     try:
         for module, unit in table.units.items():
-            before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _interceptor(unit, traced)
+            own = module.__dict__.get("forward")
+            before.append((module, own))
+            # The same object in every step: a replica that saw it has nothing new to copy.
+            if unit.interceptor is None or unit.interceptor[0] is not own or unit.interceptor[1] != traced:
+                unit.interceptor = (own, traced, _interceptor(unit, traced))
+            module.__dict__["forward"] = unit.interceptor[2]
         yield
     finally:
         for module, forward in before:

@@ -179,6 +179,7 @@ class Call:
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
         local: slots of the kept graph.
+        relays: per relay of the forward, whether its hooks changed the output; None before the forward.
         gradients: gradients that have arrived per slot.
     """
 
@@ -209,7 +210,7 @@ class Call:
         self.gradients: dict[Slot, Tensor] = {}
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self.relayed: dict[Slot, Tensor] = {}
-        self.relays: list[bool] = []
+        self.relays: list[bool] | None = None
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere."""

@@ -37,7 +37,7 @@ from .units import Unit, UnitClasses, UnitTable
 from .walk import Plan, StepContext, Walk
 
 Planner = Callable[[Sequence[Unit], int, bool], Partition]
-_JOIN_S = 0.2
+_RECHECK_S = 0.2
 _STARTING_S = 0.001
 
 
@@ -236,7 +236,7 @@ class Engine:
             walks = self._run_schedule(step, plan, range(first, len(request.microbatches)), schedule)
             self._replan_if_stale(request.key, walks, len(request.microbatches), training)
         self._note_strays(step, take_strays)
-        spans: list[Span] = [span for walk in walks for span in walk.spans]
+        spans: list[Span] = [span for walk in walks for span in walk.timed()]
         for walk in step.walks:
             for parameter, gradient in walk.glue_gradients.items():
                 step.gradients.add(parameter, gradient)
@@ -280,7 +280,7 @@ class Engine:
         return schedule
 
     def _run_schedule(self, step: _Step, plan: Plan, indices: range, schedule: Schedule) -> list[Walk]:
-        turnstile = Turnstile(schedule, lambda device: self._replicas.finish_stage(self._pool[device], step.gradients))
+        turnstile = Turnstile(schedule, functools.partial(self._end_stage, step.gradients))
         shared = StepContext(
             plan=plan,
             turnstile=turnstile,
@@ -309,7 +309,7 @@ class Engine:
             )
             for walk in walks
         ]
-        _run_threads(threads, step)
+        _run_threads(threads, [walk.over for walk in walks], step)
         if step.error is not None:
             error, step.error = step.error, None
             try:
@@ -317,6 +317,9 @@ class Engine:
             finally:
                 del error
         return walks
+
+    def _end_stage(self, gradients: GradientStore, device: int) -> None:
+        self._replicas.finish_stage(self._pool[device], gradients)
 
     def _run_walk(self, step: _Step, walk: Walk, surroundings: _Surroundings) -> None:
         """Body of a micro-batch thread."""
@@ -334,6 +337,8 @@ class Engine:
                     walk.finish()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
             step.fail(error)
+        finally:
+            walk.over.set()
 
     def _backward(self, step: _Step, walk: Walk, loss: Tensor | None) -> None:
         share = step.request.weights[walk.index]
@@ -398,23 +403,28 @@ class _Surroundings:
             yield
 
 
-def _run_threads(threads: list[threading.Thread], step: _Step) -> None:
-    """Starts and joins all threads; an interrupt of the waiting thread stops them first."""
+def _run_threads(threads: list[threading.Thread], over: list[threading.Event], step: _Step) -> None:
+    """Runs all threads to their end; an interrupt of the waiting thread stops them first.
+
+    Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
+    """
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_JOIN_S)
+        for event in over:
+            while not event.wait(_RECHECK_S):
+                pass
     except BaseException as interrupt:
         step.fail(interrupt)
+        for thread, event in zip(threads, over, strict=True):
+            # A thread is listed from inside start() on, where the interrupt may have come.
+            while thread in threading.enumerate() and not event.wait(_STARTING_S):
+                pass
+        raise
+    finally:
         for thread in threads:
-            # Interrupted inside start(), a thread may be on its way without its identity.
-            while thread.ident is None and thread in threading.enumerate():
-                time.sleep(_STARTING_S)
             if thread.ident is not None:
                 thread.join()
-        raise
 
 
 def _ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:

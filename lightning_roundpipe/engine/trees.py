@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 _LEAF = None
+_POSITIONAL = object()
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.Size})
 
 
@@ -42,6 +43,19 @@ def flatten(tree: Any, leaves: list[Any]) -> Any:
         return ("dataclass", (shell, names), parts)
     leaves.append(tree)
     return _LEAF
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], side: list[Any], leaves: list[Any]) -> Any:
+    """:func:`flatten` of ``((args, kwargs), side)``, quick where there are only positional plain values."""
+    if not kwargs and not side and all(type(item) in _PLAIN for item in args):
+        leaves.extend(args)
+        return _POSITIONAL
+    return flatten(((args, kwargs), side), leaves)
+
+
+def unflatten_call(structure: Any, leaves: list[Any]) -> Any:
+    """The inverse of :func:`flatten_call`: ``((args, kwargs), side)``."""
+    return ((tuple(leaves), {}), []) if structure is _POSITIONAL else unflatten(structure, leaves)
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:

@@ -86,7 +86,7 @@ class UnitRunner:
             watch_randomness: whether random operators get the call's private generator.
             foreign: whether Python's and NumPy's global generators must be private as well.
         """
-        (args, kwargs), side = trees.unflatten(call.structure, leaves)
+        (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
         previous = self._set_side(call, replica, side)
         writes = UnitWrites()
         call.relayed = {}
@@ -184,8 +184,11 @@ class _Relay:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         runner, call, recorded = _active.run
+        assert call.relays is not None
         order = len(call.relays)
-        if order < len(recorded) and not recorded[order]:
+        if recorded is not None and order >= len(recorded):
+            return None  # a recomputation, and the hook was registered after the forward
+        if recorded is not None and not recorded[order]:
             call.relays.append(False)
             leaves: list[Any] = []
             trees.flatten(output, leaves)

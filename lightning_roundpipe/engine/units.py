@@ -40,6 +40,9 @@ class Unit:
         name: dotted path below the root module.
         module: the module itself; it holds the master weights.
         order: position in ``named_modules`` order; identifies the unit.
+        is_trainable: whether any parameter requires a gradient.
+        members: all modules of the unit.
+        interceptor: what replaces ``forward`` while a step runs, and what it was made for.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
     """
 
@@ -47,20 +50,27 @@ class Unit:
     module: nn.Module
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
+    is_trainable: bool = True
+    interceptor: tuple[Any, bool, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 
-    def forget_stale_facts(self) -> None:
-        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
-        plain = [v for m in self.module.modules() for v in m.__dict__.values() if type(v) in _PLAIN]
-        settings = [*plain, *(parameter.requires_grad for parameter in self.module.parameters())]
+    def __post_init__(self) -> None:
+        self.members = tuple(self.module.modules())
+
+    def look(self) -> None:
+        """Once per step: notices what was switched since the last one.
+
+        Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
+        plain: list[Any] = []
+        flags: list[bool] = []
+        for module in self.members:
+            plain.extend([value for value in module.__dict__.values() if type(value) in _PLAIN])
+            flags.extend([p.requires_grad for p in module._parameters.values() if p is not None])
+        settings = [plain, flags]
         if settings != self._settings:
             self._settings = settings
+            self.is_trainable = any(flags)
             self.facts.clear()
-
-    @property
-    def has_trainable_parameters(self) -> bool:
-        """Whether any parameter of the unit requires a gradient."""
-        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def weight_bytes(self) -> int:
         """Bytes of all its parameters."""

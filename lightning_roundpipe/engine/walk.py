@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -69,8 +70,8 @@ class StepContext:
         """Whether any parameter of ``unit`` requires a gradient in this step; looks at the unit once per step."""
         known = self._trainable.get(unit)
         if known is None:
-            unit.forget_stale_facts()
-            known = self._trainable[unit] = unit.has_trainable_parameters
+            unit.look()
+            known = self._trainable[unit] = unit.is_trainable
         return known
 
     @functools.cached_property
@@ -82,7 +83,7 @@ class StepContext:
         """Ids of the unit's modules."""
         known = self._members.get(unit)
         if known is None:
-            known = self._members[unit] = frozenset(map(id, unit.module.modules()))
+            known = self._members[unit] = frozenset(map(id, unit.members))
         return known
 
 
@@ -93,6 +94,7 @@ class Walk:
     Args:
         index: micro-batch index: identifies it to the user and seeds its random numbers.
         slot: its index in the schedule of this run.
+        over: set when its thread has nothing left to do.
     """
 
     index: int
@@ -101,7 +103,8 @@ class Walk:
     state: GlueState
     calls: list[Call] = field(default_factory=list)
     sequence: list[Unit] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[tuple[int, str, float, float, int, str]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
     glue_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     num_off_plan: int = 0
 
@@ -152,18 +155,16 @@ class Walk:
         return None
 
     def _span(self, kind: str, label: str, started: float) -> None:
+        stage = -1 if self._stage is None else self._stage
+        self.spans.append((self.device.index, kind, started, time.perf_counter(), stage, label))
+
+    def timed(self) -> list[Span]:
+        """What has run; made afterwards, not on the way, where it would hold up the devices."""
         origin = self.shared.started_at
-        self.spans.append(
-            Span(
-                device=self.device.index,
-                kind=kind,
-                start_ms=(started - origin) * 1e3,
-                end_ms=(time.perf_counter() - origin) * 1e3,
-                stage_index=-1 if self._stage is None else self._stage,
-                microbatch_index=self.index,
-                label=label,
-            )
-        )
+        return [
+            Span(device, kind, (start - origin) * 1e3, (end - origin) * 1e3, stage, self.index, label)
+            for device, kind, start, end, stage, label in self.spans
+        ]
 
     # --- forward -----------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Walk:
             call.side = [(m, name) for (key, name), (m, _) in self.state.overlay.items() if key in members]
         side_values = [read(module, name) for module, name in call.side]
         leaves: list[Any] = []
-        call.structure = trees.flatten(((args, kwargs), side_values), leaves)
+        call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
         return leaves
 
     def _go_to_call(self, call: Call, position: int | None) -> None:
@@ -281,7 +282,7 @@ class Walk:
         made = self._replayed.setdefault(unit, [i for i, u in enumerate(self.sequence) if u is unit])
         call = Call(unit, made[-1] if made else len(self.sequence), self._flushing)
         leaves: list[Any] = []
-        call.structure = trees.flatten(((args, kwargs), []), leaves)
+        call.structure = trees.flatten_call(args, kwargs, [], leaves)
         with self.shared.lock.released(self.state), self.device.computing():
             replica = self._replica(unit)
             replica.has_gradients = torch.is_grad_enabled()
