@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,16 +104,18 @@ class ForwardRunner:
         versions = [version_of(leaves[i]) for i in tensors]
         # Which of several outputs require a gradient may depend on the data: only the graph can tell.
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
-        with contextlib.ExitStack() as stack:
-            if records:
-                if not call.kept:
-                    call.leaves = [self.saved.save(x) if isinstance(x, Tensor) else x for x in leaves]
-                stack.enter_context(torch.set_grad_enabled(graph))
-                if graph:
-                    enter(call, given, self.anchor)
-            learning = ForeignRandomness.watched() if facts is None and not foreign else None
+        if records and not call.kept:
+            call.leaves = [self.saved.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        learning = ForeignRandomness.watched() if facts is None and not foreign else None
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(graph if records else before)
+        try:
+            if graph:
+                enter(call, given, self.anchor)
             done = ForwardResult(self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign))
-            done.unit.draws_foreign = foreign or (learning is not None and learning.has_moved())
+        finally:
+            torch._C._set_grad_enabled(before)
+        done.unit.draws_foreign = foreign or (learning is not None and learning.has_moved())
         done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(leaves[i]) != v]
         call.changed = done.changed
         add_changed(call, done.unit, given)

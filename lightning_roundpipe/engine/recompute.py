@@ -89,18 +89,20 @@ class Cut(torch.autograd.Function):
         ctx.slots = slots
         split = len(tensors) - num_changed
         changed = tensors[split:]
-        ctx.mark_dirty(*changed)
-        return (*(t.detach() for t in tensors[:split]), *changed)
+        if changed:
+            ctx.mark_dirty(*changed)
+        # The last output is nobody's: as long as the call holds it, the node lives, whatever happens to the others.
+        return (*[t.detach() for t in tensors[:split]], *changed, anchor.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
         if not call.flushing.active:
             raise GradientCutError.at(call)
-        for slot, gradient in zip(ctx.slots, gradients, strict=True):
+        for slot, gradient in zip(ctx.slots, gradients, strict=False):
             if gradient is not None:
                 call.add_gradient(slot, gradient)
-        return (None,) * (4 + len(gradients))
+        return (None,) * (3 + len(gradients))
 
 
 def note_hook(tensor: Tensor) -> None:
@@ -124,19 +126,28 @@ class Receiver:
     through glue; unless hooks of the user sit on the tensor, which the walk would run.
     """
 
-    __slots__ = ("device", "edge")
+    __slots__ = ("_cut", "_edge", "_token", "device")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.edge = get_gradient_edge(tensor)
         self.device = tensor.device
+        self._cut = _cut_slot(tensor.grad_fn, tensor.output_nr)
+        if self._cut is None:
+            self._edge = get_gradient_edge(tensor)
+            return
+        self._token = self._cut[0].tokens
+        self._edge = GradientEdge(tensor.grad_fn, tensor.output_nr)  # type: ignore[arg-type]
         if tensor._backward_hooks or tensor.retains_grad:
-            note_hook(tensor)
+            self._cut[0].hooked.add(self._cut[1])
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The edge of the glue graph."""
+        return self._edge
 
     @property
     def owner(self) -> tuple[Call, Slot] | None:
         """The call and slot that may be handed the gradient directly."""
-        found = _cut_slot(self.edge.node, self.edge.output_nr)
-        return None if found is None or found[1] in found[0].hooked else found
+        return None if self._cut is None or self._cut[1] in self._cut[0].hooked else self._cut
 
 
 _CUT_NODE = Cut._backward_cls
@@ -173,6 +184,7 @@ class Call:
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.
+        tokens: outputs of its cuts that keep their nodes alive for the receivers of its results.
         hooked: slots that carry hooks of the user in glue.
         side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
@@ -186,7 +198,7 @@ class Call:
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
         "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
-        "receivers", "relayed", "relays", "side", "structure", "unit",
+        "receivers", "relayed", "relays", "side", "structure", "tokens", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
@@ -201,6 +213,7 @@ class Call:
         self.receivers: list[Receiver] = []
         self.flagged: frozenset[Slot] = frozenset()
         self.hooked: set[Slot] = set()
+        self.tokens: list[Tensor] = []
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
@@ -231,6 +244,7 @@ class Call:
         self.input_gradients = ()
         self.relayed = {}
         self.side = []
+        self.tokens = []
 
 
 class SavedInputs:

@@ -95,18 +95,10 @@ class UnitRunner:
         self.state.unit_writes = writes
         written: list[tuple[nn.Module, str, Any]] = []
         try:
-            with contextlib.ExitStack() as stack:
-                mask_saved_tensor_hooks(stack)
-                watch = None
-                if foreign:
-                    stack.enter_context(self.lock.borrowed())
-                    stack.enter_context(ForeignRandomness.seeded(self.seed_of(call.index)))
-                if watch_randomness:
-                    seed = self.seed_of(call.index)
-                    stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
-                    watch = PrivateRandomness(seed, self.lock.borrowed)
-                    stack.enter_context(watch)
-                result = replica.module.forward(*args, **kwargs)
+            if watch_randomness or foreign or _has_saved_tensor_hooks():
+                result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
+            else:
+                result, num_draws = replica.module.forward(*args, **kwargs), 0
             if call.facts is None:
                 self.check_containers(call, leaves, args, kwargs)
         finally:
@@ -122,7 +114,25 @@ class UnitRunner:
         for order, (_, name, value) in enumerate(written):
             if isinstance(value, Tensor):
                 slots["attribute", order, name] = value
-        return UnitResult(result_leaves, structure, slots, written, watch.num_draws if watch else 0)
+        return UnitResult(result_leaves, structure, slots, written, num_draws)
+
+    def _forward_watched(
+        self, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool
+    ) -> tuple[Any, int]:
+        """The unit's forward under what its facts ask for: (result, number of random operators)."""
+        seed = self.seed_of(call.index)
+        watch = PrivateRandomness(seed, self.lock.borrowed)
+        with contextlib.ExitStack() as stack:
+            if _has_saved_tensor_hooks():
+                # Those of non-reentrant activation checkpointing in glue must not see the tensors of a unit.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            if foreign:
+                stack.enter_context(self.lock.borrowed())
+                stack.enter_context(ForeignRandomness.seeded(seed))
+            if watch_randomness:
+                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
+                stack.enter_context(watch)
+            return replica.module.forward(*args, **kwargs), watch.num_draws
 
     @staticmethod
     def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
@@ -135,10 +145,8 @@ class UnitRunner:
         return previous
 
 
-def mask_saved_tensor_hooks(stack: contextlib.ExitStack) -> None:
-    """Hides saved-tensor hooks of the surroundings (non-reentrant activation checkpointing in glue) from a unit."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+def _has_saved_tensor_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -209,7 +217,8 @@ class _Relay:
             with torch.enable_grad():
                 tensors = [slots[slot].detach() for slot in flagged]
                 cut = Cut.apply(call, tuple(flagged), 0, runner.anchor, *tensors)  # type: ignore[no-untyped-call]
-            for slot, tensor in zip(flagged, cut, strict=True):
+            call.tokens.append(cut[-1])
+            for slot, tensor in zip(flagged, cut, strict=False):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
         if self._call_hooks(args, kwargs, shown) is shown:

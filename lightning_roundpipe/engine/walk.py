@@ -183,9 +183,12 @@ class Walk:
         differentiates = self.shared.training and torch.is_grad_enabled()
         records = differentiates and (bool(call.differentiable) or is_trainable)
         is_training = unit.module.training
-        with self.shared.lock.released(self.state):
+        self.shared.lock.release(self.state)
+        try:
             self._go_to_call(call, position)
             done = self._compute(call, position, leaves, records, is_training)
+        finally:
+            self.shared.lock.acquire(self.state)
         return self._give_out(call, done, leaves, records)
 
     def _take_arguments(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -275,6 +278,7 @@ class Walk:
             tensors = [*(outputs[slot].detach() for slot in slots), *(leaves[i] for i in changed)]
             with _version_kept([leaves[i] for i in changed]):
                 cut = Cut.apply(call, named, len(changed), self._anchor, *tensors)  # type: ignore[no-untyped-call]
+            call.tokens.append(cut[-1])
             outputs.update(zip(slots, cut, strict=False))
 
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
