@@ -31,14 +31,14 @@ from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
 from .parameters import GradientStore, ReplicaCache
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .recompute import find_escaped
+from .step_context import Plan, StepContext, ordered_spans
 from .strays import StrayOperands
+from .threads import Surroundings, run_threads
 from .unit_run import relay_hooks
 from .units import Unit, UnitClasses, UnitTable
-from .walk import Plan, StepContext, Walk
+from .walk import Walk
 
 Planner = Callable[[Sequence[Unit], int, bool], Partition]
-_RECHECK_S = 0.2
-_STARTING_S = 0.001
 
 
 class UnitEscapeError(RuntimeError):
@@ -259,7 +259,7 @@ class Engine:
 
     def _make_plan(self, sequence: Sequence[Unit], num_microbatches: int, training: bool) -> Plan:
         partition = self._planner(sequence, num_microbatches, training)
-        return Plan(tuple(sequence), keep_together(partition, _ordered_spans(sequence)))
+        return Plan(tuple(sequence), keep_together(partition, ordered_spans(sequence)))
 
     def _replan_if_stale(self, key: Hashable, walks: list[Walk], num_microbatches: int, training: bool) -> None:
         """Calls off the plan mean that the model has taken another path: the first micro-batch's path counts."""
@@ -299,7 +299,7 @@ class Engine:
         step.walks += walks
         step.turnstile = turnstile
         turnstile.join(len(walks))
-        surroundings = _Surroundings.of_this_thread(step.request.autocast_device)
+        surroundings = Surroundings.of_this_thread(step.request.autocast_device)
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -309,7 +309,7 @@ class Engine:
             )
             for walk in walks
         ]
-        _run_threads(threads, [walk.over for walk in walks], step)
+        run_threads(threads, [walk.over for walk in walks], step.fail)
         if step.error is not None:
             error, step.error = step.error, None
             try:
@@ -321,7 +321,7 @@ class Engine:
     def _end_stage(self, gradients: GradientStore, device: int) -> None:
         self._replicas.finish_stage(self._pool[device], gradients)
 
-    def _run_walk(self, step: _Step, walk: Walk, surroundings: _Surroundings) -> None:
+    def _run_walk(self, step: _Step, walk: Walk, surroundings: Surroundings) -> None:
         """Body of a micro-batch thread."""
         request = step.request
         try:
@@ -368,77 +368,6 @@ class Engine:
                 "would be lost. Return it from the unit's forward, or make a coarser module the unit: "
                 "RoundPipeStrategy(units=[TheClassAroundIt])."
             )
-
-
-@dataclass(frozen=True)
-class _Surroundings:
-    """Thread-local modes of torch that a micro-batch thread takes over from the caller."""
-
-    grad: bool
-    inference: bool
-    device_type: str
-    autocast: tuple[bool, torch.dtype]
-
-    @classmethod
-    def of_this_thread(cls, device_type: str) -> _Surroundings:
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            device_type,
-            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
-        )
-
-    @contextlib.contextmanager
-    def entered(self) -> Any:
-        # The autocast weight cache is shared by all threads and cleared when any of them leaves autocast; what it
-        # caches under no_grad would also cut gradients of the recomputation. It stays off.
-        torch.set_autocast_cache_enabled(False)
-        enabled, dtype = self.autocast
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad and not self.inference))
-            if enabled:
-                stack.enter_context(torch.autocast(self.device_type, dtype=dtype, cache_enabled=False))
-            yield
-
-
-def _run_threads(threads: list[threading.Thread], over: list[threading.Event], step: _Step) -> None:
-    """Runs all threads to their end; an interrupt of the waiting thread stops them first.
-
-    Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
-    """
-    try:
-        for thread in threads:
-            thread.start()
-        for event in over:
-            while not event.wait(_RECHECK_S):
-                pass
-    except BaseException as interrupt:
-        step.fail(interrupt)
-        for thread, event in zip(threads, over, strict=True):
-            # A thread is listed from inside start() on, where the interrupt may have come.
-            while thread in threading.enumerate() and not event.wait(_STARTING_S):
-                pass
-        raise
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-
-def _ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:
-    """Positions from the first to the last call of a unit that writes buffers and is called several times.
-
-    In one forward stage the micro-batches pass them one after the other; in several they would write at the same time.
-    """
-    spans = []
-    for unit in dict.fromkeys(sequence):
-        if any(facts.buffers for facts in unit.facts.values()):
-            positions = [i for i, other in enumerate(sequence) if other is unit]
-            if len(positions) > 1:
-                spans.append((positions[0], positions[-1] + 1))
-    return spans
 
 
 def _set_once(flag: list[bool]) -> None:

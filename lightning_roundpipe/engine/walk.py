@@ -13,7 +13,6 @@ import contextlib
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,70 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning.partition import Partition, StageKind
+from ..planning.partition import StageKind
 from ..planning.schedule import Action
 from ..planning.timeline import Span
 from . import trees
-from .devices import Device, DevicePool
-from .dispatch import Turnstile
+from .devices import Device
 from .forward import ForwardResult, ForwardRunner, add_changed, enter, to_device
-from .glue import GlueLock, GlueState, read
-from .parameters import GradientStore, Replica, ReplicaCache
+from .glue import GlueState, read
+from .parameters import Replica
 from .randomness import derive_seed
 from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot, run_backward
+from .step_context import StepContext
 from .unit_run import UnitRunner, autocast_as, autocast_state
 from .units import Unit
 
 _ALL_POSITIONS = 1 << 60
-
-
-@dataclass
-class Plan:
-    """Which unit calls are expected in which order, and the stages they were cut into."""
-
-    sequence: tuple[Unit, ...]
-    partition: Partition
-    recording: bool = False
-
-
-@dataclass
-class StepContext:
-    """What the micro-batches of one run over a schedule share."""
-
-    plan: Plan
-    turnstile: Turnstile
-    pool: DevicePool
-    replicas: ReplicaCache
-    lock: GlueLock
-    training: bool
-    seed: int
-    autocast_device: str
-    gradients: GradientStore
-    glue_parameters: set[nn.Parameter]
-    started_at: float
-    glue_is_user_code: list[bool] = field(default_factory=list)
-    _trainable: dict[Unit, bool] = field(default_factory=dict)
-    _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
-
-    def is_trainable(self, unit: Unit) -> bool:
-        """Whether any parameter of ``unit`` requires a gradient in this step; looks at the unit once per step."""
-        known = self._trainable.get(unit)
-        if known is None:
-            unit.look()
-            known = self._trainable[unit] = unit.is_trainable
-        return known
-
-    @functools.cached_property
-    def repeated(self) -> frozenset[Unit]:
-        """Units with several positions in the plan."""
-        return frozenset(unit for unit, n in Counter(self.plan.sequence).items() if n > 1)
-
-    def members_of(self, unit: Unit) -> frozenset[int]:
-        """Ids of the unit's modules."""
-        known = self._members.get(unit)
-        if known is None:
-            known = self._members[unit] = frozenset(map(id, unit.members))
-        return known
 
 
 @dataclass(eq=False)
@@ -313,14 +263,17 @@ class Walk:
             self._pending.run_backward(list(roots), list(gradients))
         while self.calls:
             call = self.calls.pop()
-            self.shared.turnstile.check()
-            if call.backward_stage is not None:
-                self._move_to(call.backward_stage)
-            if self._pending:
-                with self._glue_backward("B glue"):
-                    self._pending.flush()
-            self._backward_call(call)
-            call.forget()
+            try:
+                self.shared.turnstile.check()
+                if call.backward_stage is not None:
+                    self._move_to(call.backward_stage)
+                self._flush()
+                self._backward_call(call)
+            finally:
+                call.forget()
+        self._flush()
+
+    def _flush(self) -> None:
         if self._pending:
             with self._glue_backward("B glue"):
                 self._pending.flush()

@@ -1,0 +1,80 @@
+"""What the micro-batches of a step share: the plan, the devices, the lock, the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..planning.partition import Partition
+from .devices import DevicePool
+from .dispatch import Turnstile
+from .glue import GlueLock
+from .parameters import GradientStore, ReplicaCache
+from .units import Unit
+
+
+@dataclass
+class Plan:
+    """Which unit calls are expected in which order, and the stages they were cut into."""
+
+    sequence: tuple[Unit, ...]
+    partition: Partition
+    recording: bool = False
+
+
+@dataclass
+class StepContext:
+    """What the micro-batches of one run over a schedule share."""
+
+    plan: Plan
+    turnstile: Turnstile
+    pool: DevicePool
+    replicas: ReplicaCache
+    lock: GlueLock
+    training: bool
+    seed: int
+    autocast_device: str
+    gradients: GradientStore
+    glue_parameters: set[nn.Parameter]
+    started_at: float
+    glue_is_user_code: list[bool] = field(default_factory=list)
+    _trainable: dict[Unit, bool] = field(default_factory=dict)
+    _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
+
+    def is_trainable(self, unit: Unit) -> bool:
+        """Whether any parameter of ``unit`` requires a gradient in this step; looks at the unit once per step."""
+        known = self._trainable.get(unit)
+        if known is None:
+            unit.look()
+            known = self._trainable[unit] = unit.is_trainable
+        return known
+
+    @functools.cached_property
+    def repeated(self) -> frozenset[Unit]:
+        """Units with several positions in the plan."""
+        return frozenset(unit for unit, n in Counter(self.plan.sequence).items() if n > 1)
+
+    def members_of(self, unit: Unit) -> frozenset[int]:
+        """Ids of the unit's modules."""
+        known = self._members.get(unit)
+        if known is None:
+            known = self._members[unit] = frozenset(map(id, unit.members))
+        return known
+
+
+def ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Positions from the first to the last call of a unit that writes buffers and is called several times.
+
+    In one forward stage the micro-batches pass them one after the other; in several they would write at the same time.
+    """
+    spans = []
+    for unit in dict.fromkeys(sequence):
+        if any(facts.buffers for facts in unit.facts.values()):
+            positions = [i for i, other in enumerate(sequence) if other is unit]
+            if len(positions) > 1:
+                spans.append((positions[0], positions[-1] + 1))
+    return spans
