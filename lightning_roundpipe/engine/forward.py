@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .parameters import Replica
 from .randomness import ForeignRandomness
-from .recompute import Call, Entry, Facts, SavedInputs, version_of
+from .recompute import Call, Entry, Facts, SavedInputs, Slot, version_of
 from .unit_run import UnitResult, UnitRunner
 
 _MAX_FACTS = 64
@@ -26,9 +26,11 @@ class ForwardResult:
         unit: the unit's own result.
         passed_through: index of a result leaf -> index of the argument leaf that it is.
         changed: argument leaves that the unit changed in place.
+        outputs: tensors for glue, by slot; never views of device copies, which are freed when the stage ends.
     """
 
     unit: UnitResult
+    outputs: dict[Slot, Tensor] = field(default_factory=dict)
     passed_through: dict[int, int] = field(default_factory=dict)
     changed: list[int] = field(default_factory=list)
 
@@ -69,10 +71,11 @@ class ForwardRunner:
         if facts.buffers:
             replica.store_buffers()
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
-        self._settle(call, replica, done, records)
+        self._settle(call, done, records)
+        done.outputs = _without_weights(done.unit.slots, replica)
         return done
 
-    def _settle(self, call: Call, replica: Replica, done: ForwardResult, records: bool) -> None:
+    def _settle(self, call: Call, done: ForwardResult, records: bool) -> None:
         """Decides what requires a gradient; frees what is not needed any more."""
         assert call.facts is not None
         call.relayed = {}
@@ -84,7 +87,7 @@ class ForwardRunner:
         else:
             call.flagged = call.facts.flagged
         if not call.kept:
-            _drop_graph(done.unit, replica)
+            _drop_graph(done.unit)
 
     def _attempt(
         self,
@@ -134,8 +137,8 @@ def to_device(leaves: list[Any], device: torch.device) -> list[Any]:
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
     """Replaces leaves by aliases, in place: differentiable ones start the local graph, the others must not join it."""
     if call.differentiable:
-        inputs = [leaves[i].detach() for i in call.differentiable]
-        aliases = Entry.apply(call, anchor, *inputs)  # type: ignore[no-untyped-call]
+        inputs = [leaves[i] for i in call.differentiable]
+        aliases = Entry.apply(call, anchor, inputs)  # type: ignore[no-untyped-call]
         for i, alias in zip(call.differentiable, aliases, strict=True):
             leaves[i] = alias
     differentiable = set(call.differentiable)
@@ -181,15 +184,16 @@ def _restore(before: Snapshot) -> None:
             buffer.copy_(value)
 
 
-def _drop_graph(result: UnitResult, replica: Replica) -> None:
-    """The results keep their values only; views of device copies, which are about to be freed, become copies."""
-    weights: set[int] = set()
-    if not replica.device.aliases_host:
-        weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
-    values: dict[int, Tensor] = {}
-    for tensor in result.slots.values():
-        is_weight = bool(weights) and tensor.untyped_storage().data_ptr() in weights
-        if tensor.requires_grad or is_weight:
-            values[id(tensor)] = tensor.detach().clone() if is_weight else tensor.detach()
+def _drop_graph(result: UnitResult) -> None:
+    """What a run with graph returned keeps its values only."""
+    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
     if values:
         result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
+
+
+def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
+    """Views of device copies (a unit that returns its own weight) become copies."""
+    if replica.device.aliases_host:
+        return dict(slots)
+    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
+    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}

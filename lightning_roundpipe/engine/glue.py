@@ -103,9 +103,10 @@ class GlueLock:
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
-        while not self._lock.acquire(timeout=_RECHECK_S):
-            if self._aborted():
-                raise StepAborted
+        if not self._lock.acquire(blocking=False):
+            while not self._lock.acquire(timeout=_RECHECK_S):
+                if self._aborted():
+                    raise StepAborted
         self._holder = state
         self._switch_to(state)
 

@@ -66,15 +66,16 @@ class Entry(torch.autograd.Function):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, anchor: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        # A list: torch does not look into it, so the inputs' own graph is not joined.
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return tuple(x.detach() for x in inputs)
+        return tuple([x.detach() for x in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.call.input_gradients = gradients
-        return (None,) * (2 + len(gradients))
+        return (None, None, None)
 
 
 class Cut(torch.autograd.Function):
@@ -82,34 +83,32 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, slots: tuple[Slot, ...], num_changed: int, anchor: Tensor, *tensors: Tensor
+        ctx: Any, call: Call, slots: tuple[Slot, ...], anchor: Tensor, outputs: list[Tensor], *changed: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.slots = slots
-        split = len(tensors) - num_changed
-        changed = tensors[split:]
+        ctx.num_inputs = 4 + len(changed)
         if changed:
             ctx.mark_dirty(*changed)
-        # The last output is nobody's: as long as the call holds it, the node lives, whatever happens to the others.
-        return (*[t.detach() for t in tensors[:split]], *changed, anchor.detach())
+        return (*[t.detach() for t in outputs], *changed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
         if not call.flushing.active:
             raise GradientCutError.at(call)
-        for slot, gradient in zip(ctx.slots, gradients, strict=False):
+        for slot, gradient in zip(ctx.slots, gradients, strict=True):
             if gradient is not None:
                 call.add_gradient(slot, gradient)
-        return (None,) * (3 + len(gradients))
+        return tuple([None] * ctx.num_inputs)
 
 
 def note_hook(tensor: Tensor) -> None:
     """A hook is being registered on ``tensor``: gradients of a call's output must pass it, see :class:`Receiver`."""
     if (found := _cut_slot(tensor.grad_fn, tensor.output_nr)) is not None:
         call, slot = found
-        call.hooked.add(slot)
+        call.hooked[slot] = get_gradient_edge(tensor)
 
 
 def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
@@ -126,28 +125,27 @@ class Receiver:
     through glue; unless hooks of the user sit on the tensor, which the walk would run.
     """
 
-    __slots__ = ("_cut", "_edge", "_token", "device")
+    __slots__ = ("_cut", "_edge", "device")
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
         self._cut = _cut_slot(tensor.grad_fn, tensor.output_nr)
-        if self._cut is None:
-            self._edge = get_gradient_edge(tensor)
-            return
-        self._token = self._cut[0].tokens
-        self._edge = GradientEdge(tensor.grad_fn, tensor.output_nr)  # type: ignore[arg-type]
-        if tensor._backward_hooks or tensor.retains_grad:
-            self._cut[0].hooked.add(self._cut[1])
+        self._edge = None if self._cut is not None else get_gradient_edge(tensor)
+        if self._cut is not None and (tensor._backward_hooks or tensor.retains_grad):
+            note_hook(tensor)
 
     @property
-    def edge(self) -> GradientEdge:
-        """The edge of the glue graph."""
-        return self._edge
+    def edge(self) -> GradientEdge | None:
+        """The edge of the glue graph, or None if :attr:`owner` is handed the gradient directly."""
+        if self._cut is None:
+            return self._edge
+        call, slot = self._cut
+        return call.hooked.get(slot)
 
     @property
     def owner(self) -> tuple[Call, Slot] | None:
-        """The call and slot that may be handed the gradient directly."""
-        return None if self._cut is None or self._cut[1] in self._cut[0].hooked else self._cut
+        """The call and slot whose output the input is."""
+        return self._cut
 
 
 _CUT_NODE = Cut._backward_cls
@@ -184,8 +182,7 @@ class Call:
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.
-        tokens: outputs of its cuts that keep their nodes alive for the receivers of its results.
-        hooked: slots that carry hooks of the user in glue.
+        hooked: slots that carry hooks of the user in glue, with the edges at which the hooks sit.
         side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
         changed: indices of leaves that the unit changes in place.
@@ -198,7 +195,7 @@ class Call:
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
         "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
-        "receivers", "relayed", "relays", "side", "structure", "tokens", "unit",
+        "receivers", "relayed", "relays", "side", "structure", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
@@ -212,8 +209,7 @@ class Call:
         self.differentiable: list[int] = []
         self.receivers: list[Receiver] = []
         self.flagged: frozenset[Slot] = frozenset()
-        self.hooked: set[Slot] = set()
-        self.tokens: list[Tensor] = []
+        self.hooked: dict[Slot, GradientEdge] = {}
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
@@ -244,7 +240,7 @@ class Call:
         self.input_gradients = ()
         self.relayed = {}
         self.side = []
-        self.tokens = []
+        self.hooked = {}
 
 
 class SavedInputs:
@@ -300,13 +296,15 @@ class PendingGradients:
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
         """Takes the gradient of one input of a call, on whatever device it was computed."""
         gradient = gradient.to(receiver.device)
-        if (owner := receiver.owner) is not None:
-            call, slot = owner
+        edge = receiver.edge
+        if edge is None:
+            assert receiver.owner is not None
+            call, slot = receiver.owner
             call.add_gradient(slot, gradient)
             return
-        key = (receiver.edge.node, receiver.edge.output_nr)
+        key = (edge.node, edge.output_nr)
         known = self._waiting.get(key)
-        self._waiting[key] = (receiver.edge, gradient if known is None else known[1] + gradient)
+        self._waiting[key] = (edge, gradient if known is None else known[1] + gradient)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -215,10 +215,9 @@ class _Relay:
         flagged = [slot for slot in slots if _is_flagged(call, slot)]
         if flagged:
             with torch.enable_grad():
-                tensors = [slots[slot].detach() for slot in flagged]
-                cut = Cut.apply(call, tuple(flagged), 0, runner.anchor, *tensors)  # type: ignore[no-untyped-call]
-            call.tokens.append(cut[-1])
-            for slot, tensor in zip(flagged, cut, strict=False):
+                tensors = [slots[slot] for slot in flagged]
+                cut = Cut.apply(call, tuple(flagged), runner.anchor, tensors)  # type: ignore[no-untyped-call]
+            for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
         if self._call_hooks(args, kwargs, shown) is shown:

@@ -126,30 +126,45 @@ class Walk:
         call = Call(unit, len(self.sequence), self._flushing)
         self.sequence.append(unit)
         position = self._locate(unit)
-        leaves = self._take_arguments(call, args, kwargs)
-        call.autocast = autocast_state(self.shared.autocast_device)
-        call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        is_trainable = self.shared.is_trainable(unit)
-        differentiates = self.shared.training and torch.is_grad_enabled()
-        records = differentiates and (bool(call.differentiable) or is_trainable)
+        side_values = self._take_side_inputs(call)
         is_training = unit.module.training
+        # From here on nothing is shared with other micro-batches until the results are written down.
         self.shared.lock.release(self.state)
         try:
-            self._go_to_call(call, position)
-            done = self._compute(call, position, leaves, records, is_training)
+            leaves: list[Any] = []
+            call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
+            done = self._run_call(call, position, leaves, is_training)
         finally:
             self.shared.lock.acquire(self.state)
-        return self._give_out(call, done, leaves, records)
+        result, outputs = done.unit, done.outputs
+        for order, (home, name, value) in enumerate(result.written):
+            self.shared.lock.write(self.state, home, name, outputs.get(("attribute", order, name), value))
+        result_leaves = [
+            leaves[done.passed_through[i]] if i in done.passed_through else outputs.get(i, leaf)
+            for i, leaf in enumerate(result.leaves)
+        ]
+        return trees.unflatten(result.structure, result_leaves)
 
-    def _take_arguments(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Flattens the arguments and, behind them, attributes that this micro-batch set on the unit's modules."""
+    def _run_call(self, call: Call, position: int | None, leaves: list[Any], is_training: bool) -> ForwardResult:
+        """Moves to the device of the call, runs it there, cuts the graph."""
+        call.autocast = autocast_state(self.shared.autocast_device)
+        call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        is_trainable = self.shared.is_trainable(call.unit)
+        differentiates = self.shared.training and torch.is_grad_enabled()
+        records = differentiates and (bool(call.differentiable) or is_trainable)
+        self._go_to_call(call, position)
+        done = self._compute(call, position, leaves, records, is_training)
+        if records:
+            self._cut(call, done, leaves)
+            self.calls.append(call)
+        return done
+
+    def _take_side_inputs(self, call: Call) -> list[Any]:
+        """Attributes that this micro-batch set on the unit's modules are inputs as well; their values."""
         if self.state.overlay:
             members = self.shared.members_of(call.unit)
             call.side = [(m, name) for (key, name), (m, _) in self.state.overlay.items() if key in members]
-        side_values = [read(module, name) for module, name in call.side]
-        leaves: list[Any] = []
-        call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
-        return leaves
+        return [read(module, name) for module, name in call.side]
 
     def _go_to_call(self, call: Call, position: int | None) -> None:
         partition = self.shared.plan.partition
@@ -197,38 +212,22 @@ class Walk:
 
     # --- results -----------------------------------------------------------------------------------------------
 
-    def _give_out(self, call: Call, done: ForwardResult, leaves: list[Any], records: bool) -> Any:
-        """Cuts the graph and hands results, changed inputs and written attributes to glue (lock held)."""
-        result = done.unit
-        outputs = dict(result.slots)
-        if records:
-            self._cut(call, done, leaves, outputs)
-        result_leaves = [
-            leaves[done.passed_through[i]] if i in done.passed_through else outputs.get(i, leaf)
-            for i, leaf in enumerate(result.leaves)
-        ]
-        for order, (home, name, value) in enumerate(result.written):
-            self.shared.lock.write(self.state, home, name, outputs.get(("attribute", order, name), value))
-        if records:
-            self.calls.append(call)
-        return trees.unflatten(result.structure, result_leaves)
-
-    def _cut(self, call: Call, done: ForwardResult, leaves: list[Any], outputs: dict[Slot, Tensor]) -> None:
+    def _cut(self, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
         flagged = call.flagged
         if not flagged:
             return
         call.set_receivers([leaves[i] for i in call.differentiable])
         if call.kept:
             call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
+        outputs = done.outputs
         inside = [s for s in outputs if s in flagged and s not in done.passed_through and not _is_named(s, "relay")]
         slots = [s for s in inside if not _is_named(s, "input")]
         changed = [i for i in done.changed if ("input", i) in flagged]
         if slots or changed:
             named = (*slots, *(("input", i) for i in changed))
-            tensors = [*(outputs[slot].detach() for slot in slots), *(leaves[i] for i in changed)]
-            with _version_kept([leaves[i] for i in changed]):
-                cut = Cut.apply(call, named, len(changed), self._anchor, *tensors)  # type: ignore[no-untyped-call]
-            call.tokens.append(cut[-1])
+            tensors, inputs = [outputs[slot] for slot in slots], [leaves[i] for i in changed]
+            with _version_kept(inputs):
+                cut = Cut.apply(call, named, self._anchor, tensors, *inputs)  # type: ignore[no-untyped-call]
             outputs.update(zip(slots, cut, strict=False))
 
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,7 +355,8 @@ class Walk:
 
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue that produced the inputs of calls."""
-        return [receiver.edge.node for call in self.calls for receiver in call.receivers]
+        edges = [receiver.edge for call in self.calls for receiver in call.receivers]
+        return [edge.node for edge in edges if edge is not None]
 
     def finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""

@@ -18,6 +18,7 @@ from lightning_roundpipe.planning import (
     Partition,
     Stage,
     StageKind,
+    keep_together,
     partition,
     partition_forward,
 )
@@ -306,3 +307,22 @@ def test_hundred_calls_take_less_than_50_ms(memory_limit: int | None) -> None:
         partition(profile, num_devices=8, num_microbatches=16, memory_limit=memory_limit)
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.050
+
+
+def test_keep_together_takes_out_forward_cuts_only() -> None:
+    stages = (
+        Stage(0, StageKind.FORWARD, 0, 2),
+        Stage(1, StageKind.FORWARD, 2, 4),
+        Stage(2, StageKind.FUSED, 4, 6),
+        Stage(3, StageKind.BACKWARD, 3, 4),
+        Stage(4, StageKind.BACKWARD, 0, 3),
+    )
+    made = Partition(6, stages)
+    assert keep_together(made, []) == made
+    assert keep_together(made, [(1, 3)]).format() == "F 0-3 | fused 4-5 | B 3 | B 0-2"
+    assert keep_together(made, [(3, 5)]).format() == "F 0-1 | fused 2-5 | B 0-1"
+    assert keep_together(made, [(0, 6)]).format() == "fused 0-5"
+    forward_only = Partition(4, (Stage(0, StageKind.FORWARD, 0, 2), Stage(1, StageKind.FORWARD, 2, 4)))
+    assert keep_together(forward_only, [(1, 3)]).format() == "F 0-3"
+    with pytest.raises(ValueError, match="does not lie within the 6 calls"):
+        keep_together(made, [(5, 7)])

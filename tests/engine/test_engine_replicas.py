@@ -1,0 +1,93 @@
+"""Replicas: device copies of units, and what must not outlive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.parameters import GradientStore
+from lightning_roundpipe.engine.profiler import guess_costs
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.planning import partition, partition_forward
+
+WIDTH = 4
+
+
+class OwnWeight(nn.Module):
+    """Returns its weight and a view of it, as modules for positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.weight, self.weight[:2]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OwnWeight() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.new_zeros(())
+        for block in self.blocks:
+            x, weight, view = block(x)
+            scale = scale + weight.square().sum() + view.sum()
+        return (x * scale).square().mean()
+
+
+def make_engine(model: nn.Module, copies: bool, num_devices: int = 2) -> Engine:
+    def plan(units: Any, num_microbatches: int, training: bool) -> Any:
+        make: Callable[..., Any] = partition if training else partition_forward
+        return make(guess_costs(units), num_devices=num_devices, num_microbatches=num_microbatches)
+
+    return Engine(model, DevicePool([torch.device("cpu")] * num_devices, copies=copies), plan)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+def test_a_unit_may_return_its_own_weight(copies: bool) -> None:
+    model = Model()
+    rows = torch.randn(6, WIDTH)
+    parts = rows.chunk(3)
+    losses = [model(part) for part in parts]
+    wanted = torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters()))
+    engine = make_engine(model, copies)
+    for _ in range(2):
+        result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
+        torch.testing.assert_close(result.outputs, [loss.detach() for loss in losses])
+        found = [result.gradients[parameter] for parameter in model.parameters()]
+        torch.testing.assert_close(found, list(wanted))
+        with torch.no_grad():
+            evaluated = engine.run(StepRequest(model, parts, [1 / 3] * 3, "evaluate", 0))
+        torch.testing.assert_close(evaluated.outputs, [loss.detach() for loss in losses])
+
+
+def test_a_transposed_weight_is_seen_by_replicas() -> None:
+    model = Model()
+    rows = torch.randn(4, WIDTH)
+    engine = make_engine(model, copies=False)
+    for _ in range(2):
+        result = engine.run(StepRequest(model, [rows], [1.0], "train", 0, loss_of=lambda output: output))
+        torch.testing.assert_close(result.outputs[0], model(rows).detach())
+        weight = model.blocks[1].linear.weight
+        weight.data = weight.data.t()  # same memory, shape and dtype
+
+
+def test_gradients_of_a_shared_weight_add_up_in_the_order_of_their_sources() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parts = {(0,): 1e8, (1,): 1.0, (2,): -1e8}  # in floating point the order of summation shows
+    totals = set()
+    for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]:
+        store = GradientStore()
+        for source in order:
+            store.add(parameter, torch.tensor([parts[(source,)]]), (source,))
+        totals.add(store.take()[parameter].item())
+    assert len(totals) == 1
+    assert store.take() == {}
