@@ -31,7 +31,8 @@ from .engine.units import Unit
 from .log_merging import LogCapture, MetricTwins
 from .model_settings import training_settings
 from .options import RoundPipeOptions
-from .planning.partition import Partition, partition, partition_forward
+from .planning.partition import Partition, candidate_partitions, partition_forward
+from .planning.rank import fastest
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -211,8 +212,19 @@ class RoundPipeStrategy(Strategy):
         return self._engine
 
     def _plan(self, units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-        make = partition if training else partition_forward
-        return make(guess_costs(units), num_devices=len(self.pool), num_microbatches=num_microbatches)
+        """Called by the engine with the recorded calls."""
+        costs, num_devices, limit = guess_costs(units), len(self.pool), self.pool.stage_memory_limit
+        if not training:
+            return partition_forward(
+                costs, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=limit
+            )
+        return fastest(
+            candidate_partitions(costs, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=limit),
+            costs,
+            num_devices=num_devices,
+            num_microbatches=num_microbatches,
+            round_size=self.options.round_size_for(num_devices),
+        )
 
     # --- steps -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,10 @@ import torch
 from .transfer import TransferLane
 
 
+# The current stage, the next one, activations and logits have to fit together.
+_STAGE_SHARE = 4
+
+
 class Device(ABC):
     """One worker of the pool.
 
@@ -105,6 +109,16 @@ class DevicePool:
 
     def __getitem__(self, index: int) -> Device:
         return self.devices[index]
+
+    @property
+    def stage_memory_limit(self) -> int | None:
+        """Bytes of weights and gradients that a stage may have: a quarter of the smallest GPU. None on the host."""
+        totals = [
+            torch.cuda.get_device_properties(d.torch_device).total_memory
+            for d in self.devices
+            if d.torch_device.type == "cuda"
+        ]
+        return min(totals) // _STAGE_SHARE if totals else None
 
     @property
     def is_virtual(self) -> bool:

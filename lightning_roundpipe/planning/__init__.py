@@ -6,7 +6,7 @@ a *timeline*, either simulated here or recorded by the engine. Everything is a f
 and nothing but the standard library is imported, so that a plan can be computed, printed and tested anywhere.
 
 Reading order: ``costs`` (what a call costs), ``partition`` (costs -> stages), ``schedule`` (stages -> devices),
-``timeline`` (what ran when), ``simulate`` (schedule -> timeline).
+``timeline`` (what ran when), ``simulate`` (schedule -> timeline), ``rank`` (the best of several partitions).
 
 The method is that of the RoundPipe paper, "Efficient Training on Multiple Consumer GPUs with RoundPipe",
 arXiv 2604.27085.
@@ -15,7 +15,16 @@ arXiv 2604.27085.
 from __future__ import annotations
 
 from .costs import CallCost, CostProfile
-from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
+from .partition import (
+    Partition,
+    Stage,
+    StageKind,
+    candidate_partitions,
+    keep_together,
+    partition,
+    partition_forward,
+)
+from .rank import fastest
 from .schedule import Action, Schedule, ScheduleError, next_first_device, parse_schedule, round_robin
 from .simulate import simulate, stage_durations
 from .timeline import Span, Timeline
@@ -31,6 +40,8 @@ __all__ = [
     "Stage",
     "StageKind",
     "Timeline",
+    "candidate_partitions",
+    "fastest",
     "keep_together",
     "next_first_device",
     "parse_schedule",

@@ -76,6 +76,12 @@ class StageSearch:
             index += 1
         return self._cuts(best_limit)
 
+    def spread(self, at_most: int) -> list[tuple[list[int], list[int]]]:
+        """Return the greedy cuts for `at_most` of the possible limits, spread evenly."""
+        limits = self._limits()
+        step = max(1, -(-len(limits) // at_most))
+        return [self._cuts(limit) for limit in limits[::step]]
+
     def _limits(self) -> list[int]:
         """All times that the longest stage can have, ascending: sums over neighbouring calls, each call fits."""
         prefixes = [self._forward_times, self._backward_times] if self._is_training else [self._forward_times]

@@ -217,25 +217,48 @@ def partition(
         ValueError: If a number is out of range, or a single call is over the memory limit.
     """
     _check_counts(num_devices, num_microbatches, memory_limit)
-    calls = profile.calls
-    if not calls:
+    if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
+    search = _training_search(profile, memory_limit)
+    return _assemble(len(profile.calls), *search.best(num_devices, num_microbatches))
+
+
+def candidate_partitions(
+    profile: CostProfile, *, num_devices: int, num_microbatches: int, memory_limit: int | None = None, at_most: int = 24
+) -> list[Partition]:
+    """Partitions worth comparing in the simulator: the one of `partition` first, then greedy ones for other t_max.
+
+    Args:
+        profile, num_devices, num_microbatches, memory_limit: As for `partition`, with the same errors.
+        at_most: How many other limits on t_max are tried, spread evenly over the possible ones.
+    """
+    best = partition(profile, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=memory_limit)
+    if not profile.calls:
+        return [best]
+    made = [_assemble(len(profile.calls), *cuts) for cuts in _training_search(profile, memory_limit).spread(at_most)]
+    return list(dict.fromkeys([best, *made]))
+
+
+def _training_search(profile: CostProfile, memory_limit: int | None) -> StageSearch:
+    calls = profile.calls
     sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
     _check_memory(profile, sizes, memory_limit)
-    search = StageSearch(
+    return StageSearch(
         forward_ms=[call.forward_ms for call in calls],
         backward_ms=[call.backward_ms for call in calls],
         forward_bytes=[call.weight_bytes for call in calls],
         backward_bytes=sizes,
         memory_limit=memory_limit,
     )
-    forward, backward = search.best(num_devices, num_microbatches)
-    fused_start = forward[-1]
+
+
+def _assemble(num_calls: int, forward: list[int], backward: list[int]) -> Partition:
+    """The training partition with these cuts; the fused stage begins at the last one."""
     pieces = [(StageKind.FORWARD, start, stop) for start, stop in pairwise(forward)]
-    pieces.append((StageKind.FUSED, fused_start, len(calls)))
+    pieces.append((StageKind.FUSED, forward[-1], num_calls))
     backward_pieces = [(StageKind.BACKWARD, start, stop) for start, stop in pairwise(backward)]
     pieces.extend(reversed(backward_pieces))
-    return Partition(len(calls), tuple(Stage(index, *piece) for index, piece in enumerate(pieces)))
+    return Partition(num_calls, tuple(Stage(index, *piece) for index, piece in enumerate(pieces)))
 
 
 def partition_forward(
