@@ -29,7 +29,8 @@ from benchmarks._report import Report, num_cores, parser, progress, rounded, spr
 
 METHOD = """
 A Llama-like model in fp32 with fused AdamW, trained by Lightning's Trainer on random tokens; the batch per step is the
-same everywhere (two halves for DDP). roundpipe: 2 virtual devices with 1 thread each, the model as it is.
+same everywhere (two halves for DDP). roundpipe: 2 virtual devices with 1 thread each, the model as it is, a
+micro-batch per row.
 plain_checkpointed and plain: one process with 2 threads, with torch.utils.checkpoint around every layer and without.
 ddp_checkpointed: 2 processes with 1 thread each over gloo. Every process is confined to the same two cores. The
 variants run one after the other in every repetition, each in fresh processes; the time of a step is the median over the
@@ -128,7 +129,7 @@ def train(variant: str, size: dict[str, int], steps: int, warmup: int, result: P
     times = StepTimes()
     if variant == "roundpipe":
         how: dict[str, Any] = {
-            "strategy": lightning_roundpipe.RoundPipeStrategy(threads_per_device=1),
+            "strategy": lightning_roundpipe.RoundPipeStrategy(num_microbatches=size["rows"], threads_per_device=1),
             "accelerator": "cpu",
             "devices": 2,
         }

@@ -15,7 +15,6 @@ import torch
 
 from .transfer import TransferLane
 
-
 # The current stage, the next one, activations and logits have to fit together.
 _STAGE_SHARE = 4
 
