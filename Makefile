@@ -58,7 +58,7 @@ $(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@cat docs/measurements/$*.json
 
 coverage: $(STAMP)  ## Run the tests; planning and engine must be covered to 90 percent
-	$(BIN)/python -m pytest -q --cov=lightning_roundpipe.planning --cov=lightning_roundpipe.engine \
+	$(BIN)/python -m pytest -q --cov=lightning_roundpipe/planning --cov=lightning_roundpipe/engine \
 	    --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
 
 clean:  ## Remove the environment and everything that was built
