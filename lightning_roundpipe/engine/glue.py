@@ -53,7 +53,7 @@ class UnitWrites:
         """Restores the values from before; what was written: (module, name, value), registered names left out."""
         written = []
         for (_, name), (module, before) in self.before.items():
-            if any(name in module.__dict__.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+            if _is_registered(module, name) or name in module.__dict__.get("_buffers", ()):
                 continue
             written.append((module, name, read(module, name)))
             assign(module, name, before)
@@ -103,12 +103,15 @@ class GlueLock:
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
+        self._take()
+        self._holder = state
+        self._switch_to(state)
+
+    def _take(self) -> None:
         if not self._lock.acquire(blocking=False):
             while not self._lock.acquire(timeout=_RECHECK_S):
                 if self._aborted():
                     raise StepAborted
-        self._holder = state
-        self._switch_to(state)
 
     def release(self, state: GlueState) -> None:
         """Gives the lock back; does nothing if ``state`` does not hold it."""
@@ -133,9 +136,7 @@ class GlueLock:
         if self._borrower == threading.get_ident():
             yield
             return
-        while not self._lock.acquire(timeout=_RECHECK_S):
-            if self._aborted():
-                raise StepAborted
+        self._take()
         self._borrower = threading.get_ident()
         try:
             yield

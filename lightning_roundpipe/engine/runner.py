@@ -155,7 +155,7 @@ class Engine:
         self._replicas = ReplicaCache(relay_hooks)
         self._first_device = 0
         self._glue_parameters: set[nn.Parameter] = set()
-        self._glue_is_user_code: list[bool] = []  # true once it is not empty
+        self._glue_is_user_code = threading.Event()
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
@@ -190,7 +190,7 @@ class Engine:
                 stack.enter_context(noting_writes())
                 stack.enter_context(guarded_grad())
                 stack.enter_context(noting_hooks(self._replicas.note_hook))
-                stack.enter_context(checkpoints_passed_through(functools.partial(_set_once, self._glue_is_user_code)))
+                stack.enter_context(checkpoints_passed_through(self._glue_is_user_code.set))
                 stack.enter_context(process_settings_kept())
                 stack.enter_context(intra_op_threads(self._num_threads))
                 lists.hand_out(states, lock)
@@ -368,11 +368,6 @@ class Engine:
                 "would be lost. Return it from the unit's forward, or make a coarser module the unit: "
                 "RoundPipeStrategy(units=[TheClassAroundIt])."
             )
-
-
-def _set_once(flag: list[bool]) -> None:
-    if not flag:
-        flag.append(True)
 
 
 def _without_graph(output: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class StepContext:
     gradients: GradientStore
     glue_parameters: set[nn.Parameter]
     started_at: float
-    glue_is_user_code: list[bool] = field(default_factory=list)
+    glue_is_user_code: threading.Event
     _trainable: dict[Unit, bool] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 

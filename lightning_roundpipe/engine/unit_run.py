@@ -220,17 +220,13 @@ class _Relay:
             for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
-        if self._call_hooks(args, kwargs, shown) is shown:
-            return False, output
-        # The rest of the unit computes with what the hooks returned, so they must see the tensors of the local graph.
-        return True, self._call_hooks(args, kwargs, output)
+        with runner.lock.as_glue(runner.state):
+            if self._call_hooks(args, kwargs, shown) is shown:
+                return False, output
+            # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.
+            return True, self._call_hooks(args, kwargs, output)
 
     def _call_hooks(self, args: Any, kwargs: Any, output: Any) -> Any:
-        runner: UnitRunner = _active.run[0]
-        with runner.lock.as_glue(runner.state):
-            return self._call_each(args, kwargs, output)
-
-    def _call_each(self, args: Any, kwargs: Any, output: Any) -> Any:
         for hook_id, hook in self._master._forward_hooks.items():
             if hook_id in self._master._forward_hooks_with_kwargs:
                 new = hook(self._master, args, kwargs, output)

@@ -283,7 +283,7 @@ class Walk:
         shared by all micro-batches until it is taken."""
         started = time.perf_counter()
         parameters = self.shared.glue_parameters
-        if not parameters and not self.shared.glue_is_user_code:
+        if not parameters and not self.shared.glue_is_user_code.is_set():
             yield
         else:
             self.shared.lock.acquire(self.state)
