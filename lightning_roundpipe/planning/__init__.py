@@ -5,8 +5,10 @@ A model is a row of *calls* (executions of its units). The package turns the mea
 a *timeline*, either simulated here or recorded by the engine. Everything is a frozen dataclass that validates itself,
 and nothing but the standard library is imported, so that a plan can be computed, printed and tested anywhere.
 
-Reading order: ``costs`` (what a call costs), ``partition`` (costs -> stages), ``schedule`` (stages -> devices),
-``timeline`` (what ran when), ``simulate`` (schedule -> timeline), ``rank`` (the best of several partitions).
+Reading order: ``costs`` (what a call costs), ``partition`` (calls -> stages), ``schedule`` (what runs where, as data)
+and ``builders`` (RoundPipe's schedule and those it is compared with; ``balance`` cuts calls for the latter),
+``timeline`` (what ran when), ``machine`` and ``stages`` (what the simulator is told), ``simulate`` (schedule ->
+timeline), ``plan`` (the best partition).
 
 The method is that of the RoundPipe paper, "Efficient Training on Multiple Consumer GPUs with RoundPipe",
 arXiv 2604.27085.
@@ -14,40 +16,62 @@ arXiv 2604.27085.
 
 from __future__ import annotations
 
+from .balance import balanced_cuts
+from .builders import (
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    next_first_device,
+    one_f_one_b,
+    round_robin,
+)
 from .costs import CallCost, CostProfile
+from .machine import Machine
 from .partition import (
     Partition,
     Stage,
     StageKind,
-    candidate_partitions,
     keep_together,
     partition,
     partition_forward,
 )
-from .rank import fastest
-from .schedule import Action, Schedule, ScheduleError, next_first_device, parse_schedule, round_robin
-from .simulate import simulate, stage_durations
-from .timeline import Span, Timeline
+from .plan import StageMemoryError, plan_evaluation, plan_training
+from .schedule import Action, Schedule, ScheduleError, parse_schedule
+from .simulate import Simulation, simulate
+from .stages import StageCost, bound_stage_costs, stage_costs, stage_durations
+from .timeline import Mark, Span, Timeline
 
 __all__ = [
     "Action",
     "CallCost",
     "CostProfile",
+    "Machine",
+    "Mark",
     "Partition",
     "Schedule",
     "ScheduleError",
+    "Simulation",
     "Span",
     "Stage",
+    "StageCost",
     "StageKind",
+    "StageMemoryError",
     "Timeline",
-    "candidate_partitions",
-    "fastest",
+    "balanced_cuts",
+    "bound_stage_costs",
+    "gpipe",
+    "interleaved_one_f_one_b",
     "keep_together",
+    "looped_bfs",
     "next_first_device",
+    "one_f_one_b",
     "parse_schedule",
     "partition",
     "partition_forward",
+    "plan_evaluation",
+    "plan_training",
     "round_robin",
     "simulate",
+    "stage_costs",
     "stage_durations",
 ]

@@ -12,6 +12,7 @@ monotonically, most of the limits are skipped here without being tried.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -27,8 +28,10 @@ class StageSearch:
         forward_ms: Forward time of each call, in ms; at least one call.
         backward_ms: Backward time without recompute, in ms; None for a search over F stages only.
         forward_bytes: Size of each call in an F stage.
-        backward_bytes: Size of each call in the fused stage or a B stage.
-        memory_limit: Bytes that the calls of a stage may take together, no single call above it; None for no limit.
+        backward_bytes: Size of each call in a B stage.
+        fused_bytes: Size of each call in the fused stage; `backward_bytes` if left out.
+        memory_limit: Bytes that the calls of a stage may take together; a single call may be above it. None for no
+            limit.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class StageSearch:
         backward_ms: Sequence[float] | None,
         forward_bytes: Sequence[int],
         backward_bytes: Sequence[int],
+        fused_bytes: Sequence[int] | None = None,
         memory_limit: int | None,
     ) -> None:
         num_calls = len(forward_ms)
@@ -50,6 +54,7 @@ class StageSearch:
         self._backward_times = _prefix_sums(backward)
         self._forward_sizes = _prefix_sums(forward_bytes)
         self._backward_sizes = _prefix_sums(backward_bytes)
+        self._fused_sizes = _prefix_sums(backward_bytes if fused_bytes is None else fused_bytes)
         self._memory_limit = memory_limit
 
     def best(self, num_devices: int, num_microbatches: int) -> tuple[list[int], list[int]]:
@@ -58,9 +63,12 @@ class StageSearch:
         Cuts are call positions ``[0, ..., a]``; the fused stage begins at a. Without a backward, the first list ends
         with the number of calls.
         """
-        limits = self._limits()
+        good_limit, good_score = self._good_limit(num_devices, num_microbatches)
+        limits = self._limits(self._longest_limit(good_score, num_devices, num_microbatches))
         best_limit = limits[0]
         best_score = stage_weight(self._count(best_limit), num_devices, num_microbatches) * best_limit
+        if good_score < best_score:
+            best_limit, best_score = good_limit, good_score
         index = 1
         while index < len(limits):
             # A longer t_max has to be paid for with fewer stages; this many are still as good as the best so far.
@@ -74,57 +82,116 @@ class StageSearch:
             if score <= best_score:  # "equal" too: a later limit means fewer stages
                 best_limit, best_score = limits[index], score
             index += 1
-        return self._cuts(best_limit)
+        return self.cuts(best_limit)
 
-    def spread(self, at_most: int) -> list[tuple[list[int], list[int]]]:
-        """Return the greedy cuts for `at_most` of the possible limits, spread evenly."""
-        limits = self._limits()
-        step = max(1, -(-len(limits) // at_most))
-        return [self._cuts(limit) for limit in limits[::step]]
+    def limits_between(self, num_limits: int) -> list[int]:
+        """Return times from the shortest call's to that of all calls, in a geometric row, ascending."""
+        times = self._backward_times
+        low = max(1, min((b - a for a, b in pairwise(times) if b > a), default=1))
+        high = max(low, times[-1])
+        octaves = (math.log2(high) - math.log2(low)) / max(1, num_limits - 1)
+        return sorted({_times_power_of_two(low, i * octaves) for i in range(num_limits)} | {high})
 
-    def _limits(self) -> list[int]:
-        """All times that the longest stage can have, ascending: sums over neighbouring calls, each call fits."""
+    def _limits(self, high: int) -> list[int]:
+        """All times up to `high` that the longest stage can have: sums over neighbouring calls, each call fits."""
         prefixes = [self._forward_times, self._backward_times] if self._is_training else [self._forward_times]
-        longest_call = max(b - a for a, b in pairwise(self._backward_times))
+        longest_call = self._longest_call()
         limits: set[int] = set()
         for prefix in prefixes:
             for start, begin in enumerate(prefix):
                 first = bisect_left(prefix, begin + longest_call, start + 1)
-                limits.update(end - begin for end in prefix[first:])
+                last = bisect_right(prefix, begin + high, first)
+                limits.update(end - begin for end in prefix[first:last])
         return sorted(limits)
 
-    def _cuts(self, limit: int) -> tuple[list[int], list[int]]:
+    def _longest_call(self) -> int:
+        return max(b - a for a, b in pairwise(self._backward_times))
+
+    def _good_limit(self, num_devices: int, num_microbatches: int) -> tuple[int, int]:
+        """The best of a few limits and its score, which the best of all does not exceed."""
+        rows = [limit for limit in self.limits_between(24) if limit >= self._longest_call()]
+        scores = [stage_weight(self._count(limit), num_devices, num_microbatches) * limit for limit in rows]
+        score = min(scores)
+        return rows[scores.index(score)], score
+
+    def _longest_limit(self, score: int, num_devices: int, num_microbatches: int) -> int:
+        """A time above which no limit is better than `score`; with layers of unequal times there are O(L^2) of them.
+
+        A limit t has at least the score t N M. And S stages of at most t hold all the work, of which the fused stage
+        saves no more than t of forwards: put into `stage_weight`, this bounds t, once for S >= N and once for S < N.
+        """
+        n, m = num_devices, num_microbatches
+        work = self._forward_times[-1] + (self._backward_times[-1] if self._is_training else 0)
+        saved = 1 if self._is_training else 0
+        total = self._backward_times[-1]
+        bounds = [
+            (score - constant) // slope if slope > 0 else total
+            for constant, slope in ((m * work, n * (n - 1) - saved * m), (n * work, n * (m - 1) - saved * n))
+        ]
+        return max(self._longest_call(), min(max(bounds), score // (n * m)))
+
+    def cuts(self, limit: int, *, forward_taper: int = 0, backward_taper: int = 0) -> tuple[list[int], list[int]]:
+        """Return greedy cuts whose stages take at most `limit`, but for calls that take longer by themselves.
+
+        Args:
+            limit: Time of the longest stage, in ticks; see `limits_between`.
+            forward_taper, backward_taper: A taper of r makes the r stages of a kind that are nearest to the first call
+                shorter, in equal steps: the ring fills and drains faster.
+        """
         stop = self._fused_start(limit) if self._is_training else self._num_calls
-        forward = self._fill(self._forward_times, self._forward_sizes, stop, limit)
+        forward = self._fill(self._forward_times, self._forward_sizes, stop, limit, forward_taper)
         if not self._is_training:
             return forward, []
-        return forward, self._fill(self._backward_times, self._backward_sizes, stop, limit)
+        return forward, self._fill(self._backward_times, self._backward_sizes, stop, limit, backward_taper)
+
+    def evened(self, cuts: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+        """Return as many cuts, moved to where they make stages of one kind as equal as possible.
+
+        Greedy stages are all full but the last one. Without regard to memory.
+        """
+        forward, backward = cuts
+        return _even_cuts(self._forward_times, forward), _even_cuts(self._backward_times, backward)
 
     def _count(self, limit: int) -> int:
         """Fewest stages that all take at most `limit`."""
-        forward, backward = self._cuts(limit)
+        forward, backward = self.cuts(limit)
         # n cuts make n - 1 stages, and the fused stage is one more.
         return len(forward) + len(backward) - 1
 
     def _fused_start(self, limit: int) -> int:
-        times, sizes = self._backward_times, self._backward_sizes
+        times, sizes = self._backward_times, self._fused_sizes
         start = bisect_left(times, times[-1] - limit)
         if self._memory_limit is not None:
             start = max(start, bisect_left(sizes, sizes[-1] - self._memory_limit))
-        # Trailing calls of no cost must not leave the fused stage empty.
+        # At least the last call, also where it is over a limit by itself or costs nothing.
         return min(start, self._num_calls - 1)
 
-    def _fill(self, times: list[int], sizes: list[int], stop: int, limit: int) -> list[int]:
+    def _fill(self, times: list[int], sizes: list[int], stop: int, limit: int, taper: int) -> list[int]:
         """Cut calls ``[0, stop)`` greedily into stages within the limits, and return the cuts, 0 and stop included."""
         cuts = [0]
         position = 0
         while position < stop:
-            end = bisect_right(times, times[position] + limit, position + 1, stop + 1) - 1
+            share = limit * len(cuts) // (taper + 1) if len(cuts) <= taper else limit
+            end = bisect_right(times, times[position] + share, position + 1, stop + 1) - 1
             if self._memory_limit is not None:
                 end = bisect_right(sizes, sizes[position] + self._memory_limit, position + 1, end + 1) - 1
-            cuts.append(end)
-            position = end
+            position = max(end, position + 1)
+            cuts.append(position)
         return cuts
+
+
+def _even_cuts(times: list[int], cuts: list[int]) -> list[int]:
+    """Cuts of the calls before the last cut into as many stages, each at its share of the time, or close to it."""
+    num_stages = len(cuts) - 1
+    made = [0]
+    for index in range(1, num_stages):
+        share = times[cuts[-1]] * index // num_stages
+        low, high = made[-1] + 1, cuts[-1] - (num_stages - index)  # every stage has a call
+        end = min(max(bisect_left(times, share), low), high)
+        if end > low and share - times[end - 1] < times[end] - share:
+            end -= 1
+        made.append(end)
+    return [*made, cuts[-1]] if num_stages else cuts
 
 
 def stage_weight(num_stages: int, num_devices: int, num_microbatches: int) -> int:
@@ -153,6 +220,12 @@ def _first_at_most(limits: list[int], start: int, count: Callable[[int], int], t
         high += step
         step *= 2
     return bisect_left(limits, True, low, min(high, len(limits)), key=lambda limit: count(limit) <= target)
+
+
+def _times_power_of_two(value: int, exponent: float) -> int:
+    """``value * 2 ** exponent`` for integers of any size, which ticks are."""
+    whole = math.floor(exponent)
+    return (value * round(2 ** (exponent - whole + 32)) << whole) >> 32
 
 
 def _prefix_sums(values: Sequence[int]) -> list[int]:

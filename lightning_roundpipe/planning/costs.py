@@ -28,6 +28,8 @@ class CallCost:
         gradient_bytes: Bytes of the parameter gradients on the device; 0 for frozen parameters.
         input_bytes: Bytes of the tensor inputs of one micro-batch.
         output_bytes: Bytes of the tensor outputs of one micro-batch.
+        workspace_bytes: Bytes on the device that the forward and backward of one micro-batch take at their peak,
+            besides weights, gradients, inputs and outputs: the graph of the call. An upper bound for a forward alone.
 
     Raises:
         ValueError: If the name is empty, a time is not a finite number >= 0, or a size is not an integer >= 0.
@@ -40,6 +42,7 @@ class CallCost:
     gradient_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -52,7 +55,7 @@ class CallCost:
                     f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {value!r}: "
                     "measure it again."
                 )
-        for key in ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes"):
+        for key in ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes", "workspace_bytes"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(

@@ -16,7 +16,7 @@ itself is in ``_search``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -220,23 +220,8 @@ def partition(
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
     search = _training_search(profile, memory_limit)
-    return _assemble(len(profile.calls), *search.best(num_devices, num_microbatches))
-
-
-def candidate_partitions(
-    profile: CostProfile, *, num_devices: int, num_microbatches: int, memory_limit: int | None = None, at_most: int = 24
-) -> list[Partition]:
-    """Partitions worth comparing in the simulator: the one of `partition` first, then greedy ones for other t_max.
-
-    Args:
-        profile, num_devices, num_microbatches, memory_limit: As for `partition`, with the same errors.
-        at_most: How many other limits on t_max are tried, spread evenly over the possible ones.
-    """
-    best = partition(profile, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=memory_limit)
-    if not profile.calls:
-        return [best]
-    made = [_assemble(len(profile.calls), *cuts) for cuts in _training_search(profile, memory_limit).spread(at_most)]
-    return list(dict.fromkeys([best, *made]))
+    cuts = search.best(num_devices, num_microbatches)
+    return assemble(len(profile.calls), training_pieces(len(profile.calls), *cuts))
 
 
 def _training_search(profile: CostProfile, memory_limit: int | None) -> StageSearch:
@@ -252,12 +237,27 @@ def _training_search(profile: CostProfile, memory_limit: int | None) -> StageSea
     )
 
 
-def _assemble(num_calls: int, forward: list[int], backward: list[int]) -> Partition:
-    """The training partition with these cuts; the fused stage begins at the last one."""
+Piece = tuple[StageKind, int, int]
+
+
+def training_pieces(num_calls: int, forward: Sequence[int], backward: Sequence[int]) -> list[Piece]:
+    """The stages (kind, start, stop) in execution order, from the cuts of the F and the B stages.
+
+    Cuts are call positions ``[0, ..., a]``; the fused stage begins at a.
+    """
     pieces = [(StageKind.FORWARD, start, stop) for start, stop in pairwise(forward)]
     pieces.append((StageKind.FUSED, forward[-1], num_calls))
-    backward_pieces = [(StageKind.BACKWARD, start, stop) for start, stop in pairwise(backward)]
-    pieces.extend(reversed(backward_pieces))
+    pieces.extend((StageKind.BACKWARD, start, stop) for start, stop in reversed(list(pairwise(backward))))
+    return pieces
+
+
+def forward_pieces(cuts: Sequence[int]) -> list[Piece]:
+    """The stages of an evaluation, from their cuts, 0 and the number of calls included."""
+    return [(StageKind.FORWARD, start, stop) for start, stop in pairwise(cuts)]
+
+
+def assemble(num_calls: int, pieces: Iterable[Piece]) -> Partition:
+    """The partition of these stages."""
     return Partition(num_calls, tuple(Stage(index, *piece) for index, piece in enumerate(pieces)))
 
 
@@ -285,9 +285,7 @@ def partition_forward(
         memory_limit=memory_limit,
     )
     forward, _ = search.best(num_devices, num_microbatches)
-    pairs = pairwise(forward)
-    stages = tuple(Stage(index, StageKind.FORWARD, start, stop) for index, (start, stop) in enumerate(pairs))
-    return Partition(len(calls), stages)
+    return assemble(len(calls), forward_pieces(forward))
 
 
 def keep_together(partition: Partition, spans: Sequence[tuple[int, int]]) -> Partition:
@@ -314,7 +312,7 @@ def keep_together(partition: Partition, spans: Sequence[tuple[int, int]]) -> Par
     for stage in partition.stages:
         if stage.kind is StageKind.BACKWARD and stage.start < fused_start:
             pieces.append((StageKind.BACKWARD, stage.start, min(stage.stop, fused_start)))
-    return Partition(partition.num_calls, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+    return assemble(partition.num_calls, pieces)
 
 
 def _check_counts(num_devices: int, num_microbatches: int, memory_limit: int | None) -> None:

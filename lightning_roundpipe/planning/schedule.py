@@ -6,14 +6,13 @@ device 0: 0:0 0:1 2:0 2:1
 device 1: 1:0 1:1 3:0 3:1          cell = stage:microbatch
 ```
 
-A `Schedule` is pure data. `round_robin` builds the one of the RoundPipe paper, but the engine and the simulator
-interpret any valid schedule, also one that splits a stage's micro-batches over several devices.
+A `Schedule` is pure data. ``builders`` makes those of the literature, but the engine and the simulator interpret any
+valid schedule, also one that splits a stage's micro-batches over several devices.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -132,26 +131,58 @@ class Schedule:
 
     def _validate_order(self, cells: dict[Action, tuple[int, int]]) -> None:
         """Run the schedule without time: whatever cannot be reached is blocked by a cycle."""
+        columns, next_stage, _ = self._run_without_time(cells, 0)
+        blocked = [d for d, column in enumerate(columns) if column < len(self.devices[d])]
+        if blocked:
+            raise self._deadlock_error(cells, columns, next_stage, blocked[0])
+
+    def _run_without_time(
+        self, cells: dict[Action, tuple[int, int]], num_ordered: int
+    ) -> tuple[list[int], list[int], list[Action]]:
+        """Go as far as possible, through the first `num_ordered` stages in micro-batch order only.
+
+        Returns the column that each device has reached, the stage that each micro-batch has reached, and the actions in
+        an order in which they can run.
+        """
         columns = [0] * self.num_devices
         next_stage = [0] * self.num_microbatches
+        order: list[Action] = []
         pending = list(range(self.num_devices))
         while pending:
             device = pending.pop()
             actions = self.devices[device]
             while columns[device] < len(actions):
                 action = actions[columns[device]]
-                if action.stage_index != next_stage[action.microbatch_index]:
+                stage, microbatch = action.stage_index, action.microbatch_index
+                if stage != next_stage[microbatch]:
+                    break
+                if stage < num_ordered and microbatch > 0 and next_stage[microbatch - 1] <= stage:
                     break
                 columns[device] += 1
-                next_stage[action.microbatch_index] += 1
-                # Only the device whose turn it is to continue this micro-batch can have become free to go on.
-                if next_stage[action.microbatch_index] < self.num_stages:
-                    following = cells[Action(next_stage[action.microbatch_index], action.microbatch_index)][0]
-                    if following != device:
-                        pending.append(following)
-        blocked = [d for d, column in enumerate(columns) if column < len(self.devices[d])]
-        if blocked:
-            raise self._deadlock_error(cells, columns, next_stage, blocked[0])
+                next_stage[microbatch] += 1
+                order.append(action)
+                # Only devices where this micro-batch goes on, or the next one follows, can have become free to go on.
+                for freed in (Action(stage + 1, microbatch), Action(stage, microbatch + 1)):
+                    if freed in cells and cells[freed][0] != device:
+                        pending.append(cells[freed][0])
+        return columns, next_stage, order
+
+    def stage_orders(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        """Return an order of the micro-batches for each of the first stages, in which they can pass it one by one.
+
+        It is 0, 1, 2, ... for all of them if the lists of the devices allow it, else one that the lists have in common.
+
+        Args:
+            num_stages: For how many stages.
+        """
+        cells = {action: (self.device_of(action), 0) for actions in self.devices for action in actions}
+        order = self._run_without_time(cells, num_stages)[2]
+        if len(order) < len(cells):
+            order = self._run_without_time(cells, 0)[2]
+        orders: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for action in order:
+            orders[action.stage_index].append(action.microbatch_index)
+        return tuple(map(tuple, orders[:num_stages]))
 
     def _deadlock_error(
         self, cells: dict[Action, tuple[int, int]], columns: list[int], next_stage: list[int], device: int
@@ -199,79 +230,6 @@ class Schedule:
             after = " ..." if first + len(actions) < len(self.devices[row]) else ""
             lines.append(f"  device {row}: {before}{''.join(cells)}{after}".rstrip())
         return "\n".join(lines)
-
-
-def round_robin(
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    *,
-    round_size: int | None = None,
-    first_device: int = 0,
-) -> Schedule:
-    """Build the schedule of the RoundPipe paper, arXiv 2604.27085, section on the round-robin schedule.
-
-    The micro-batches are worked off in rounds. The slots, counted over all rounds and within a round over the stages,
-    go to the devices in turn: slot i runs on device ``(first_device + i) % num_devices``, which runs all micro-batches
-    of the round before it turns to its next slot. The ring keeps rotating from one round to the next.
-
-    Args:
-        num_stages: Number of stages, at least 1.
-        num_microbatches: Number of micro-batches, at least 1.
-        num_devices: Number of devices, at least 1.
-        round_size: Micro-batches per round, at least 1; the last round may be smaller. None for one round with all.
-            Each round uploads the weights of each stage once more, and evens out the load where the number of stages
-            is not a multiple of the number of devices. Below `num_devices` a device is back at its turn before the
-            stage in front of it has been through, and waits: allowed, but less efficient.
-        first_device: Device of the first slot; see `next_first_device`.
-
-    Raises:
-        ValueError: If a count is below 1 or `first_device` is not one of the devices.
-    """
-    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device))
-    devices: list[list[Action]] = [[] for _ in range(num_devices)]
-    device = first_device
-    for microbatches in rounds:
-        for stage in range(num_stages):
-            devices[device].extend(Action(stage, microbatch) for microbatch in microbatches)
-            device = (device + 1) % num_devices
-    return Schedule(num_stages, num_microbatches, tuple(map(tuple, devices)))
-
-
-def next_first_device(
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    *,
-    round_size: int | None = None,
-    first_device: int = 0,
-) -> int:
-    """Return the device on which the step after the `round_robin` schedule of these arguments continues the ring.
-
-    Raises:
-        ValueError: As `round_robin`.
-    """
-    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device))
-    return (first_device + num_stages * len(rounds)) % num_devices
-
-
-def _rounds(
-    num_stages: int, num_microbatches: int, num_devices: int, round_size: int | None, first_device: int
-) -> Iterator[range]:
-    """Check the arguments of `round_robin` and yield the micro-batches of each round."""
-    size = num_microbatches if round_size is None else round_size
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_microbatches", num_microbatches),
-        ("num_devices", num_devices),
-        ("round_size", size),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}: pass at least 1.")
-    if not 0 <= first_device < num_devices:
-        raise ValueError(f"first_device must be one of the {num_devices} devices, got {first_device}: take it modulo.")
-    for start in range(0, num_microbatches, size):
-        yield range(start, min(start + size, num_microbatches))
 
 
 _HEADER = re.compile(r"\s*schedule\s+stages=(\d+)\s+microbatches=(\d+)\s+devices=(\d+)\s*")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from . import _chrome
+from .partition import StageKind
 from .schedule import Action
 
 _COMPUTE = "compute"
@@ -28,7 +30,8 @@ class Span:
         end_ms: End, in ms.
         stage_index: The stage it belongs to; -1 for none.
         microbatch_index: The micro-batch it belongs to; -1 for none.
-        label: Text for pictures, such as the name of a unit.
+        label: Text for pictures. That of a compute span begins with what it does, "F", "fused" or "B", and goes on with
+            the name of a unit or a range of calls; that of a transfer says what moves; that of a wait, for what.
 
     Raises:
         ValueError: If the device is negative, the kind empty, a time not finite, or the end before the start.
@@ -62,6 +65,23 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A stretch of time worth a name in a trace, such as one of several training steps.
+
+    Args:
+        name: Its name.
+        start_ms: Begin, in ms, on the clock of the spans.
+        end_ms: End, in ms.
+        figures: What a viewer shows beside it; anything that JSON can hold.
+    """
+
+    name: str
+    start_ms: float
+    end_ms: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Timeline:
     """All spans of a step, in any order.
 
@@ -90,13 +110,38 @@ class Timeline:
         return min((span.start_ms for span in self.spans), default=0.0)
 
     @property
+    def end_ms(self) -> float:
+        """End of the last span, in ms; 0 for an empty timeline."""
+        return max((span.end_ms for span in self.spans), default=0.0)
+
+    @property
     def makespan_ms(self) -> float:
         """Time in ms from the begin of the first span to the end of the last one, of any kind; 0 if there is none."""
-        return max((span.end_ms for span in self.spans), default=0.0) - self.start_ms
+        return self.end_ms - self.start_ms
+
+    def intervals(self, device: int, kind: str = _COMPUTE) -> list[tuple[float, float]]:
+        """Return when the device has spans of this kind, as disjoint intervals (start, end) in ms, ascending."""
+        merged: list[tuple[float, float]] = []
+        for start, end in sorted((span.start_ms, span.end_ms) for span in self._spans_of(device, kind)):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        return merged
 
     def busy_ms(self, device: int) -> float:
         """Return how long the device computed, in ms; overlapping compute spans are not counted twice."""
-        return math.fsum(end - start for start, end in self._busy_intervals(device))
+        return math.fsum(end - start for start, end in self.intervals(device))
+
+    def fill_ms(self, device: int) -> float:
+        """Return how long the device idled before it first computed, in ms; 0 if it never did."""
+        busy = self.intervals(device)
+        return busy[0][0] - self.start_ms if busy else 0.0
+
+    def drain_ms(self, device: int) -> float:
+        """Return how long the device idled after it last computed, in ms; 0 if it never did."""
+        busy = self.intervals(device)
+        return self.end_ms - busy[-1][1] if busy else 0.0
 
     @property
     def busy_fraction(self) -> float:
@@ -114,37 +159,55 @@ class Timeline:
         """Share of the devices' time spent idle, 0 to 1: ``1 - busy_fraction``."""
         return 1.0 - self.busy_fraction
 
+    @property
+    def bubble_parts(self) -> dict[str, float]:
+        """Shares of the bubble: "fill" before a device first computes, "drain" after it last does, "inside" between.
+
+        Together they are `bubble_ratio`. A device that never computes idles "inside".
+        """
+        devices = range(self.num_devices)
+        available = self.makespan_ms * self.num_devices or 1.0
+        fill = math.fsum(map(self.fill_ms, devices)) / available
+        drain = math.fsum(map(self.drain_ms, devices)) / available
+        return {"fill": fill, "drain": drain, "inside": max(0.0, self.bubble_ratio - fill - drain)}
+
     def actions(self, device: int) -> list[Action]:
         """Return the actions the device computed, each once, in the order in which they started."""
-        spans = sorted(self._compute_spans(device), key=lambda span: span.start_ms)
+        spans = sorted(self._spans_of(device), key=lambda span: span.start_ms)
         return list(dict.fromkeys(span.action for span in spans if span.action is not None))
 
-    def to_chrome_trace(self) -> dict[str, Any]:
+    @property
+    def stage_kinds(self) -> dict[Action, StageKind]:
+        """What the stage of each computed action does, as far as the labels of its spans tell."""
+        seen: dict[Action, set[str]] = {}
+        for span in self.spans:
+            if span.kind == _COMPUTE and span.action is not None:
+                seen.setdefault(span.action, set()).add(span.label.split(" ", 1)[0])
+        return {action: kind for action, words in seen.items() if (kind := _kind_from(words)) is not None}
+
+    def to_chrome_trace(self, marks: Sequence[Mark] = ()) -> dict[str, Any]:
         """Return the timeline in the Trace Event Format of chrome://tracing and Perfetto (times in microseconds).
 
-        Dump it with `json.dump` and open the file there: one process per device, one thread per kind of span.
+        Dump it with `json.dump` and open the file there. Each device has a thread for the actions, one for each kind of
+        span, and more where spans overlap. Times count from the first span or mark, to the nanosecond.
+
+        Args:
+            marks: Shown in a row of their own; they are not part of the timeline.
         """
-        kinds = [_COMPUTE, *sorted({span.kind for span in self.spans} - {_COMPUTE})]
-        origin_ms = self.start_ms
-        events: list[dict[str, Any]] = []
-        for device in range(self.num_devices):
-            events.append(_metadata("process_name", device, 0, f"device {device}"))
-            events.extend(_metadata("thread_name", device, lane, kind) for lane, kind in enumerate(kinds))
-        for span in sorted(self.spans, key=lambda span: (span.start_ms, span.device)):
-            action = span.action
-            events.append(
-                {
-                    "name": span.label or (action.format() if action else span.kind),
-                    "cat": span.kind,
-                    "ph": "X",
-                    "ts": (span.start_ms - origin_ms) * 1000.0,
-                    "dur": (span.end_ms - span.start_ms) * 1000.0,
-                    "pid": span.device,
-                    "tid": kinds.index(span.kind),
-                    "args": {"stage": span.stage_index, "microbatch": span.microbatch_index},
-                }
-            )
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return _chrome.encode(self, marks)
+
+    @classmethod
+    def from_chrome_trace(cls, document: Any) -> Timeline:
+        """Return the timeline that `to_chrome_trace` wrote, with the times of the document, to the nanosecond.
+
+        Args:
+            document: What `json.load` makes of the file.
+
+        Raises:
+            ValueError: If it is no trace, or not one of a timeline; the message says what is wrong.
+        """
+        num_devices, spans = _chrome.decode(document)
+        return cls(tuple(Span(**arguments) for arguments in spans), num_devices)
 
     def format_table(self, width: int = 100) -> str:
         """Return a picture in text: one row per device, time from left to right, `width` characters wide.
@@ -167,7 +230,7 @@ class Timeline:
         return "\n".join(lines) + "\n"
 
     def _format_row(self, device: int, num_slices: int, slice_ms: float) -> str:
-        spans = sorted(self._compute_spans(device), key=lambda span: span.start_ms)
+        spans = sorted(self._spans_of(device), key=lambda span: span.start_ms)
         starts = [span.start_ms for span in spans]
         origin_ms = self.start_ms
         row = []
@@ -177,23 +240,16 @@ class Timeline:
             row.append(_symbol(running[-1].stage_index) if running else ".")
         return "".join(row)
 
-    def _compute_spans(self, device: int) -> Iterable[Span]:
-        return (span for span in self.spans if span.device == device and span.kind == _COMPUTE)
+    def _spans_of(self, device: int, kind: str = _COMPUTE) -> Iterable[Span]:
+        return (span for span in self.spans if span.device == device and span.kind == kind)
 
-    def _busy_intervals(self, device: int) -> list[tuple[float, float]]:
-        """Union of the device's compute spans as disjoint intervals, ascending."""
-        merged: list[tuple[float, float]] = []
-        for start, end in sorted((span.start_ms, span.end_ms) for span in self._compute_spans(device)):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((start, end))
-        return merged
+
+def _kind_from(words: set[str]) -> StageKind | None:
+    """The kind of a stage from the first words of its labels: who runs both directions at once is fused."""
+    if "fused" in words or {"F", "B"} <= words:
+        return StageKind.FUSED
+    return next((kind for kind in StageKind if kind.value in words), None)
 
 
 def _symbol(stage_index: int) -> str:
     return _SYMBOLS[stage_index] if 0 <= stage_index < len(_SYMBOLS) else "#"
-
-
-def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}

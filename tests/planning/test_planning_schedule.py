@@ -1,4 +1,4 @@
-"""Schedule: builders, validation that points at the cell, and the text form."""
+"""Schedule: validation that points at the cell, and the text form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_roundpipe.planning import (
     Action,
     Schedule,
     ScheduleError,
-    next_first_device,
     parse_schedule,
     round_robin,
 )
@@ -36,77 +35,9 @@ def random_schedule(num_stages: int, num_microbatches: int, num_devices: int, se
     return Schedule(num_stages, num_microbatches, tuple(map(tuple, devices)))
 
 
-counts = st.integers(1, 9)
 random_schedules = st.builds(
     random_schedule, st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32)
 )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Round-robin
-
-
-def test_round_robin_small() -> None:
-    assert round_robin(4, 2, 2).format() == SMALL
-
-
-def test_round_robin_in_rounds_keeps_the_ring_rotating() -> None:
-    schedule = round_robin(3, 4, 2, round_size=2)
-    assert schedule.format() == (
-        "schedule stages=3 microbatches=4 devices=2\n"
-        "device 0: 0:0 0:1 2:0 2:1 1:2 1:3\n"
-        "device 1: 1:0 1:1 0:2 0:3 2:2 2:3\n"
-    )
-
-
-def test_the_last_round_may_be_smaller() -> None:
-    schedule = round_robin(1, 5, 3, round_size=2)
-    assert [len(actions) for actions in schedule.devices] == [2, 2, 1]
-
-
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(counts, counts, counts, st.none() | counts, st.data())
-def test_round_robin_is_the_documented_order(
-    s: int, m: int, n: int, round_size: int | None, data: st.DataObject
-) -> None:
-    first = data.draw(st.integers(0, n - 1))
-    schedule = round_robin(s, m, n, round_size=round_size, first_device=first)
-    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_devices) == (s, m, n)
-    size = m if round_size is None else round_size
-    order = sorted((a for actions in schedule.devices for a in actions), key=lambda a: slot_order(a, size))
-    for action in order:
-        slot = action.microbatch_index // size * s + action.stage_index
-        assert schedule.device_of(action) == (first + slot) % n
-    for actions in schedule.devices:
-        assert list(actions) == sorted(actions, key=lambda a: slot_order(a, size))
-    num_slots = -(-m // size) * s
-    assert next_first_device(s, m, n, round_size=round_size, first_device=first) == (first + num_slots) % n
-
-
-def slot_order(action: Action, round_size: int) -> tuple[int, int, int]:
-    return action.microbatch_index // round_size, action.stage_index, action.microbatch_index
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 1, 1), "num_stages must be >= 1, got 0"),
-        ((1, 0, 1), "num_microbatches must be >= 1, got 0"),
-        ((1, 1, 0), "num_devices must be >= 1, got 0"),
-    ],
-)
-def test_round_robin_rejects_counts(arguments: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        round_robin(*arguments)
-    with pytest.raises(ValueError, match=message):
-        next_first_device(*arguments)
-
-
-def test_round_robin_rejects_options() -> None:
-    with pytest.raises(ValueError, match="round_size must be >= 1, got 0"):
-        round_robin(1, 1, 1, round_size=0)
-    with pytest.raises(ValueError, match="first_device must be one of the 2 devices, got 2"):
-        round_robin(1, 1, 2, first_device=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,306 @@
+"""The plan of a run: the partition with the shortest simulated step.
+
+[Note: how the plan is found]
+The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
+full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
+filling of `partition` for a row of limits on the time of a stage, from a single call to the whole model; then with
+tapers, that is, shorter stages near the first call, with which the ring fills (forward) and drains (backward) in less
+time; then by moving, splitting and joining stages of the best one. Whatever `ring_ms` finds fastest wins, the fewest
+stages among equals. The formula's own partition is one of the candidates, so the result is never worse than it. A host
+memory that is shared by all lanes is known to `simulate` alone: then the fastest few are run there.
+
+Memory: the weights and gradients of a stage may take half of what the activations leave of a device, so that the next
+stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ._ring import ring_ms
+from ._search import StageSearch
+from .builders import round_robin
+from .costs import CallCost, CostProfile
+from .machine import Machine
+from .partition import Partition, Piece, Stage, StageKind, assemble, forward_pieces, training_pieces
+from .simulate import simulate
+from .stages import StageCost, StageTable
+
+_NUM_LIMITS = 24
+_NUM_VARIED = 16
+_NUM_VARIATIONS = 200
+_NUM_NEIGHBOURS = 2_000
+_NUM_SIMULATED = 4
+_NUM_FAILURES = 60
+_NUM_EVENED = 6
+# How much is tried in all: simulated actions, which take about 0.2 microseconds each. What comes late has a share, too.
+_NUM_ACTIONS = 100_000
+_NUM_ACTIONS_PER_CALL = 800
+_LEAST_SHARE = 0.2
+
+Cuts = tuple[Sequence[int], Sequence[int]]
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class StageMemoryError(ValueError):
+    """A call that does not fit on a device, whatever the plan."""
+
+
+def plan_training(
+    profile: CostProfile,
+    machine: Machine,
+    *,
+    num_microbatches: int,
+    round_size: int | None = None,
+    hop_ms: float = 0.0,
+) -> Partition:
+    """Return the training partition with the shortest simulated step; see [Note: how the plan is found].
+
+    Deterministic. Takes a fraction of a millisecond per call of the model.
+
+    Args:
+        profile: The costs of the calls of one micro-batch, in call order.
+        machine: What it runs on.
+        num_microbatches: M, the micro-batches of a step, at least 1.
+        round_size: Micro-batches that walk through the stages together; None for all.
+        hop_ms: Time in ms of an activation's way to another device, besides the machine's links.
+
+    Raises:
+        ValueError: If a number is out of range.
+        StageMemoryError: If a call needs more memory than a device has; the message says how much, and what helps.
+    """
+    limit = stage_memory_limit(profile, machine, is_training=True)
+    if not profile.calls:
+        return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
+    calls = profile.calls
+    sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
+    search = StageSearch(
+        forward_ms=[call.forward_ms for call in calls],
+        backward_ms=[call.backward_ms for call in calls],
+        forward_bytes=[call.weight_bytes for call in calls],
+        backward_bytes=sizes,
+        # The fused stage keeps the graphs of all its calls, and its weights have half of the memory.
+        fused_bytes=[size + (call.workspace_bytes + 1) // 2 for size, call in zip(sizes, calls, strict=True)],
+        memory_limit=limit,
+    )
+    score = _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=True)
+    score.of(search.best(machine.num_devices, num_microbatches))
+    _explore(search, score)
+    return score.best()
+
+
+def plan_evaluation(
+    profile: CostProfile,
+    machine: Machine,
+    *,
+    num_microbatches: int,
+    round_size: int | None = None,
+    hop_ms: float = 0.0,
+) -> Partition:
+    """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
+    limit = stage_memory_limit(profile, machine, is_training=False)
+    if not profile.calls:
+        return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
+    calls = profile.calls
+    sizes = [call.weight_bytes for call in calls]
+    search = StageSearch(
+        forward_ms=[call.forward_ms for call in calls],
+        backward_ms=None,
+        forward_bytes=sizes,
+        backward_bytes=sizes,
+        memory_limit=limit,
+    )
+    score = _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=False)
+    score.of(search.best(machine.num_devices, num_microbatches))
+    _explore(search, score)
+    return score.best()
+
+
+def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: bool) -> int | None:
+    """Bytes that the weights and gradients of a stage should take at most on a device; None for no limit.
+
+    Raises:
+        StageMemoryError: If a single call does not fit.
+    """
+    memory = machine.device_memory_bytes
+    if memory is None:
+        return None
+    activations = [call.input_bytes + call.output_bytes + call.workspace_bytes for call in profile.calls]
+    for position, (call, working) in enumerate(zip(profile.calls, activations, strict=True)):
+        needed = call.weight_bytes + (call.gradient_bytes if is_training else 0) + working
+        if needed > memory:
+            raise StageMemoryError(_too_large(position, call, needed, working, memory))
+    return max(0, memory - max(activations, default=0)) // 2
+
+
+def _too_large(position: int, call: CallCost, needed: int, working: int, memory: int) -> str:
+    gib = 2**30
+    return (
+        f"Call {position} ({call.name!r}) needs {needed / gib:.3f} GiB on a device: weights "
+        f"{call.weight_bytes / gib:.3f}, gradients {(needed - working - call.weight_bytes) / gib:.3f}, activations of "
+        f"one micro-batch {working / gib:.3f}. That is {(needed - memory) / gib:.3f} GiB over the {memory / gib:.3f} "
+        "GiB that a device has for it. Smaller micro-batches (more of them) take less for activations, finer units "
+        "less for weights and gradients: RoundPipeStrategy(num_microbatches=..., units=[...])."
+    )
+
+
+class _Score:
+    """Simulated times of candidates, which are cuts as `training_pieces` takes them."""
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        machine: Machine,
+        num_microbatches: int,
+        round_size: int | None,
+        hop_ms: float,
+        *,
+        is_training: bool,
+    ) -> None:
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be >= 1, got {num_microbatches}: pass how many there are.")
+        if round_size is not None and round_size < 1:
+            raise ValueError(f"round_size must be >= 1, got {round_size}: pass None for one round.")
+        self.num_calls, self.num_devices = len(profile.calls), machine.num_devices
+        self.num_actions = 0
+        self.is_training = is_training
+        self._machine, self._hop_ms = machine, hop_ms
+        self._num_microbatches, self._round_size = num_microbatches, round_size
+        self._table = StageTable(profile, is_training=is_training)
+        self._known: dict[_Key, float] = {}
+
+    def of(self, cuts: Cuts) -> float:
+        """The simulated time of a step with these cuts, in ms."""
+        key = (tuple(cuts[0]), tuple(cuts[1]))
+        time_ms = self._known.get(key)
+        if time_ms is None:
+            costs = self._costs(key)
+            self.num_actions += len(costs) * self._num_microbatches
+            time_ms = self._known[key] = ring_ms(
+                costs,
+                self._machine,
+                num_microbatches=self._num_microbatches,
+                round_size=self._round_size,
+                hop_ms=self._hop_ms,
+            )
+        return time_ms
+
+    def budget(self, num_tries: int, share: float) -> Iterator[None]:
+        """Yield until so many have been tried, or simulating has taken this share of the time that is left for it."""
+        total = max(_NUM_ACTIONS, _NUM_ACTIONS_PER_CALL * self.num_calls)
+        stop = self.num_actions + share * max(total - self.num_actions, _LEAST_SHARE * total)
+        for _ in range(num_tries):
+            if self.num_actions >= stop:
+                return
+            yield
+
+    def fits(self, cuts: Cuts) -> bool:
+        """Whether every stage of several calls keeps within the memory: two of its kind, and its activations."""
+        memory = self._machine.device_memory_bytes
+        if memory is None:
+            return True
+        for kind, start, stop in self._pieces(cuts):
+            cost = self._table.cost(kind, start, stop)
+            if stop - start > 1 and 2 * cost.resident_bytes + cost.workspace_bytes > memory:
+                return False
+        return True
+
+    def ranked(self) -> list[_Key]:
+        """The candidates, the fastest first, the fewest stages among equals."""
+        return sorted(self._known, key=lambda key: (self._known[key], len(key[0]) + len(key[1]), key))
+
+    def best(self) -> Partition:
+        """The fastest candidate."""
+        ranked = self.ranked()
+        if self._machine.host_bytes_per_ms == math.inf:
+            return self._partition(ranked[0])
+        return self._partition(min(ranked[:_NUM_SIMULATED], key=self._simulated_ms))
+
+    def _pieces(self, cuts: Cuts) -> list[Piece]:
+        return training_pieces(self.num_calls, *cuts) if self.is_training else forward_pieces(cuts[0])
+
+    def _costs(self, cuts: Cuts) -> list[StageCost]:
+        return [self._table.cost(*piece) for piece in self._pieces(cuts)]
+
+    def _partition(self, cuts: Cuts) -> Partition:
+        return assemble(self.num_calls, self._pieces(cuts))
+
+    def _simulated_ms(self, cuts: Cuts) -> float:
+        costs = self._costs(cuts)
+        schedule = round_robin(
+            len(costs), self._num_microbatches, self._machine.num_devices, round_size=self._round_size
+        )
+        return simulate(schedule, costs, self._machine, hop_ms=self._hop_ms).step_ms
+
+
+def _explore(search: StageSearch, score: _Score) -> None:
+    """Score partitions for a row of limits, then random variations of them, then neighbours of the best."""
+    limits = search.limits_between(_NUM_LIMITS)
+    times = {limit: score.of(search.cuts(limit)) for limit in limits}
+    good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
+    rng = random.Random(0)
+    if score.is_training:
+        for limit in good[:_NUM_EVENED]:
+            if score.fits(even := search.evened(search.cuts(limit))):
+                score.of(even)
+        for _ in score.budget(_NUM_VARIATIONS, share=0.5):
+            longest_taper = 2 * score.num_devices
+            score.of(
+                search.cuts(
+                    rng.choice(good),
+                    forward_taper=rng.randrange(longest_taper),
+                    backward_taper=rng.randrange(longest_taper),
+                )
+            )
+    starts = iter(score.ranked())
+    now, num_failures = next(starts), 0
+    for _ in score.budget(_NUM_NEIGHBOURS, share=1.0):
+        if num_failures == _NUM_FAILURES:
+            now, num_failures = next(starts, now), 0
+        cuts = _neighbour([list(row) for row in now], rng, score.num_calls, score.is_training)
+        num_failures += 1
+        if cuts is not None and score.fits(cuts) and score.of(cuts) <= score.of(now):
+            num_failures *= score.of(cuts) == score.of(now)
+            now = tuple(cuts[0]), tuple(cuts[1])
+
+
+def _neighbour(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:
+    """Change cuts a little; None where the random choice cannot be made."""
+    choice = rng.random()
+    if choice < 0.1 and is_training:
+        return _move_fused_stage(rows, rows[0][-1] + rng.choice((-1, 1)), num_calls)
+    row = rows[rng.randrange(2)] if is_training else rows[0]
+    if len(row) < 2:
+        return None
+    if choice < 0.8:  # one call less for a stage, one more for another: the cuts between them move
+        first, last = sorted(rng.choices(range(1, len(row)), k=2))
+        step = rng.choice((-1, 1))
+        row[first:last] = [cut + step for cut in row[first:last]]
+        return None if any(a >= b for a, b in pairwise(row)) else (rows[0], rows[1])
+    index = rng.randrange(len(row) - 1)
+    if choice < 0.9:
+        if row[index + 1] - row[index] < 2:
+            return None
+        row.insert(index + 1, rng.randrange(row[index] + 1, row[index + 1]))
+    elif index == 0:
+        return None
+    else:
+        del row[index]
+    return rows[0], rows[1]
+
+
+def _move_fused_stage(rows: list[list[int]], start: int, num_calls: int) -> Cuts | None:
+    """Let the fused stage begin at call `start`, next to where it begins now."""
+    if not 0 <= start < num_calls:
+        return None
+    for row in rows:
+        if len(row) == 1:
+            row.append(start)
+        elif row[-2] == start:
+            row.pop()
+        else:
+            row[-1] = start
+    return rows[0], rows[1]

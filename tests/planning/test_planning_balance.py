@@ -1,0 +1,66 @@
+"""balanced_cuts: the exact minimum of the longest part, against all splits."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.planning.balance import balanced_cuts
+
+call_times = st.one_of(st.integers(0, 5), st.floats(0, 10), st.sampled_from([0.1, 0.2, 0.3]))
+
+
+def longest(times: list[float], counts: tuple[int, ...]) -> Fraction:
+    exact = [Fraction(time) for time in times]
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return max(sum(exact[start:stop], Fraction(0)) for start, stop in pairwise([0, *ends]))
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.lists(call_times, min_size=1, max_size=8), st.data())
+def test_the_longest_part_is_as_short_as_possible(times: list[float], data: st.DataObject) -> None:
+    num_parts = data.draw(st.integers(1, len(times)))
+    counts = balanced_cuts(times, num_parts)
+    assert len(counts) == num_parts
+    assert min(counts) >= 1
+    assert sum(counts) == len(times)
+    cuts = (sorted(inner) for inner in combinations(range(1, len(times)), num_parts - 1))
+    splits = (tuple(b - a for a, b in pairwise([0, *inner, len(times)])) for inner in cuts)
+    assert longest(times, counts) == min(longest(times, split) for split in splits)
+
+
+def test_what_is_left_is_shared_evenly() -> None:
+    assert balanced_cuts([1.0] * 33, 8) == (4, 4, 4, 4, 4, 4, 4, 5)
+    assert balanced_cuts([1.0] * 6, 4) == (1, 2, 1, 2)
+    # a head of three layers leaves the last part to itself
+    assert balanced_cuts([1.0] * 6 + [3.0], 3) == (3, 3, 1)
+
+
+def test_parts_are_never_empty() -> None:
+    assert balanced_cuts([9.0, 0.0, 0.0], 3) == (1, 1, 1)
+    assert min(balanced_cuts([0.0] * 5, 3)) == 1
+
+
+def test_a_thousand_calls_are_quick() -> None:
+    times = [1.0 + (7 * index) % 13 for index in range(1000)]
+    began = time.perf_counter()
+    for num_parts in (8, 64, 500):
+        balanced_cuts(times, num_parts)
+    assert time.perf_counter() - began < 1.0
+
+
+@pytest.mark.parametrize("num_parts", [0, -1, 3])
+def test_rejects_a_number_of_parts(num_parts: int) -> None:
+    with pytest.raises(ValueError, match=rf"2 calls cannot be cut into num_parts={num_parts} parts"):
+        balanced_cuts([1.0, 2.0], num_parts)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_rejects_times(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"times_ms must be finite and >= 0"):
+        balanced_cuts([1.0, bad], 1)

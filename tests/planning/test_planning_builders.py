@@ -1,0 +1,272 @@
+"""Builders: each schedule against its definition, the closed bubble formulas, and what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.planning import (
+    Action,
+    Schedule,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    next_first_device,
+    one_f_one_b,
+    parse_schedule,
+    round_robin,
+    simulate,
+)
+
+counts = st.integers(1, 9)
+few = st.integers(1, 4)
+
+
+def forward_and_backward(num_stages: int, forward_ms: float, backward_ms: float) -> Callable[[Action], float]:
+    """Times of equal model stages in a chain of 2 `num_stages` stages."""
+    return lambda action: forward_ms if action.stage_index < num_stages else backward_ms
+
+
+def peak_in_flight(schedule: Schedule, device: int) -> int:
+    """Most (model stage, micro-batch) pairs that have run forward on the device, but not yet backward."""
+    alive = peak = 0
+    for action in schedule.devices[device]:
+        alive += 1 if action.stage_index < schedule.num_stages // 2 else -1
+        peak = max(peak, alive)
+    return peak
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Round-robin
+
+
+def test_round_robin_small() -> None:
+    assert round_robin(4, 2, 2).format() == (
+        "schedule stages=4 microbatches=2 devices=2\ndevice 0: 0:0 0:1 2:0 2:1\ndevice 1: 1:0 1:1 3:0 3:1\n"
+    )
+
+
+def test_round_robin_in_rounds_keeps_the_ring_rotating() -> None:
+    expected = (
+        "schedule stages=3 microbatches=4 devices=2\n"
+        "device 0: 0:0 0:1 2:0 2:1 1:2 1:3\n"
+        "device 1: 1:0 1:1 0:2 0:3 2:2 2:3\n"
+    )
+    assert round_robin(3, 4, 2, round_size=2).format() == expected
+    # Rounds and steps differ only in what waits for the optimizer, and that is not in the order.
+    assert round_robin(3, 2, 2, num_steps=2).format() == expected
+
+
+def test_the_last_round_of_a_step_may_be_smaller() -> None:
+    assert [len(actions) for actions in round_robin(1, 5, 3, round_size=2).devices] == [2, 2, 1]
+    assert [len(actions) for actions in round_robin(1, 3, 3, round_size=2, num_steps=2).devices] == [3, 1, 2]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(counts, counts, counts, st.none() | counts, few, st.data())
+def test_round_robin_is_the_documented_order(
+    s: int, m: int, n: int, round_size: int | None, num_steps: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, n - 1))
+    schedule = round_robin(s, m, n, round_size=round_size, first_device=first, num_steps=num_steps)
+    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_devices) == (s, m * num_steps, n)
+    size = m if round_size is None else round_size
+    rounds_per_step = -(-m // size)
+
+    def slot_of(action: Action) -> int:
+        step, microbatch = divmod(action.microbatch_index, m)
+        return (step * rounds_per_step + microbatch // size) * s + action.stage_index
+
+    for device, actions in enumerate(schedule.devices):
+        assert {(first + slot_of(action)) % n for action in actions} <= {device}
+        assert list(actions) == sorted(actions, key=lambda a: (slot_of(a), a.microbatch_index))
+    following = next_first_device(s, m, n, round_size=round_size, first_device=first, num_steps=num_steps)
+    assert following == (first + rounds_per_step * num_steps * s) % n
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(counts, counts, counts, st.none() | counts, few)
+def test_steps_of_round_robin_are_one_step_after_the_other(
+    s: int, m: int, n: int, round_size: int | None, num_steps: int
+) -> None:
+    """Several steps in one schedule are single steps, each begun where `next_first_device` says."""
+    devices: list[list[Action]] = [[] for _ in range(n)]
+    first = 0
+    for step in range(num_steps):
+        part = round_robin(s, m, n, round_size=round_size, first_device=first)
+        for device, actions in enumerate(part.devices):
+            devices[device] += [Action(a.stage_index, step * m + a.microbatch_index) for a in actions]
+        first = next_first_device(s, m, n, round_size=round_size, first_device=first)
+    whole = round_robin(s, m, n, round_size=round_size, num_steps=num_steps)
+    assert whole.devices == tuple(map(tuple, devices))
+    assert next_first_device(s, m, n, round_size=round_size, num_steps=num_steps) == first
+
+
+@pytest.mark.parametrize("build", [round_robin, next_first_device])
+def test_round_robin_rejects(build: Callable[..., object]) -> None:
+    for arguments, message in (
+        ((0, 1, 1), "num_stages must be >= 1, got 0"),
+        ((1, 0, 1), "num_microbatches must be >= 1, got 0"),
+        ((1, 1, 0), "num_devices must be >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(*arguments)
+    with pytest.raises(ValueError, match="round_size must be >= 1, got 0"):
+        build(1, 1, 1, round_size=0)
+    with pytest.raises(ValueError, match="num_steps must be >= 1, got 0"):
+        build(1, 1, 1, num_steps=0)
+    with pytest.raises(ValueError, match="first_device must be one of the 2 devices, got 2"):
+        build(1, 1, 2, first_device=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages bound to devices
+
+
+def test_gpipe_small() -> None:
+    assert gpipe(2, 3).format() == (
+        "schedule stages=4 microbatches=3 devices=2\n"
+        "device 0: 0:0 0:1 0:2 3:0 3:1 3:2\n"
+        "device 1: 1:0 1:1 1:2 2:0 2:1 2:2\n"
+    )
+
+
+def test_one_f_one_b_small() -> None:
+    assert one_f_one_b(3, 4).format() == (
+        "schedule stages=6 microbatches=4 devices=3\n"
+        "device 0: 0:0 0:1 0:2 5:0 0:3 5:1 5:2 5:3\n"
+        "device 1: 1:0 1:1 4:0 1:2 4:1 1:3 4:2 4:3\n"
+        "device 2: 2:0 3:0 2:1 3:1 2:2 3:2 2:3 3:3\n"
+    )
+
+
+def test_interleaved_one_f_one_b_small() -> None:
+    """2 devices with 2 chunks each, 2 groups of 2 micro-batches: 4 and 2 forwards ahead."""
+    assert interleaved_one_f_one_b(4, 4, 2).format() == (
+        "schedule stages=8 microbatches=4 devices=2\n"
+        "device 0: 0:0 0:1 2:0 2:1 0:2 5:0 0:3 5:1 2:2 7:0 2:3 7:1 5:2 5:3 7:2 7:3\n"
+        "device 1: 1:0 1:1 3:0 4:0 3:1 4:1 1:2 6:0 1:3 6:1 3:2 4:2 3:3 4:3 6:2 6:3\n"
+    )
+
+
+def test_looped_bfs_small() -> None:
+    assert looped_bfs(4, 3, 2).format() == (
+        "schedule stages=8 microbatches=3 devices=2\n"
+        "device 0: 0:0 0:1 0:2 2:0 2:1 2:2 5:0 5:1 5:2 7:0 7:1 7:2\n"
+        "device 1: 1:0 1:1 1:2 3:0 3:1 3:2 4:0 4:1 4:2 6:0 6:1 6:2\n"
+    )
+
+
+def bound_schedule(name: str, num_chunks: int, num_groups: int, num_devices: int) -> Schedule:
+    """A schedule of `num_groups` x N micro-batches; GPipe and 1F1B have one model stage per device."""
+    m = num_groups * num_devices
+    if name == "gpipe":
+        return gpipe(num_devices, m)
+    if name == "1f1b":
+        return one_f_one_b(num_devices, m)
+    if name == "interleaved":
+        return interleaved_one_f_one_b(num_chunks * num_devices, m, num_devices)
+    return looped_bfs(num_chunks * num_devices, m, num_devices)
+
+
+BOUND = ["gpipe", "1f1b", "interleaved", "looped"]
+
+
+@pytest.mark.parametrize("name", BOUND)
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(v=few, groups=few, n=st.integers(1, 6))
+def test_bound_stages_stay_on_their_device(name: str, v: int, groups: int, n: int) -> None:
+    """Valid, by the constructor; the text says it all; and a backward runs where its forward ran."""
+    schedule = bound_schedule(name, v, groups, n)
+    assert parse_schedule(schedule.format()) == schedule
+    assert (schedule.num_microbatches, schedule.num_devices) == (groups * n, n)
+    last = schedule.num_stages - 1
+    for device, actions in enumerate(schedule.devices):
+        assert {min(a.stage_index, last - a.stage_index) % n for a in actions} == {device}
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from([(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)]))
+def test_bubble_of_gpipe_and_one_f_one_b(s: int, m: int, times: tuple[float, float]) -> None:
+    """(S - 1) / (M + S - 1) for equal stages, however forward and backward compare."""
+    expected = float(Fraction(s - 1, m + s - 1))
+    for schedule in (gpipe(s, m), one_f_one_b(s, m)):
+        timeline = simulate(schedule, forward_and_backward(s, *times)).timeline
+        assert timeline.bubble_ratio == pytest.approx(expected, abs=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 6), few, few, st.sampled_from([(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)]))
+def test_bubble_of_the_looped_schedules(n: int, v: int, groups: int, times: tuple[float, float]) -> None:
+    """N (N - 1) / (S M + N (N - 1)) for S = v N equal stages and M a multiple of N."""
+    s, m = v * n, groups * n
+    expected = float(Fraction(n * (n - 1), s * m + n * (n - 1)))
+    for schedule in (interleaved_one_f_one_b(s, m, n), looped_bfs(s, m, n)):
+        timeline = simulate(schedule, forward_and_backward(s, *times)).timeline
+        assert timeline.bubble_ratio == pytest.approx(expected, abs=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(1, 6), few, st.integers(0, 5))
+def test_bubble_of_looped_bfs_with_any_number_of_microbatches(n: int, v: int, extra: int) -> None:
+    s, m = v * n, n + extra
+    timeline = simulate(looped_bfs(s, m, n), forward_and_backward(s, 1.0, 2.0)).timeline
+    assert timeline.bubble_ratio == pytest.approx(float(Fraction(n * (n - 1), s * m + n * (n - 1))), abs=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_in_flight_with_one_stage_per_device(s: int, m: int) -> None:
+    """What 1F1B is for: the activations of S - i micro-batches, where GPipe keeps all M."""
+    assert [peak_in_flight(one_f_one_b(s, m), i) for i in range(s)] == [min(m, s - i) for i in range(s)]
+    assert [peak_in_flight(gpipe(s, m), i) for i in range(s)] == [m] * s
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 6), few, few)
+def test_in_flight_with_several_stages_per_device(n: int, v: int, groups: int) -> None:
+    s, m = v * n, groups * n
+    ahead = [min(v * m, 2 * (n - 1 - i) + (v - 1) * n + 1) for i in range(n)]
+    assert [peak_in_flight(interleaved_one_f_one_b(s, m, n), i) for i in range(n)] == ahead
+    assert [peak_in_flight(looped_bfs(s, m, n), i) for i in range(n)] == [v * m] * n
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(st.integers(1, 6), few)
+def test_one_chunk_per_device_is_as_fast_as_one_f_one_b(n: int, groups: int) -> None:
+    times = forward_and_backward(n, 1.0, 2.0)
+    interleaved = simulate(interleaved_one_f_one_b(n, groups * n, n), times).timeline
+    assert interleaved.makespan_ms == simulate(one_f_one_b(n, groups * n), times).timeline.makespan_ms
+
+
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b])
+def test_counts_of_gpipe_and_one_f_one_b(build: Callable[..., Schedule]) -> None:
+    with pytest.raises(ValueError, match="num_stages must be >= 1, got 0"):
+        build(0, 1)
+    with pytest.raises(ValueError, match="num_microbatches must be >= 1, got -2"):
+        build(1, -2)
+
+
+@pytest.mark.parametrize("build", [interleaved_one_f_one_b, looped_bfs])
+def test_counts_of_the_looped_schedules(build: Callable[..., Schedule]) -> None:
+    for arguments, message in (
+        ((0, 1, 1), "num_stages must be >= 1, got 0"),
+        ((1, 0, 1), "num_microbatches must be >= 1, got 0"),
+        ((1, 1, 0), "num_devices must be >= 1, got 0"),
+        ((12, 16, 8), "multiple of num_devices=8, got 12: cut the model into 8 or 16 stages"),
+        ((4, 16, 8), "multiple of num_devices=8, got 4: cut the model into 8 stages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(*arguments)
+
+
+def test_interleaved_needs_full_groups() -> None:
+    with pytest.raises(ValueError, match="multiple of num_devices=8, got 20: pass 16 or 24, or take looped_bfs"):
+        interleaved_one_f_one_b(16, 20, 8)
+    with pytest.raises(ValueError, match="got 3: pass 8, or take looped_bfs"):
+        interleaved_one_f_one_b(16, 3, 8)
+    assert looped_bfs(16, 20, 8).num_microbatches == 20

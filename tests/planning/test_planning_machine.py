@@ -1,0 +1,260 @@
+"""The simulated machine: weights, gradients and activations on their lanes, memory, host, optimizer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.planning import (
+    CallCost,
+    CostProfile,
+    Machine,
+    Span,
+    StageCost,
+    bound_stage_costs,
+    one_f_one_b,
+    parse_schedule,
+    partition,
+    round_robin,
+    simulate,
+    stage_costs,
+)
+
+ONE_DEVICE = parse_schedule("schedule stages=3 microbatches=2 devices=1\ndevice 0: 0:0 0:1 1:0 1:1 2:0 2:1\n")
+
+
+def moved(spans: tuple[Span, ...], lane: str) -> list[tuple[float, float]]:
+    return sorted((span.start_ms, span.end_ms) for span in spans if span.kind == lane)
+
+
+def test_weights_go_up_during_the_slot_before() -> None:
+    """10 ms of weights and 2 x 6 ms of work per slot: only the first upload is waited for."""
+    costs = [StageCost(6.0, weight_bytes=100)] * 3
+    result = simulate(ONE_DEVICE, costs, Machine(1, h2d_bytes_per_ms=10.0))
+    assert result.step_ms == 10 + 6 * 6
+    assert moved(result.timeline.spans, "h2d") == [(0, 10), (10, 20), (22, 32)]
+    assert result.h2d_bytes == (300,)
+    assert result.lower_bounds_ms["h2d"] == 30
+    assert result.bound_by == "fill and drain of the pipeline"
+
+
+def test_without_prefetch_every_upload_is_waited_for() -> None:
+    costs = [StageCost(6.0, weight_bytes=100)] * 3
+    result = simulate(ONE_DEVICE, costs, Machine(1, h2d_bytes_per_ms=10.0), prefetch=False)
+    assert result.step_ms == 3 * (10 + 12)
+    assert result.late_upload_ms == 2 * 10, "the first one is part of the fill"
+    assert result.bound_by == "uploads that come late"
+
+
+def test_waiting_has_other_causes_too() -> None:
+    """Unequal stages: device 1 waits inside the step for micro-batches."""
+    result = simulate(round_robin(2, 4, 2), [StageCost(3.0), StageCost(1.0)])
+    assert result.late_upload_ms == 0
+    assert result.bound_by == "waiting inside the step"
+
+
+def test_an_optimizer_that_holds_up_more_than_the_bubble() -> None:
+    costs = [StageCost(4.0), StageCost(4.0, gradient_bytes=10)]
+    results = [simulate(round_robin(2, 8, 2), costs, Machine(2, optimizer_bytes_per_ms=rate)) for rate in (1.0, 10.0)]
+    assert [result.bound_by for result in results] == ["optimizer", "fill and drain of the pipeline"]
+
+
+def test_an_upload_longer_than_a_slot_bounds_the_step() -> None:
+    costs = [StageCost(1.0, weight_bytes=100)] * 3
+    result = simulate(ONE_DEVICE, costs, Machine(1, h2d_bytes_per_ms=10.0, transfer_latency_ms=1.0))
+    assert result.step_ms == 3 * 11 + 2
+    assert result.bound_by == "h2d"
+
+
+def test_memory_decides_about_prefetch() -> None:
+    costs = [StageCost(6.0, weight_bytes=100, workspace_bytes=7)] * 3
+    roomy = simulate(ONE_DEVICE, costs, Machine(1, 207, 10.0))
+    tight = simulate(ONE_DEVICE, costs, Machine(1, 206, 10.0))
+    assert roomy.memory_bytes == (207,)
+    assert tight.memory_bytes == (107,)
+    assert (roomy.step_ms, tight.step_ms) == (46, 66)
+
+
+def test_memory_is_free_when_the_gradients_have_arrived() -> None:
+    """Slot 2 has to wait for the gradients of slot 0, not only for its end."""
+    costs = [StageCost(5.0, weight_bytes=10, gradient_bytes=100), *[StageCost(5.0, weight_bytes=10)] * 2]
+    result = simulate(ONE_DEVICE, costs, Machine(1, 1000, 10.0, 5.0))
+    # slot 0: upload 0-1, compute 1-11, gradients 11-31; slot 2 may be uploaded from 31 on.
+    assert moved(result.timeline.spans, "d2h") == [(11, 31)]
+    assert moved(result.timeline.spans, "h2d") == [(0, 1), (1, 2), (31, 32)]
+    assert result.step_ms == 32 + 10
+    assert result.d2h_bytes == (100,)
+
+
+def test_activations_go_before_weights_and_stream() -> None:
+    """Each action brings 20 bytes up (2 ms); the next weights share the lane with them."""
+    costs = [StageCost(6.0, weight_bytes=100, input_bytes=20)] * 3
+    result = simulate(ONE_DEVICE, costs, Machine(1, h2d_bytes_per_ms=10.0))
+    assert moved(result.timeline.spans, "h2d") == [(0, 10), (10, 24), (24, 38)]
+    slow = simulate(ONE_DEVICE, [StageCost(1.0, input_bytes=20, output_bytes=30)] * 3, Machine(1, None, 10.0, 10.0))
+    assert slow.step_ms == 6 * 3, "the activations of an action take longer than its compute"
+
+
+def test_handover_between_devices() -> None:
+    schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
+    costs = [StageCost(3.0, output_bytes=20, handover_bytes=20), StageCost(3.0, input_bytes=20)]
+    machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=20.0, transfer_latency_ms=0.25)
+    assert simulate(schedule, costs, machine, hop_ms=1.0).step_ms == 3 + (1 + 1 + 2 + 0.5) + 3
+
+
+def test_the_host_memory_is_shared() -> None:
+    """Two devices upload at once: each link alone takes 10 ms, the host 20 ms for both."""
+    schedule = parse_schedule("schedule stages=1 microbatches=2 devices=2\ndevice 0: 0:0\ndevice 1: 0:1\n")
+    costs = [StageCost(1.0, weight_bytes=100)]
+    alone = simulate(schedule, costs, Machine(2, h2d_bytes_per_ms=10.0))
+    shared = simulate(schedule, costs, Machine(2, h2d_bytes_per_ms=10.0, host_bytes_per_ms=10.0))
+    assert (alone.step_ms, shared.step_ms) == (11, 21)
+    assert shared.lower_bounds_ms["host memory"] == 20
+    assert shared.bound_by == "host memory"
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([math.inf, 50.0, 5.0]), st.integers(0, 9)
+)
+def test_no_resource_is_faster_than_its_bound(s: int, m: int, n: int, host: float, seed: int) -> None:
+    costs = [
+        StageCost(1.0 + (seed + i) % 3, 0.5 * (i % 2), 10 * i, 5 * i, (seed * i) % 7, i % 3, i % 3, 2) for i in range(s)
+    ]
+    machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0)
+    result = simulate(round_robin(s, m, n), costs, machine, hop_ms=0.2)
+    bounds = result.lower_bounds_ms
+    assert result.step_ms >= max(bounds.values()) * (1 - 1e-12)
+    assert result.step_ms >= bounds["optimizer"] + bounds["compute"]
+    free = simulate(round_robin(s, m, n), costs, hop_ms=0.2)
+    assert free.step_ms <= result.step_ms - bounds["optimizer"] + 1e-9
+    assert sum(result.h2d_bytes) == sum(free.h2d_bytes)
+    for lane in ("h2d", "d2h"):
+        for device in range(n):
+            spans = moved(tuple(x for x in result.timeline.spans if x.device == device), lane)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "one copy at a time per lane"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several steps
+
+
+def steps(optimizer: str, num_steps: int, optimizer_bytes_per_ms: float = 10.0) -> float:
+    costs = [StageCost(1.0), StageCost(1.0, gradient_bytes=20)]
+    schedule = round_robin(2, 4, 2, num_steps=num_steps)
+    machine = Machine(2, optimizer_bytes_per_ms=optimizer_bytes_per_ms)
+    return simulate(schedule, costs, machine, microbatches_per_step=4, optimizer=optimizer).step_ms  # type: ignore[arg-type]
+
+
+def test_a_synchronous_optimizer_holds_up_the_next_step() -> None:
+    assert steps("synchronous", 1) == 5 + 2
+    assert steps("synchronous", 3) == 5 + 2
+
+
+def test_an_asynchronous_optimizer_hides_behind_the_next_step() -> None:
+    assert steps("asynchronous", 1) == 5
+    assert steps("asynchronous", 8) == 4, "no fill, no drain, no optimizer"
+    assert steps("asynchronous", 40, 1.0) == pytest.approx(20, rel=0.05), "but never faster than the optimizer itself"
+
+
+def test_staleness_is_one() -> None:
+    """Step 2 needs the weights after step 0: it waits for that update, and for no other."""
+    costs = [StageCost(1.0, gradient_bytes=30)]
+    machine = Machine(1, optimizer_bytes_per_ms=10.0)
+    schedule = round_robin(1, 1, 1, num_steps=3)
+    result = simulate(schedule, costs, machine, microbatches_per_step=1, optimizer="asynchronous")
+    starts = [span.start_ms for span in result.timeline.spans if span.kind == "compute"]
+    assert starts == [0, 1, 4]  # step 0 ends at 1 and is updated at 4
+
+
+def test_steps_in_an_impossible_order() -> None:
+    schedule = parse_schedule("schedule stages=1 microbatches=2 devices=1\ndevice 0: 0:1 0:0\n")
+    with pytest.raises(ValueError, match="order the steps on every device"):
+        simulate(schedule, [StageCost(1.0)], microbatches_per_step=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recompute ahead of the gradient
+
+
+def test_recompute_may_run_ahead_of_the_gradient() -> None:
+    text = "schedule stages=3 microbatches=1 devices=2\ndevice 0: 0:0 1:0\ndevice 1: 2:0\n"
+    costs = [StageCost(2.0), StageCost(5.0), StageCost(4.0, 3.0)]
+    late = simulate(parse_schedule(text), costs)
+    early = simulate(parse_schedule(text), costs, recompute_ahead=True)
+    assert (late.step_ms, early.step_ms) == (14, 11)
+    span = next(x for x in early.timeline.spans if x.stage_index == 2)
+    assert (span.start_ms, span.end_ms) == (4, 11)
+
+
+def test_recompute_does_not_run_before_its_input_is_there() -> None:
+    text = "schedule stages=3 microbatches=1 devices=2\ndevice 0: 0:0 1:0\ndevice 1: 2:0\n"
+    early = simulate(parse_schedule(text), [StageCost(2.0), StageCost(1.0), StageCost(4.0, 9.0)], recompute_ahead=True)
+    span = next(x for x in early.timeline.spans if x.stage_index == 2)
+    assert span.start_ms == 2, "the fused stage has started, so the forward of the calls before it is over"
+    assert early.step_ms == 2 + 9 + 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Costs of stages
+
+
+def test_costs_of_the_stages_of_a_partition() -> None:
+    calls = tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100 + i) for i in range(6))
+    profile = CostProfile(calls)
+    plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=60)
+    assert plan.format() == "F 0-3 | fused 4-5 | B 2-3 | B 0-1"
+    forward, fused, b23, b01 = stage_costs(plan, profile)
+    assert forward == StageCost(4.0, 0.0, 40, 0, 3, 4 + 3 * 3, 4, 3 + 4 + 103, "F 0-3")
+    assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 7 + 104 + 105, "fused 4-5")
+    assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 7 + 103, "B 2-3")
+    assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 7 + 101, "B 0-1")
+    with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
+        stage_costs(plan, CostProfile(calls[:1]))
+
+
+def test_costs_of_bound_stages() -> None:
+    profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100) for i in range(5)))
+    forward_0, forward_1, backward_1, backward_0 = bound_stage_costs([3, 2], profile)
+    assert (forward_0.duration_ms, forward_1.duration_ms) == (3, 2)
+    assert (backward_0.duration_ms, backward_0.recompute_ms) == (9, 3)
+    assert (backward_1.duration_ms, backward_1.recompute_ms) == (5, 1), "the head is not recomputed"
+    assert bound_stage_costs([3, 2], profile, recompute=False)[3].duration_ms == 6
+    assert forward_0.weight_bytes == backward_0.gradient_bytes == 0, "nothing travels but activations"
+    assert simulate(one_f_one_b(2, 4), bound_stage_costs([3, 2], profile)).step_ms > 0
+    with pytest.raises(ValueError, match="add up to the 5 calls"):
+        bound_stage_costs([3, 3], profile)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_devices": 0}, "num_devices must be >= 1, got 0"),
+        ({"device_memory_bytes": -1}, "device_memory_bytes must be >= 0, got -1"),
+        ({"h2d_bytes_per_ms": 0.0}, "h2d_bytes_per_ms must be > 0"),
+        ({"host_bytes_per_ms": math.nan}, "host_bytes_per_ms must be > 0"),
+        ({"transfer_latency_ms": -1.0}, "transfer_latency_ms must be a finite number of ms >= 0"),
+    ],
+)
+def test_rejects_machines(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Machine(**{"num_devices": 1, **arguments})  # type: ignore[arg-type]
+
+
+def test_rejects_what_does_not_match() -> None:
+    with pytest.raises(ValueError, match="schedule has 1 devices and the machine 2"):
+        simulate(ONE_DEVICE, [StageCost(1.0)] * 3, Machine(2))
+    with pytest.raises(ValueError, match="schedule has 3 stages and costs has 2 entries"):
+        simulate(ONE_DEVICE, [StageCost(1.0)] * 2)
+    with pytest.raises(ValueError, match="microbatches_per_step=3 must divide"):
+        simulate(ONE_DEVICE, [StageCost(1.0)] * 3, microbatches_per_step=3)
+    with pytest.raises(ValueError, match="duration of stage 1 must be a finite number"):
+        simulate(ONE_DEVICE, [StageCost(1.0), StageCost(math.nan), StageCost(1.0)])
