@@ -119,12 +119,12 @@ class Turnstile:
         if self._aborted:
             raise StepAborted
 
-    def enter(self, action: Action) -> None:
-        """Blocks until ``action`` is the head of its device's list."""
+    def enter(self, action: Action) -> bool:
+        """Blocks until ``action`` is the head of its device's list; whether it was not already."""
         with self._lock:
             self.check()
             if self._is_head(action):
-                return
+                return False
             event = self._waiting[action] = _Signal()
             self._detect_stall()
         try:
@@ -136,6 +136,7 @@ class Turnstile:
             with self._lock:
                 self._waiting.pop(action, None)
         self.check()
+        return True
 
     def leave(self, action: Action) -> None:
         """Releases the ticket of ``action``, entered or not."""
@@ -149,12 +150,16 @@ class Turnstile:
             self._passed[microbatch_index] = position
             self._open_gates(microbatch_index)
 
-    def await_position(self, microbatch_index: int, other: int, position: int) -> None:
-        """Blocks until micro-batch ``other`` has passed ``position``: for units that write buffers, in order."""
+    def await_position(self, microbatch_index: int, other: int, position: int) -> bool:
+        """Blocks until micro-batch ``other`` has passed ``position``: for units that write buffers, in order.
+
+        Returns:
+            Whether it had not already.
+        """
         with self._lock:
             self.check()
             if self._passed.get(other, 0) > position:
-                return
+                return False
             event = _Signal()
             self._gated[microbatch_index] = (other, position, event)
             self._detect_stall()
@@ -167,6 +172,7 @@ class Turnstile:
             with self._lock:
                 self._gated.pop(microbatch_index, None)
         self.check()
+        return True
 
     def describe(self) -> str:
         """The state in words: per device the head of its list, then who waits for what."""

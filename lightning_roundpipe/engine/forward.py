@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .devices import Device
+from .footprint import graph_bytes
 from .parameters import Replica
 from .randomness import ForeignRandomness
 from .recompute import Call, Entry, Facts, SavedInputs, Slot, version_of
@@ -27,12 +29,14 @@ class ForwardResult:
         passed_through: index of a result leaf -> index of the argument leaf that it is.
         changed: argument leaves that the unit changed in place.
         outputs: tensors for glue, by slot; never views of device copies, which are freed when the stage ends.
+        graph_bytes: what the local graph held besides parameters, arguments and results; looked at to learn facts.
     """
 
     unit: UnitResult
     outputs: dict[Slot, Tensor] = field(default_factory=dict)
     passed_through: dict[int, int] = field(default_factory=dict)
     changed: list[int] = field(default_factory=list)
+    graph_bytes: int = 0
 
 
 @dataclass
@@ -103,12 +107,13 @@ class ForwardRunner:
         foreign = foreign or (facts is not None and facts.foreign)
         call.facts = facts
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        given = to_device(leaves, replica.device.torch_device)
+        device, name = replica.device, call.unit.name
+        given = to_device(leaves, device, name)
         versions = [version_of(leaves[i]) for i in tensors]
         # Which of several outputs require a gradient may depend on the data: only the graph can tell.
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
         if records and not call.kept:
-            call.leaves = [self.saved.save(x) if isinstance(x, Tensor) else x for x in leaves]
+            call.leaves = [self.saved.save(x, device, name) if isinstance(x, Tensor) else x for x in leaves]
         learning = ForeignRandomness.watched() if facts is None and not foreign else None
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(graph if records else before)
@@ -122,6 +127,9 @@ class ForwardRunner:
         done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(leaves[i]) != v]
         call.changed = done.changed
         add_changed(call, done.unit, given)
+        if graph and facts is None:
+            slots = done.unit.slots
+            done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
         identity = {id(given[i]): i for i in tensors}
         done.passed_through = {
             j: identity[id(x)] for j, x in enumerate(done.unit.leaves) if isinstance(x, Tensor) and id(x) in identity
@@ -129,9 +137,16 @@ class ForwardRunner:
         return done
 
 
-def to_device(leaves: list[Any], device: torch.device) -> list[Any]:
-    """A new list with tensors moved to ``device``."""
-    return [x.to(device) if isinstance(x, Tensor) and x.device != device else x for x in leaves]
+def to_device(leaves: list[Any], device: Device, unit: str) -> list[Any]:
+    """A new list with tensors moved to ``device``, for the unit of this name."""
+    target = device.torch_device
+    given = list(leaves)
+    away = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device != target]
+    if away:
+        moved = device.upload([leaves[i] for i in away], unit, "inputs", keep_graph=True).wait()
+        for i, tensor in zip(away, moved, strict=True):
+            given[i] = tensor
+    return given
 
 
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
@@ -174,7 +189,8 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
             master = replica.master_of(copy)
             assert master is not None
             changed.append((master, name))
-    return Facts(flagged, frozenset(slots), done.unit.num_draws > 0, done.unit.draws_foreign, tuple(changed))
+    num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
+    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), done.graph_bytes)
 
 
 def _restore(before: Snapshot) -> None:

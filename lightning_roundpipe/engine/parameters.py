@@ -94,6 +94,7 @@ class Replica:
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.resident = False
         self.has_gradients = False
+        self._owns_buffers = False
         self.num_hooks = 0
         for module in unit.module.modules():
             copy = module.__new__(type(module))
@@ -171,18 +172,26 @@ class Replica:
                 if _layout(leaf) != _layout(data):
                     leaf.data = data
         else:
-            moved = self.device.h2d.submit([self.leaves[leaf] for leaf in leaves]).wait()
+            moved = self.device.upload([self.leaves[leaf] for leaf in leaves], self.unit.name, "weights").wait()
             for leaf, data in zip(leaves, moved, strict=True):
                 leaf.data = data
-            self.load_buffers()
+        self.load_buffers()
         self.resident = True
 
-    def load_buffers(self) -> None:
-        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'."""
+    def load_buffers(self, *, own: bool = False) -> None:
+        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'.
+
+        Args:
+            own: makes copies there as well: for a graph that is kept while other micro-batches change the masters'.
+        """
+        self._owns_buffers = own
         if self.device.aliases_host:
+            for master, copy, name in self.buffers:
+                buffer = master._buffers[name]
+                copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
         found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
-        moved = self.device.h2d.submit([b for _, _, b in found if b is not None]).wait()
+        moved = self.device.upload([b for _, _, b in found if b is not None], self.unit.name, "buffers").wait()
         for (copy, name, _), tensor in zip(found, moved, strict=True):
             copy._buffers[name] = tensor
 
@@ -192,15 +201,16 @@ class Replica:
             value, home = copy._buffers.get(name), master._buffers.get(name)
             if value is None or home is None or value is home:
                 continue
-            if self.device.aliases_host:  # assigned anew on the replica: assigned anew on the master
+            if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()
                 continue
-            (value,) = self.device.d2h.submit([value]).wait()
+            if not self.device.aliases_host:
+                (value,) = self.device.download([value], self.unit.name, "buffers").wait()
             if home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:
-                master._buffers[name] = value
+                master._buffers[name] = value.detach()
 
     def harvest(self, store: GradientStore, *position: int) -> None:
         """Moves the gradients of the leaves to ``store``, as those of the call at ``position`` if it is given."""
@@ -210,7 +220,9 @@ class Replica:
         found = [(leaf, master) for leaf, master in self.leaves.items() if leaf.grad is not None]
         gradients = [leaf.grad for leaf, _ in found]
         if not self.device.aliases_host:
-            gradients = list(self.device.d2h.submit([g for g in gradients if g is not None]).wait())
+            gradients = list(
+                self.device.download([g for g in gradients if g is not None], self.unit.name, "gradients").wait()
+            )
         for (leaf, master), gradient in zip(found, gradients, strict=True):
             leaf.grad = None
             assert gradient is not None

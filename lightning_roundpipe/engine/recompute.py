@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from .devices import Device
+from .profiler import Run
 from .units import Unit
 
 Slot = Hashable
@@ -161,6 +163,7 @@ class Facts:
         draws: whether torch drew random numbers.
         foreign: whether Python's or NumPy's global generator was used.
         buffers: buffers that were written: (master module, name).
+        graph_bytes: what the local graph held, besides parameters, arguments and results.
     """
 
     flagged: frozenset[Slot]
@@ -168,6 +171,7 @@ class Facts:
     draws: bool
     foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
+    graph_bytes: int
 
 
 class Call:
@@ -190,12 +194,13 @@ class Call:
         local: slots of the kept graph.
         relays: per relay of the forward, whether its hooks changed the output; None before the forward.
         gradients: gradients that have arrived per slot.
+        ran: what was noted about the forward, see :class:`profiler.Run`.
     """
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
         "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
-        "receivers", "relayed", "relays", "side", "structure", "unit",
+        "ran", "receivers", "relayed", "relays", "side", "structure", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
@@ -220,6 +225,7 @@ class Call:
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self.relayed: dict[Slot, Tensor] = {}
         self.relays: list[bool] | None = None
+        self.ran: Run | None = None
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere."""
@@ -253,13 +259,17 @@ class SavedInputs:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
 
-    def save(self, tensor: Tensor) -> Tensor:
-        """A host copy of ``tensor`` as it is now; expanded dimensions stay expanded."""
+    def save(self, tensor: Tensor, device: Device, unit: str) -> Tensor:
+        """A host copy of ``tensor`` as it is now; expanded dimensions stay expanded.
+
+        Args:
+            device, unit: where and for which unit the tensor was wanted, for the books.
+        """
         version = version_of(tensor)
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
             return saved
-        saved = _host_copy(tensor.detach())
+        saved = _host_copy(tensor.detach(), device, unit)
         self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
         return saved
 
@@ -268,14 +278,17 @@ class SavedInputs:
         self._known.clear()
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or 0 not in tensor.stride():
-        return tensor.to("cpu", copy=True)
+def _host_copy(tensor: Tensor, device: Device, unit: str) -> Tensor:
     narrow = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            narrow = narrow.narrow(dim, 0, 1)
-    return narrow.to("cpu", copy=True).expand(tensor.shape)
+    if tensor.layout is torch.strided and 0 in tensor.stride():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                narrow = narrow.narrow(dim, 0, 1)
+    if narrow.device.type == "cpu":  # it stays on the host: nothing travels
+        copy = narrow.to("cpu", copy=True)
+    else:
+        (copy,) = device.download([narrow], unit, "inputs").wait()
+    return copy if narrow is tensor else copy.expand(tensor.shape)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -331,13 +344,14 @@ class PendingGradients:
 
 def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
     """A call whose cut the graph behind ``outputs`` ends at."""
-    for node in _walk_graph([output.grad_fn for output in outputs]):
+    for node in walk_graph([output.grad_fn for output in outputs]):
         if isinstance(node, _CUT_NODE):
             return cast(Any, node).call  # type: ignore[no-any-return]
     return None
 
 
-def _walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
+def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
     seen: set[Any] = set()
     todo = [node for node in roots if node is not None]
     while todo:
@@ -355,5 +369,5 @@ def find_escaped(roots: list[Any], leaves: dict[int, str]) -> str | None:
         roots: autograd nodes to start from: of the loss and of the inputs of every call.
         leaves: id of a replica's leaf -> name of its unit.
     """
-    variables = (getattr(node, "variable", None) for node in _walk_graph(roots))
+    variables = (getattr(node, "variable", None) for node in walk_graph(roots))
     return next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)

@@ -2,7 +2,8 @@
 
 [Note: one step]
 The first step with a new key (train, validate, ...) runs its first micro-batch alone on one device and records which
-units it calls in which order; the plan made from that drives everything after. Threads are started for a step and
+units it calls in which order; the plan made from that drives everything after, until a better one is made between two
+steps (see [Note: re-planning] in :mod:`plans`). Threads are started for a step and
 joined before it ends, on every path. The first exception stops the others at their next wait and is raised to the
 caller with its own traceback; a KeyboardInterrupt in the calling thread does the same.
 """
@@ -21,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning.partition import Partition, Stage, StageKind, keep_together
-from ..planning.schedule import Schedule, next_first_device, round_robin
+from ..planning.costs import CostProfile
+from ..planning.machine import Machine
+from ..planning.partition import Partition
+from ..planning.schedule import Schedule
 from ..planning.timeline import Span, Timeline
 from .checkpointing import checkpoints_passed_through
 from .devices import DevicePool
@@ -30,15 +33,15 @@ from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
 from .parameters import GradientStore, ReplicaCache
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
+from .plans import Planner, Plans, Scheduler, scheduler_of
 from .recompute import find_escaped
-from .step_context import Plan, StepContext, ordered_spans
+from .step_context import Plan, StepContext
 from .strays import StrayOperands
 from .threads import Surroundings, run_threads
+from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .unit_run import relay_hooks
-from .units import Unit, UnitClasses, UnitTable
+from .units import UnitClasses, UnitTable
 from .walk import Walk
-
-Planner = Callable[[Sequence[Unit], int, bool], Partition]
 
 
 class UnitEscapeError(RuntimeError):
@@ -77,10 +80,19 @@ class StepResult:
     Attributes:
         outputs: the function's results, in micro-batch order.
         gradients: master weight -> weighted sum of its gradients (host, the weight's shape and dtype).
-        timeline: compute spans of the scheduled part.
-        schedule: what was run; None if the step only recorded.
+        timeline: compute spans of the scheduled part; waits and transfers as well if the step was traced. On GPUs
+            without what a device had not reached when the step ended.
+        schedule: what was run; None if the step only recorded. It numbers the micro-batches that ran by the plan: in
+            the first step with a key its micro-batch 0 is number 1 everywhere else, because number 0 was recorded.
+        partition: the stages it was run in, or, if the step only recorded, those of the next step.
         num_microbatches: how many there were.
         num_off_plan: unit calls that the plan did not foresee.
+        step_ms: wall-clock time of the step, without the planning of the next one.
+        bytes_up, bytes_down: per device, bytes that were copied to it and from it: weights, buffers, gradients, and
+            inputs of calls. Gradients on their way through glue are not counted.
+        peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
+            is not known.
+        replanned: whether the next step has another plan.
     """
 
     outputs: list[Any]
@@ -90,6 +102,11 @@ class StepResult:
     partition: Partition | None = None
     num_microbatches: int = 0
     num_off_plan: int = 0
+    step_ms: float = 0.0
+    bytes_up: tuple[int, ...] = ()
+    bytes_down: tuple[int, ...] = ()
+    peak_memory_bytes: tuple[int | None, ...] = ()
+    replanned: bool = False
 
 
 @dataclass
@@ -101,10 +118,11 @@ class _Step:
     states: list[GlueState]
     outputs: list[Any]
     gradients: GradientStore
-    started_at: float
     aborted: threading.Event
+    trace: Trace | None
     error: BaseException | None = None
     walks: list[Walk] = field(default_factory=list)
+    planned: list[Walk] = field(default_factory=list)  # those that ran by the plan
     turnstile: Turnstile | None = None
     error_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -123,11 +141,16 @@ class Engine:
     Args:
         root: the user's model; its parameters are the master weights.
         pool: the workers.
-        planner: makes a partition from the recorded units: (units, num_microbatches, training) -> partition.
+        planner: makes a partition from costs: (costs of the calls, num_microbatches, training) -> partition.
         round_size: micro-batches per round of the schedule; None for one round.
+        scheduler: builds other schedules than round-robin ones, of any form that :class:`Schedule` accepts.
+        machine: on which plans are compared; None for devices that share the host's memory.
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
+
+    Attributes:
+        trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`tracing`.
     """
 
     def __init__(
@@ -137,32 +160,47 @@ class Engine:
         planner: Planner,
         *,
         round_size: int | None = None,
+        scheduler: Scheduler | None = None,
+        machine: Machine | None = None,
         unit_classes: UnitClasses | None = None,
         exempt: tuple[type, ...] = (),
         num_threads: int | None = None,
     ) -> None:
         self._root = root
         self._pool = pool
-        self._planner = planner
-        self._round_size = round_size
+        self._plans = Plans(planner, scheduler_of(scheduler, round_size), len(pool), machine)
         self._unit_classes = unit_classes
         self._exempt = exempt
         self._num_threads = num_threads
         self._table: UnitTable | None = None
         self._modules: list[int] = []
-        self._plans: dict[Hashable, Plan] = {}
-        self._schedules: dict[Any, Schedule] = {}
         self._replicas = ReplicaCache(relay_hooks)
-        self._first_device = 0
         self._glue_parameters: set[nn.Parameter] = set()
         self._glue_is_user_code = threading.Event()
+        self.trace = False
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
-        return self._plans.get(key)
+        return self._plans.of(key)
+
+    def costs(self, key: Hashable) -> CostProfile | None:
+        """The costs of the unit calls of one micro-batch in steps with this key, as far as they are known now.
+
+        Guesses from sizes at first, then measured ones; see [Note: measured costs] in :mod:`profiler`. None before
+        the first step with this key.
+        """
+        return self._plans.costs(key)
+
+    def preset_costs(self, key: Hashable, profile: CostProfile) -> None:
+        """Plans steps with this key from ``profile``, and does not plan them anew from what is measured.
+
+        Raises:
+            ValueError: if steps with this key make other calls; the first step raises it, if none has run yet.
+        """
+        self._plans.preset(key, profile)
 
     def close(self) -> None:
-        """Forgets plans and replicas; the engine may be used again."""
+        """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
         self._replicas.clear()
         self._plans.clear()
         self._table = None
@@ -175,12 +213,30 @@ class Engine:
             BaseException: the first exception that user code raised in any micro-batch, with its traceback.
             PipelineStalled: if the schedule cannot make progress.
             UnitEscapeError: if a tensor leaves a unit on a way that would lose its gradient.
+            ValueError: if preset costs do not match the calls.
         """
+        started = time.perf_counter()
+        before = self._pool.bytes_moved
+        step, result = self._run_step(request)
+        result.step_ms = (time.perf_counter() - started) * 1e3
+        result.bytes_up, result.bytes_down = (
+            tuple(n - m for n, m in zip(*counts, strict=True))
+            for counts in zip(self._pool.bytes_moved, before, strict=True)
+        )
+        result.peak_memory_bytes = tuple(device.peak_memory_bytes for device in self._pool.devices)
+        result.replanned = self._plans.note_step(request.key, step.planned, len(request.microbatches))
+        return result
+
+    def _run_step(self, request: StepRequest) -> tuple[_Step, StepResult]:
         table = self._current_table()
+        trace = Trace(self._pool) if self.trace else None
         aborted = threading.Event()  # shared by the step and its lock, which must not know each other: no cycles
-        lock = GlueLock(self._exempt, aborted.is_set)
+        if trace is None:
+            lock = GlueLock(self._exempt, aborted.is_set)
+        else:
+            lock = TracedGlueLock(trace, self._exempt, aborted.is_set)
         states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
-        step = _Step(request, lock, states, [None] * len(states), GradientStore(), time.perf_counter(), aborted)
+        step = _Step(request, lock, states, [None] * len(states), GradientStore(), aborted, trace)
         lists = GrowingContainers(table.glue)
         succeeded = False
         try:
@@ -201,10 +257,12 @@ class Engine:
                 if request.merge is not None:
                     lists.collect(states, request.merge)
                 succeeded = True
-                return result
+                return step, result
         finally:
             lock.close(states, keep_writes=succeeded)
             self._replicas.drop_all()
+            if trace is not None:
+                trace.close()
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""
@@ -217,26 +275,24 @@ class Engine:
 
     def _run_phases(self, step: _Step, take_strays: Callable[[], dict[nn.Parameter, Tensor]]) -> StepResult:
         request = step.request
-        training = request.loss_of is not None
-        plan = self._plans.get(request.key)
+        plan = self._plans.of(request.key)
         first = 0
         if plan is None:
-            stages = (Stage(0, StageKind.FUSED if training else StageKind.FORWARD, 0, 0),)
-            recording = Plan((), Partition(0, stages), recording=True)
-            (walk,) = self._run_schedule(step, recording, range(1), round_robin(1, 1, len(self._pool)))
+            (walk,) = self._run_schedule(step, *self._plans.recording(request.loss_of is not None), range(1))
             self._note_strays(step, take_strays)
-            plan = self._make_plan(walk.sequence, len(request.microbatches), training)
-            self._plans[request.key] = plan
+            plan = self._plans.record(request.key, walk, len(request.microbatches), request.loss_of is not None)
             first = 1
         schedule = None
-        walks: list[Walk] = []
+        spans: list[Span] = []
         if first < len(request.microbatches):
-            schedule = self._schedule(plan.partition.num_stages, len(request.microbatches) - first)
-            step.started_at = time.perf_counter()
-            walks = self._run_schedule(step, plan, range(first, len(request.microbatches)), schedule)
-            self._replan_if_stale(request.key, walks, len(request.microbatches), training)
+            schedule = self._plans.schedule(plan.partition.num_stages, len(request.microbatches) - first)
+            clock = Clock(self._pool)
+            step.planned = self._run_schedule(step, plan, schedule, range(first, len(request.microbatches)))
+            for walk in step.planned:
+                spans.extend(clock.spans_of(walk.runs, walk.index))
+            if step.trace is not None:
+                spans.extend(step.trace.spans(clock))
         self._note_strays(step, take_strays)
-        spans: list[Span] = [span for walk in walks for span in walk.timed()]
         for walk in step.walks:
             for parameter, gradient in walk.glue_gradients.items():
                 step.gradients.add(parameter, gradient)
@@ -248,7 +304,7 @@ class Engine:
             schedule,
             plan.partition,
             len(request.microbatches),
-            sum(walk.num_off_plan for walk in walks),
+            sum(walk.num_off_plan for walk in step.planned),
         )
 
     def _note_strays(self, step: _Step, take: Callable[[], dict[nn.Parameter, Tensor]]) -> None:
@@ -257,30 +313,13 @@ class Engine:
             self._glue_parameters.add(parameter)
             step.gradients.add(parameter, gradient)
 
-    def _make_plan(self, sequence: Sequence[Unit], num_microbatches: int, training: bool) -> Plan:
-        partition = self._planner(sequence, num_microbatches, training)
-        return Plan(tuple(sequence), keep_together(partition, ordered_spans(sequence)))
-
-    def _replan_if_stale(self, key: Hashable, walks: list[Walk], num_microbatches: int, training: bool) -> None:
-        """Calls off the plan mean that the model has taken another path: the first micro-batch's path counts."""
-        if any(walk.num_off_plan for walk in walks):
-            self._plans[key] = self._make_plan(walks[0].sequence, num_microbatches, training)
-
-    def _schedule(self, num_stages: int, num_microbatches: int) -> Schedule:
-        size = min(self._round_size or num_microbatches, num_microbatches)
-        key = (num_stages, num_microbatches, size, self._first_device)
-        schedule = self._schedules.get(key)
-        if schedule is None:
-            schedule = self._schedules[key] = round_robin(
-                num_stages, num_microbatches, len(self._pool), round_size=size, first_device=self._first_device
-            )
-        self._first_device = next_first_device(
-            num_stages, num_microbatches, len(self._pool), round_size=size, first_device=self._first_device
-        )
-        return schedule
-
-    def _run_schedule(self, step: _Step, plan: Plan, indices: range, schedule: Schedule) -> list[Walk]:
-        turnstile = Turnstile(schedule, functools.partial(self._end_stage, step.gradients))
+    def _run_schedule(self, step: _Step, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
+        end_stage = functools.partial(self._end_stage, step.gradients)
+        if step.trace is None:
+            turnstile = Turnstile(schedule, end_stage)
+        else:
+            step.trace.begin(schedule, indices)
+            turnstile = TracedTurnstile(step.trace, schedule, end_stage)
         shared = StepContext(
             plan=plan,
             turnstile=turnstile,
@@ -288,11 +327,11 @@ class Engine:
             replicas=self._replicas,
             lock=step.lock,
             training=step.request.loss_of is not None,
+            is_measured=self._plans.measures(step.request.key),
             seed=step.request.seed,
             autocast_device=step.request.autocast_device,
             gradients=step.gradients,
             glue_parameters=self._glue_parameters,
-            started_at=step.started_at,
             glue_is_user_code=self._glue_is_user_code,
         )
         walks = [Walk(index, slot, shared, step.states[index]) for slot, index in enumerate(indices)]

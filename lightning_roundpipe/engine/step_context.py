@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..planning.partition import Partition
+from ..planning.partition import Partition, StageKind
 from .devices import DevicePool
 from .dispatch import Turnstile
 from .glue import GlueLock
@@ -37,11 +37,11 @@ class StepContext:
     replicas: ReplicaCache
     lock: GlueLock
     training: bool
+    is_measured: bool
     seed: int
     autocast_device: str
     gradients: GradientStore
     glue_parameters: set[nn.Parameter]
-    started_at: float
     glue_is_user_code: threading.Event
     _trainable: dict[Unit, bool] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
@@ -53,6 +53,19 @@ class StepContext:
             unit.look()
             known = self._trainable[unit] = unit.is_trainable
         return known
+
+    @functools.cached_property
+    def _stage_orders(self) -> tuple[tuple[int, ...], ...]:
+        num_forward = sum(stage.kind is not StageKind.BACKWARD for stage in self.plan.partition.stages)
+        return self.turnstile.schedule.stage_orders(num_forward)
+
+    def before(self, stage: int, slot: int) -> tuple[int, ...]:
+        """The micro-batches that write the buffers of units in ``stage`` before ``slot``.
+
+        All of them: one that skips a unit does not wait for those before it.
+        """
+        order = self._stage_orders[stage]
+        return order[: order.index(slot)]
 
     @functools.cached_property
     def repeated(self) -> frozenset[Unit]:

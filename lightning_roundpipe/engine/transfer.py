@@ -31,10 +31,14 @@ class TransferLane:
         self.destination = destination
         self.num_bytes = 0
 
-    def submit(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Starts copying ``tensors``; always makes copies, never aliases."""
+    def submit(self, tensors: Sequence[Tensor], *, keep_graph: bool = False) -> Transfer:
+        """Starts copying ``tensors``; always makes copies, never aliases.
+
+        Args:
+            keep_graph: whether the copies are part of the tensors' autograd graph.
+        """
         self.num_bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return Transfer([t.detach().to(self.destination, copy=True) for t in tensors])
+        return Transfer([(t if keep_graph else t.detach()).to(self.destination, copy=True) for t in tensors])
 
 
 def poison(tensor: Tensor) -> None:

@@ -72,6 +72,11 @@ class Unit:
             self.is_trainable = any(flags)
             self.facts.clear()
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is anything that its forward could write as a buffer."""
+        return any(module._buffers for module in self.members)
+
     def weight_bytes(self) -> int:
         """Bytes of all its parameters."""
         return sum(p.numel() * p.element_size() for p in self.module.parameters())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 
 from ..planning.partition import StageKind
 from ..planning.schedule import Action
-from ..planning.timeline import Span
 from . import trees
 from .devices import Device
+from .footprint import tensor_bytes
 from .forward import ForwardResult, ForwardRunner, add_changed, enter, to_device
 from .glue import GlueState, read
 from .parameters import Replica
+from .profiler import Run
 from .randomness import derive_seed
 from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot, run_backward
 from .step_context import StepContext
@@ -53,13 +53,13 @@ class Walk:
     state: GlueState
     calls: list[Call] = field(default_factory=list)
     sequence: list[Unit] = field(default_factory=list)
-    spans: list[tuple[int, str, float, float, int, str]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
     glue_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     num_off_plan: int = 0
 
     def __post_init__(self) -> None:
-        self._stage: int | None = None
+        self._stage = -1
         self._next_position = 0
         self._in_backward = False
         self._flushing = Flushing()
@@ -85,10 +85,9 @@ class Walk:
 
     def _move_to(self, stage: int) -> None:
         """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped."""
-        current = -1 if self._stage is None else self._stage
-        if stage <= current:
+        if stage <= self._stage:
             return
-        for passed in range(max(current, 0), stage):
+        for passed in range(max(self._stage, 0), stage):
             self.shared.turnstile.leave(Action(passed, self.slot))
         self._stage = stage
         self.device = self._device_of(stage)
@@ -103,18 +102,6 @@ class Walk:
                 return position
         self.num_off_plan += not self.shared.plan.recording
         return None
-
-    def _span(self, kind: str, label: str, started: float) -> None:
-        stage = -1 if self._stage is None else self._stage
-        self.spans.append((self.device.index, kind, started, time.perf_counter(), stage, label))
-
-    def timed(self) -> list[Span]:
-        """What has run; made afterwards, not on the way, where it would hold up the devices."""
-        origin = self.shared.started_at
-        return [
-            Span(device, kind, (start - origin) * 1e3, (end - origin) * 1e3, stage, self.index, label)
-            for device, kind, start, end, stage, label in self.spans
-        ]
 
     # --- forward -----------------------------------------------------------------------------------------------
 
@@ -169,11 +156,12 @@ class Walk:
     def _go_to_call(self, call: Call, position: int | None) -> None:
         partition = self.shared.plan.partition
         if position is None:
-            if self._stage is None:
-                self._move_to(0)
-            stage = self._stage or 0
+            self._move_to(max(self._stage, 0))
+            stage = self._stage
         else:
             stage = partition.forward_stage(position)
+            if stage != self._stage:  # nobody need wait for the calls that were skipped until this one has its turn
+                self.shared.turnstile.pass_position(self.slot, position)
             self._move_to(stage)
             call.backward_stage = partition.backward_stage(position) if partition.is_training else None
         call.kept = partition.stages[stage].kind is StageKind.FUSED and not self.shared.plan.recording
@@ -187,19 +175,46 @@ class Walk:
             tuple(call.differentiable), call.autocast, tuple(x for x in leaves if x is None or type(x) in (bool, str)),
         )  # fmt: skip
         facts = unit.facts.get(key)
-        if facts is not None and facts.buffers and position is not None and self.slot > 0:
-            self.shared.turnstile.await_position(self.slot, self.slot - 1, position)
-        started = time.perf_counter()
-        with self.device.computing():
+        if position is not None and (unit.has_buffers if facts is None else facts.buffers):
+            self._await_buffers(unit, position)
+        device = self.device
+        input_bytes = tensor_bytes(leaves) if self.shared.is_measured else 0
+        with device.computing():
             replica = self._replica(unit)
-            if facts is None or facts.buffers:
-                replica.load_buffers()
+            changes_buffers = facts is None or bool(facts.buffers)
+            if changes_buffers:
+                replica.load_buffers(own=call.kept)
+            started = device.stamp()
             done = self._forward.run(call, replica, leaves, records=records, key=key)
+            ended = device.stamp()
+            if changes_buffers and call.kept and device.aliases_host:
+                replica.load_buffers()
             self._free_recorded(replica)
-        self._span("compute", f"F {unit.name}", started)
         if position is not None:
             self.shared.turnstile.pass_position(self.slot, position + 1)
+        elif self.shared.plan.recording:
+            position = call.index  # in the plan that will be made of it
+        assert call.facts is not None
+        output_bytes = tensor_bytes(done.outputs.values()) if self.shared.is_measured else 0
+        call.ran = Run(
+            device, "F", unit.name, started, ended, self._stage, position,
+            call.kept, facts is None, input_bytes, output_bytes, call.facts.graph_bytes,
+        )  # fmt: skip
+        self.runs.append(call.ran)
         return done
+
+    def _await_buffers(self, unit: Unit, position: int) -> None:
+        """Waits until the micro-batches before this one have made their last call of ``unit`` in this stage.
+
+        Also where it is not known yet whether the unit writes its buffers. See :meth:`Schedule.stage_orders`.
+        """
+        partition = self.shared.plan.partition
+        stage = partition.stages[partition.forward_stage(position)]
+        before = self.shared.before(stage.index, self.slot)
+        if before:
+            last = max(i for i in range(position, stage.stop) if self.shared.plan.sequence[i] is unit)
+            for other in before:
+                self.shared.turnstile.await_position(self.slot, other, last)
 
     def _replica(self, unit: Unit) -> Replica:
         return self.shared.replicas.get(unit, self.device, self.shared.lock.baseline)
@@ -239,7 +254,9 @@ class Walk:
         with self.shared.lock.released(self.state), self.device.computing():
             replica = self._replica(unit)
             replica.has_gradients = torch.is_grad_enabled()
+            started = self.device.stamp()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
+            self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
         if len(made) > 1 and result.num_draws:
             raise RuntimeError(
                 f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
@@ -258,7 +275,7 @@ class Walk:
         fused = next(stage.index for stage in partition.stages if stage.kind is StageKind.FUSED)
         self._move_to(fused)
         self._in_backward = True
-        with self._glue_backward("B loss"):
+        with self._glue_backward("loss"):
             self._pending.run_backward(list(roots), list(gradients))
         while self.calls:
             call = self.calls.pop()
@@ -274,19 +291,21 @@ class Walk:
 
     def _flush(self) -> None:
         if self._pending:
-            with self._glue_backward("B glue"):
+            with self._glue_backward("glue"):
                 self._pending.flush()
 
     @contextlib.contextmanager
-    def _glue_backward(self, label: str) -> Any:
+    def _glue_backward(self, what: str) -> Any:
         """Around backward through glue. With the glue lock where parameters are used in glue: their ``.grad`` is
         shared by all micro-batches until it is taken."""
-        started = time.perf_counter()
+        device = self.device
         parameters = self.shared.glue_parameters
         if not parameters and not self.shared.glue_is_user_code.is_set():
+            started = device.stamp()
             yield
         else:
             self.shared.lock.acquire(self.state)
+            started = device.stamp()
             try:
                 yield
                 for parameter in parameters:
@@ -296,15 +315,15 @@ class Walk:
                         self.glue_gradients[parameter] = gradient if known is None else known + gradient
             finally:
                 self.shared.lock.release(self.state)
-        self._span("compute", label, started)
+        self.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))
 
     def _backward_call(self, call: Call) -> None:
         if not call.gradients:
             return
-        started = time.perf_counter()
         device = self.device
         with device.computing():
             replica = self._replica(call.unit)
+            started = device.stamp()
             local = call.local if call.kept else self._recompute(call, replica)
             assert local is not None
             replica.has_gradients = True
@@ -319,12 +338,17 @@ class Walk:
             for slot, gradient in call.gradients.items():
                 root = local[slot]
                 roots.append(root)
-                gradients.append(gradient if gradient.device == root.device else gradient.to(root.device))
+                if gradient.device != root.device:
+                    (gradient,) = device.upload([gradient], call.unit.name, "gradient").wait()
+                gradients.append(gradient.to(root.device))
             run_backward(roots, gradients)
+            ended = device.stamp()
             if device.aliases_host and call.unit in self.shared.repeated:
                 replica.harvest(self.shared.gradients, call.index)
             self._free_recorded(replica)
-        self._span("compute", f"B {call.unit.name}", started)
+        ran = call.ran
+        assert ran is not None
+        self.runs.append(Run(device, "B", ran.name, started, ended, self._stage, *ran[6:]))
         for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
             if arrived is not None:
                 self._pending.deliver(receiver, arrived)
@@ -333,7 +357,7 @@ class Walk:
         """Runs the unit again with its graph, on what the forward saw."""
         assert call.facts is not None
         target = self.device.torch_device
-        leaves = to_device(call.leaves, target)
+        leaves = to_device(call.leaves, self.device, call.unit.name)
         for i in call.changed:  # the saved copy may serve other calls
             leaves[i] = leaves[i].clone()
         swapped = []

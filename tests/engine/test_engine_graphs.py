@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from lightning_roundpipe.engine.units import Unit
-from lightning_roundpipe.planning import Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 3
 NUM_UNITS = 4
@@ -121,23 +120,23 @@ def random_partition(num_calls: int, training: bool, seed: int) -> Partition:
 
 
 def planner(seed: int) -> Planner:
-    def plan(units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-        return random_partition(len(units), training, seed)
+    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        return random_partition(len(costs.calls), training, seed)
 
     return plan
 
 
-def everything_kept(units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-    return Partition(len(units), (Stage(0, StageKind.FUSED, 0, len(units)),))
+def everything_kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
 
 
-def everything_recomputed(units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
+def everything_recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
     """All calls but the last are recomputed, each in a stage of its own."""
-    last = len(units) - 1
+    last = len(costs.calls) - 1
     pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
     pieces.append((StageKind.FUSED, last, last + 1))
     pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
-    return Partition(len(units), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+    return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
 
 
 def make_engine(root: nn.Module, plan: Planner, *, devices: int, round_size: int | None, copies: bool) -> Engine:

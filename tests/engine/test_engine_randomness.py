@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.recompute import GradientCutError
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.units import Unit
-from lightning_roundpipe.planning import Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)
@@ -54,18 +53,18 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def kept(units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-    return Partition(len(units), (Stage(0, StageKind.FUSED, 0, len(units)),))
+def kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
 
 
-def recomputed(units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-    last = len(units) - 1
+def recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    last = len(costs.calls) - 1
     stages = (
         Stage(0, StageKind.FORWARD, 0, last),
         Stage(1, StageKind.FUSED, last, last + 1),
         Stage(2, StageKind.BACKWARD, 0, last),
     )
-    return Partition(len(units), stages)
+    return Partition(len(costs.calls), stages)
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())

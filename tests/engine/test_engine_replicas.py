@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.parameters import GradientStore
-from lightning_roundpipe.engine.profiler import guess_costs
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import partition, partition_forward
+from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 
 WIDTH = 4
 
@@ -44,9 +42,9 @@ class Model(nn.Module):
 
 
 def make_engine(model: nn.Module, copies: bool, num_devices: int = 2) -> Engine:
-    def plan(units: Any, num_microbatches: int, training: bool) -> Any:
-        make: Callable[..., Any] = partition if training else partition_forward
-        return make(guess_costs(units), num_devices=num_devices, num_microbatches=num_microbatches)
+    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        make: Callable[..., Partition] = partition if training else partition_forward
+        return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
 
     return Engine(model, DevicePool([torch.device("cpu")] * num_devices, copies=copies), plan)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import runner
+from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.dispatch import PipelineStalled, StepAborted, Turnstile
 from lightning_roundpipe.engine.runner import Engine, StepRequest
@@ -238,21 +238,21 @@ def test_the_engine_reports_a_schedule_that_cannot_progress_and_lives_on(monkeyp
     engine.run(request)
     expected = engine.run(request)
 
-    real: Callable[..., Schedule] = runner.round_robin
+    real: Callable[..., Schedule] = plans.round_robin
 
     def reversed_devices(*args: int, **kwargs: int) -> Schedule:
         schedule = real(*args, **kwargs)
         return Schedule(schedule.num_stages, schedule.num_microbatches, tuple(a[::-1] for a in schedule.devices))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "round_robin", reversed_devices)
+        patch.setattr(plans, "round_robin", reversed_devices)
         patch.setattr(Schedule, "_validate_order", lambda self, cells: None)
-        engine._schedules.clear()
+        engine._plans._schedules.clear()
         with pytest.raises(PipelineStalled, match="cannot make progress") as caught:
             engine.run(request)
     assert "device 0:" in str(caught.value)
     assert "micro-batch 0 waits for its turn in stage 0" in str(caught.value)
-    engine._schedules.clear()
+    engine._plans._schedules.clear()
     again = engine.run(request)
     for parameter, gradient in expected.gradients.items():
         torch.testing.assert_close(again.gradients[parameter], gradient)

@@ -1,0 +1,59 @@
+"""Bytes of tensors, and of what autograd keeps of them for the backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from .recompute import walk_graph
+
+
+def tensor_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the tensors among ``values``."""
+    return sum([x.numel() * x.element_size() for x in values if isinstance(x, Tensor)])
+
+
+def graph_bytes(outputs: Iterable[Tensor], besides: Iterable[Any]) -> int:
+    """Bytes of memory that the graph behind ``outputs`` has saved for its backward.
+
+    Memory that a tensor among ``besides`` uses does not count, nor what functions keep outside ``save_for_backward``.
+    """
+    counted = {memory[0] for x in besides if isinstance(x, Tensor) and (memory := _memory_of(x)) is not None}
+    total = 0
+    for node in walk_graph([output.grad_fn for output in outputs]):
+        for tensor in _saved_by(node):
+            memory = _memory_of(tensor)
+            if memory is not None and memory[0] not in counted:
+                counted.add(memory[0])
+                total += memory[1]
+    return total
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int] | None:
+    """(address, bytes) of the tensor's storage; None for layouts that have several."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # changed in place since, or freed
+            continue
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+@functools.cache
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    """Attributes that show what a node has saved: one each in torch's own nodes, one for all in those of users."""
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")

@@ -1,0 +1,191 @@
+"""Plans and schedules of an engine: made from costs, and made anew when the costs are known better.
+
+[Note: re-planning]
+The first plan of a key comes from guessed costs. After steps 2, 4, 8, 16, ... with the key a new one is made from what
+was measured, and taken if the simulator says that it saves more than 2 % of the step. That is between two steps, and
+only where calls run and in which order devices take them changes, never what is computed: results stay the same. Ever
+rarer, because a plan costs time and estimates settle. If a step makes calls that its plan does not foresee, the plan is
+made anew from the calls of its first micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from ..planning.builders import next_first_device, round_robin
+from ..planning.costs import CostProfile
+from ..planning.machine import Machine
+from ..planning.partition import Partition, Stage, StageKind, keep_together
+from ..planning.schedule import Schedule
+from ..planning.simulate import simulate
+from ..planning.stages import stage_costs
+from .profiler import CallEstimates
+from .step_context import Plan, ordered_spans
+from .units import Unit
+from .walk import Walk
+
+# (costs of the calls, num_microbatches, training) -> partition of the calls.
+Planner = Callable[[CostProfile, int, bool], Partition]
+# (num_stages, num_microbatches, num_devices, first_device) -> schedule of a step, first device of the step after.
+Scheduler = Callable[[int, int, int, int], tuple[Schedule, int]]
+
+# A new plan must shorten the simulated step by more than this share.
+_MIN_GAIN = 0.02
+# The first steps are all measured, then one of several: that takes time as well.
+_ALL_MEASURED = 8
+_MEASURED_EVERY = 4
+
+
+@dataclass
+class _Known:
+    """What is known about the steps with one key."""
+
+    plan: Plan
+    estimates: CallEstimates
+    is_training: bool
+    num_microbatches: int
+    num_steps: int = 0
+
+
+class Plans:
+    """The plans of one engine, by key; see [Note: re-planning].
+
+    Args:
+        planner, scheduler, machine: as for :class:`runner.Engine`.
+        num_devices: how many devices there are.
+    """
+
+    def __init__(self, planner: Planner, scheduler: Scheduler, num_devices: int, machine: Machine | None) -> None:
+        self._planner = planner
+        self._scheduler = scheduler
+        self._num_devices = num_devices
+        self._machine = machine
+        self._known: dict[Hashable, _Known] = {}
+        self._presets: dict[Hashable, CostProfile] = {}
+        self._schedules: dict[tuple[int, int, int], tuple[Schedule, int]] = {}
+        self._first_device = 0
+
+    def of(self, key: Hashable) -> Plan | None:
+        """The plan of steps with this key, once one has run."""
+        known = self._known.get(key)
+        return None if known is None else known.plan
+
+    def recording(self, is_training: bool) -> tuple[Plan, Schedule]:
+        """What a first micro-batch runs to record its calls: one stage, one device, no call foreseen."""
+        stages = (Stage(0, StageKind.FUSED if is_training else StageKind.FORWARD, 0, 0),)
+        return Plan((), Partition(0, stages), recording=True), round_robin(1, 1, self._num_devices)
+
+    def record(self, key: Hashable, walk: Walk, num_microbatches: int, is_training: bool) -> Plan:
+        """Makes the first plan of a key, from the micro-batch that has recorded its calls.
+
+        Raises:
+            ValueError: if the costs that were preset for the key are not those of the calls.
+        """
+        estimates = CallEstimates(walk.sequence, is_training)
+        if key in self._presets:
+            estimates.preset(self._presets[key])
+        plan = self._make(tuple(walk.sequence), estimates.profile, num_microbatches, is_training)
+        # Only now: the first plan is the same in every run.
+        estimates.add([walk.runs])
+        self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
+        return plan
+
+    def measures(self, key: Hashable) -> bool:
+        """Whether the next step with this key is measured."""
+        known = self._known.get(key)
+        return known is None or known.num_steps < _ALL_MEASURED or (known.num_steps + 1) % _MEASURED_EVERY == 0
+
+    def note_step(self, key: Hashable, walks: Sequence[Walk], num_microbatches: int) -> bool:
+        """A step has ended: takes what was measured, and may make a new plan; whether it did.
+
+        Args:
+            walks: the micro-batches that ran by the plan.
+            num_microbatches: all there were.
+        """
+        known = self._known[key]
+        if self.measures(key):
+            known.estimates.add([walk.runs for walk in walks])
+        known.num_steps += 1
+        known.num_microbatches = max(known.num_microbatches, num_microbatches)
+        if any(walk.num_off_plan for walk in walks):
+            sequence = tuple(walks[0].sequence)
+            known.estimates.rearrange(sequence)
+            known.plan = self._make(sequence, known.estimates.profile, known.num_microbatches, known.is_training)
+            return True
+        if key in self._presets or known.num_steps < 2 or known.num_steps.bit_count() > 1:
+            return False
+        return self._improve(known)
+
+    def _improve(self, known: _Known) -> bool:
+        """Takes a better plan, if there is one; whether it did."""
+        costs = known.estimates.profile
+        try:
+            plan = self._make(known.plan.sequence, costs, known.num_microbatches, known.is_training)
+        except ValueError as error:  # the present plan has proved that it runs
+            warnings.warn(
+                f"no new plan could be made from the measured costs, the present one stays: {error}", stacklevel=2
+            )
+            return False
+        if plan.partition == known.plan.partition:
+            return False
+        before_ms, after_ms = (self._simulated_ms(p.partition, costs, known) for p in (known.plan, plan))
+        if after_ms >= (1 - _MIN_GAIN) * before_ms:
+            return False
+        known.plan = plan
+        return True
+
+    def _simulated_ms(self, partition: Partition, costs: CostProfile, known: _Known) -> float:
+        schedule, _ = self._scheduler(partition.num_stages, known.num_microbatches, self._num_devices, 0)
+        return simulate(schedule, stage_costs(partition, costs), self._machine).step_ms
+
+    def _make(self, sequence: tuple[Unit, ...], costs: CostProfile, num_microbatches: int, is_training: bool) -> Plan:
+        partition = self._planner(costs, num_microbatches, is_training)
+        return Plan(sequence, keep_together(partition, ordered_spans(sequence)))
+
+    def costs(self, key: Hashable) -> CostProfile | None:
+        """The costs of the calls of steps with this key, as they are known now; None if nothing is known."""
+        known = self._known.get(key)
+        return self._presets.get(key) if known is None else known.estimates.profile
+
+    def preset(self, key: Hashable, profile: CostProfile) -> None:
+        """Plans steps with this key from ``profile``, now and after :meth:`clear`, and never anew from measured costs.
+
+        Raises:
+            ValueError: if a step with this key has run and made other calls. (If none has, the first one will say so.)
+        """
+        known = self._known.get(key)
+        if known is not None:
+            known.estimates.preset(profile)
+            known.plan = self._make(known.plan.sequence, profile, known.num_microbatches, known.is_training)
+        self._presets[key] = profile
+
+    def schedule(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """The schedule of the next step."""
+        key = (num_stages, num_microbatches, self._first_device)
+        known = self._schedules.get(key)
+        if known is None:
+            known = self._schedules[key] = self._scheduler(*key[:2], self._num_devices, self._first_device)
+        schedule, self._first_device = known
+        return schedule
+
+    def clear(self) -> None:
+        """Forgets the plans and what was measured; the units are other ones from now on."""
+        self._known.clear()
+
+
+def round_robin_scheduler(
+    round_size: int | None, num_stages: int, num_microbatches: int, num_devices: int, first_device: int
+) -> tuple[Schedule, int]:
+    """The :data:`Scheduler` of RoundPipe: in every step the ring continues where the step before has left it."""
+    size = min(round_size or num_microbatches, num_microbatches)
+    counts = (num_stages, num_microbatches, num_devices)
+    schedule = round_robin(*counts, round_size=size, first_device=first_device)
+    return schedule, next_first_device(*counts, round_size=size, first_device=first_device)
+
+
+def scheduler_of(scheduler: Scheduler | None, round_size: int | None) -> Scheduler:
+    """``scheduler``, or by default that of RoundPipe."""
+    return scheduler or functools.partial(round_robin_scheduler, round_size)

@@ -1,0 +1,135 @@
+"""What a step did, as a timeline.
+
+[Note: tracing]
+Runs of units are always noted, because costs are measured from them. Waits and transfers are noted on request: then the
+turnstile and the glue lock of the step are of classes that note them, and the devices have a list to note transfers in.
+Without, nothing of it exists.
+
+Waits are timed by the host, everything else by the stamps of its device. A :class:`Clock` brings both to one origin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ..planning.schedule import Action, Schedule
+from ..planning.timeline import Span
+from .devices import Device, DevicePool
+from .dispatch import Turnstile
+from .glue import GlueLock, current
+from .profiler import Run
+
+
+class Clock:
+    """Times in ms since it was made, from stamps of devices and from :func:`time.perf_counter`."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._started = time.perf_counter()
+        # A device is idle between steps, so that its first stamp is reached when it is made.
+        self._origins = [((time.perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices]
+
+    def host_ms(self, time_s: float) -> float:
+        """``time_s`` is of :func:`time.perf_counter`."""
+        return (time_s - self._started) * 1e3
+
+    def between(self, device: Device, start: Any, end: Any) -> tuple[float, float] | None:
+        """Both stamps in ms; None if the device has not reached them."""
+        offset_ms, origin = self._origins[device.index]
+        start_ms, end_ms = device.elapsed_ms(origin, start), device.elapsed_ms(origin, end)
+        return None if start_ms is None or end_ms is None else (offset_ms + start_ms, offset_ms + end_ms)
+
+    def spans_of(self, runs: Iterable[Run], microbatch: int) -> list[Span]:
+        """What a micro-batch computed, as far as the devices have got."""
+        spans = []
+        for device, kind, name, start, end, stage, *_ in runs:
+            if (times := self.between(device, start, end)) is not None:
+                spans.append(Span(device.index, "compute", *times, stage, microbatch, f"{kind} {name}"))
+        return spans
+
+
+class Trace:
+    """The waits and transfers of one step."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._waits: list[tuple[int, float, float, int, int, str]] = []
+        self._indices = range(0)
+        self._where: dict[int, tuple[int, int]] = {}
+
+    def begin(self, schedule: Schedule, indices: range) -> None:
+        """A run over a schedule begins: of these micro-batches, in the order of their slots. What was noted is lost."""
+        self._indices = indices
+        self._where = {index: (schedule.device_of(Action(0, slot)), 0) for slot, index in enumerate(indices)}
+        self._waits.clear()
+        for device in self._pool.devices:
+            device.moved = []
+
+    def move(self, action: Action, device: int) -> None:
+        """A micro-batch is on its way to a stage: what it waits for from now on, it waits for there."""
+        self._where[self.index_of(action.microbatch_index)] = (device, action.stage_index)
+
+    def index_of(self, slot: int) -> int:
+        """Index of the micro-batch with this slot in the schedule."""
+        return self._indices[slot]
+
+    def waited(self, index: int, started: float, what: str) -> None:
+        """A micro-batch has waited until now."""
+        device, stage = self._where[index]
+        self._waits.append((device, started, time.perf_counter(), stage, index, what))
+
+    def spans(self, clock: Clock) -> Iterator[Span]:
+        """Everything noted since :meth:`begin`."""
+        for device_index, started, ended, stage, microbatch, label in self._waits:
+            yield Span(device_index, "wait", clock.host_ms(started), clock.host_ms(ended), stage, microbatch, label)
+        for device in self._pool.devices:
+            for moved in device.moved or ():
+                if (times := clock.between(device, moved.start, moved.end)) is not None:
+                    yield Span(device.index, moved.lane, *times, label=moved.label)
+
+    def close(self) -> None:
+        """Transfers are not noted any more."""
+        for device in self._pool.devices:
+            device.moved = None
+
+
+class TracedTurnstile(Turnstile):
+    """Notes who waited for a turn, or for another micro-batch's buffers."""
+
+    def __init__(self, trace: Trace, schedule: Schedule, end_stage: Callable[[int], None]) -> None:
+        super().__init__(schedule, end_stage)
+        self._trace = trace
+
+    def enter(self, action: Action) -> bool:
+        self._trace.move(action, self.device_of(action))
+        started = time.perf_counter()
+        has_waited = super().enter(action)
+        if has_waited:
+            self._trace.waited(self._trace.index_of(action.microbatch_index), started, "its turn on the device")
+        return has_waited
+
+    def await_position(self, microbatch_index: int, other: int, position: int) -> bool:
+        started = time.perf_counter()
+        has_waited = super().await_position(microbatch_index, other, position)
+        if has_waited:
+            index, awaited = self._trace.index_of(microbatch_index), self._trace.index_of(other)
+            self._trace.waited(index, started, f"the buffers of micro-batch {awaited}")
+        return has_waited
+
+
+class TracedGlueLock(GlueLock):
+    """Notes who waited for the glue lock."""
+
+    def __init__(self, trace: Trace, exempt: tuple[type, ...], aborted: Callable[[], bool]) -> None:
+        super().__init__(exempt, aborted)
+        self._trace = trace
+
+    def _take(self) -> None:
+        if self._lock.acquire(blocking=False):
+            return
+        started = time.perf_counter()
+        super()._take()
+        state = current()
+        if state is not None:
+            self._trace.waited(state.index, started, "the glue lock")

@@ -1,0 +1,111 @@
+"""Devices and units of modelled times: a clock that only the units move."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine.devices import DevicePool, VirtualDevice
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+WIDTH = 4
+
+
+class _Now(threading.local):
+    """Each thread has its own time: a micro-batch's units run on its thread, forward and backward."""
+
+    ms = 0.0
+
+
+NOW = _Now()
+
+
+class ModelledDevice(VirtualDevice):
+    """Its time is that of the units; it has reached everything, or nothing."""
+
+    is_behind = False
+
+    def stamp(self) -> float:
+        return NOW.ms
+
+    def elapsed_ms(self, start: float, end: float) -> float | None:
+        return None if self.is_behind else end - start
+
+
+class _Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.backward_ms = backward_ms
+        NOW.ms += forward_ms
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        NOW.ms += ctx.backward_ms
+        return gradient, None, None
+
+
+class Work(nn.Module):
+    """Takes a modelled time per row, and more when it runs for the first time."""
+
+    def __init__(self, forward_ms: float, backward_ms: float, *, first_ms: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.times = (forward_ms, backward_ms)  # tuples and lists are not looked at for changed settings
+        self.first_ms = [first_ms]
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOW.ms += self.first_ms[0]
+        self.first_ms[0] = 0.0
+        return _Spend.apply(self.linear(x), *(len(x) * ms for ms in self.times))
+
+
+class Model(nn.Module):
+    """Units in a row, run in the order of ``path``."""
+
+    def __init__(self, works: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.works = nn.ModuleList(works)
+        self.path = list(range(len(works)))
+
+    def step(self, x: Tensor) -> Tensor:
+        for index in self.path:
+            x = self.works[index](x)
+        return x.mean()
+
+
+def modelled_pool(num_devices: int) -> DevicePool:
+    pool = DevicePool([torch.device("cpu")] * num_devices)
+    pool.devices = tuple(ModelledDevice(i) for i in range(num_devices))
+    return pool
+
+
+def run(engine: Engine, model: Model, rows: int, num_microbatches: int, **kwargs: Any) -> StepResult:
+    parts = torch.ones(rows, WIDTH).tensor_split(num_microbatches)
+    settings = {"key": "train", "seed": 0, "loss_of": lambda loss: loss, **kwargs}
+    return engine.run(StepRequest(model.step, parts, [len(p) / rows for p in parts], **settings))
+
+
+def kept(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
+
+
+def recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+    """Everything but the last call is recomputed."""
+    count = len(costs.calls)
+    stages = (
+        Stage(0, StageKind.FORWARD, 0, count - 1),
+        Stage(1, StageKind.FUSED, count - 1, count),
+        Stage(2, StageKind.BACKWARD, 0, count - 1),
+    )
+    return Partition(count, stages)
+
+
+def times_of(profile: CostProfile | None) -> list[tuple[float, float]]:
+    assert profile is not None
+    return [(call.forward_ms, call.backward_ms) for call in profile.calls]

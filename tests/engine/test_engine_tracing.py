@@ -1,0 +1,337 @@
+"""What a step reports: its timeline, with waits and transfers on request, bytes, time, memory."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine import dispatch, runner
+from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.dispatch import Turnstile
+from lightning_roundpipe.engine.glue import GlueLock, GlueState, entered
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
+from lightning_roundpipe.planning import (
+    Action,
+    CallCost,
+    CostProfile,
+    Partition,
+    Span,
+    Stage,
+    StageKind,
+    round_robin,
+    simulate,
+    stage_costs,
+)
+
+WIDTH = 4
+NUM_BLOCKS = 4
+WAIT_S = 60.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.failing:
+            raise ValueError("a unit failed")
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+
+    def step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    """The last call is fused, every other one has a stage for its forward and one for its backward."""
+    last = len(costs.calls) - 1
+    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
+    pieces.append((StageKind.FUSED, last, last + 1))
+    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
+    return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+def make_engine(model: Model, *, num_devices: int = 2, copies: bool = True) -> Engine:
+    pool = DevicePool([torch.device("cpu")] * num_devices, copies=copies)
+    return Engine(model, pool, each_call_its_stage, num_threads=1)
+
+
+def run(engine: Engine, model: Model, seed: int = 0) -> StepResult:
+    parts = torch.linspace(-1, 1, 6 * WIDTH).reshape(6, WIDTH).chunk(3)
+    return engine.run(StepRequest(model.step, parts, [1 / 3] * 3, "train", seed, loss_of=lambda loss: loss))
+
+
+def of_kind(result: StepResult, kind: str) -> list[Span]:
+    return [span for span in result.timeline.spans if span.kind == kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step reports
+
+
+def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
+    """Two implementations of one rule: weights once per slot, gradients once per slot with a backward."""
+    model = Model()
+    engine = make_engine(model)
+    run(engine, model)
+    result = run(engine, model)
+    measured = engine.costs("train")
+    assert measured is not None
+    weights = [CallCost(c.name, c.forward_ms, c.backward_ms, c.weight_bytes, c.gradient_bytes) for c in measured.calls]
+    assert result.partition is not None
+    assert result.schedule is not None
+    simulated = simulate(result.schedule, stage_costs(result.partition, CostProfile(tuple(weights))))
+    assert result.bytes_up == simulated.h2d_bytes
+    assert result.bytes_down == simulated.d2h_bytes
+    assert sum(result.bytes_down) == NUM_BLOCKS * (WIDTH * WIDTH + WIDTH) * 4
+    assert all(result.timeline.actions(d) == list(result.schedule.devices[d]) for d in range(2))
+
+
+def test_nothing_travels_where_devices_share_the_memory_of_the_host() -> None:
+    model = Model()
+    engine = make_engine(model, copies=False)
+    engine.trace = True
+    for _ in range(2):
+        result = run(engine, model)
+        assert result.bytes_up == result.bytes_down == (0, 0)
+        assert of_kind(result, "h2d") == of_kind(result, "d2h") == []
+    assert result.peak_memory_bytes == (None, None), "the host's memory is not divided among virtual devices"
+
+
+def test_the_time_of_a_step_covers_its_timeline() -> None:
+    model = Model()
+    engine = make_engine(model)
+    engine.trace = True
+    for _ in range(3):
+        result = run(engine, model)
+        assert result.step_ms >= result.timeline.makespan_ms > 0
+        assert min(span.start_ms for span in result.timeline.spans) >= 0
+
+
+def test_a_result_can_be_pickled() -> None:
+    model = Model()
+    engine = make_engine(model)
+    engine.trace = True
+    result = run(engine, model)
+    result.gradients = {}
+    assert pickle.loads(pickle.dumps(result)).timeline == result.timeline
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tracing
+
+
+def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    for name in ("Turnstile", "GlueLock"):
+        original = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *args, original=original: made.append(original(*args)) or made[-1])
+    for name in ("Trace", "TracedTurnstile", "TracedGlueLock"):
+        monkeypatch.setattr(runner, name, None)
+    model = Model()
+    engine = make_engine(model)
+    assert not engine.trace
+    for _ in range(2):
+        result = run(engine, model)
+    assert {type(thing) for thing in made} == {Turnstile, GlueLock}
+    assert {span.kind for span in result.timeline.spans} == {"compute"}
+    assert all(device.moved is None for device in engine._pool.devices)
+
+
+def test_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None:
+    model = Model()
+    model.blocks[1].register_buffer("unused", torch.zeros(3))
+    engine = make_engine(model)
+    engine.trace = True
+    run(engine, model)
+    result = run(engine, model)
+    assert result.partition is not None
+    uploads = sorted(span.label for span in of_kind(result, "h2d"))
+    recomputed = range(NUM_BLOCKS - 1)
+    expected = [f"weights blocks.{i}" for i in range(NUM_BLOCKS)] + [f"weights blocks.{i}" for i in recomputed]
+    assert [label for label in uploads if label.startswith("weights")] == sorted(expected)
+    assert set(uploads) - set(expected) == {"buffers blocks.1"}
+    assert sorted(s.label for s in of_kind(result, "d2h")) == [f"gradients blocks.{i}" for i in range(NUM_BLOCKS)]
+    engine.trace = False
+    assert {span.kind for span in run(engine, model).timeline.spans} == {"compute"}
+
+
+def test_computing_labels_say_which_way_and_what() -> None:
+    model = Model()
+    engine = make_engine(model)
+    run(engine, model)
+    result = run(engine, model)
+    computed = [span for span in of_kind(result, "compute") if span.microbatch_index == 1]
+    names = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
+    assert [span.label for span in computed] == [
+        *(f"F {name}" for name in names),
+        "B loss",
+        *(f"B {name}" for name in reversed(names)),
+    ]
+    assert [span.stage_index for span in computed] == [0, 1, 2, 3, 3, 3, 4, 5, 6]
+
+
+def test_tracing_changes_no_result() -> None:
+    model = Model()
+    plain, traced = make_engine(model), make_engine(model)
+    traced.trace = True
+    for seed in range(3):
+        one, other = run(plain, model, seed), run(traced, model, seed)
+        assert torch.equal(torch.stack(one.outputs), torch.stack(other.outputs))
+        assert all(torch.equal(gradient, other.gradients[p]) for p, gradient in one.gradients.items())
+
+
+def test_a_failed_step_leaves_no_trace_behind() -> None:
+    model = Model()
+    engine = make_engine(model)
+    engine.trace = True
+    run(engine, model)
+    model.blocks[2].failing = True
+    with pytest.raises(ValueError, match="a unit failed"):
+        run(engine, model)
+    assert all(device.moved is None for device in engine._pool.devices)
+    model.blocks[2].failing = False
+    assert of_kind(run(engine, model), "h2d")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waits, forced one by one
+
+# Micro-batches 1 and 2 of a step, in slots 0 and 1; three stages on two devices.
+SCHEDULE = round_robin(3, 2, 2)
+INDICES = range(1, 3)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when somebody begins to wait at a turnstile or at a glue lock."""
+    event = threading.Event()
+
+    class Noted(dispatch._Signal):
+        def __init__(self) -> None:
+            super().__init__()
+            event.set()
+
+    take = GlueLock._take
+
+    def noted_take(self: GlueLock) -> None:
+        event.set()
+        take(self)
+
+    monkeypatch.setattr(dispatch, "_Signal", Noted)
+    monkeypatch.setattr(GlueLock, "_take", noted_take)
+    return event
+
+
+def waits_of(waiting: Callable[[], None], begun: threading.Event, end: Callable[[], None], trace: Trace) -> list[Span]:
+    """What is on the timeline after ``waiting`` had to wait for ``end``."""
+    begun.clear()
+    thread = threading.Thread(target=waiting)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    end()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    return list(trace.spans(CLOCK))
+
+
+CLOCK = Clock(DevicePool([torch.device("cpu")] * 2))
+
+
+def make_trace() -> Trace:
+    trace = Trace(DevicePool([torch.device("cpu")] * 2))
+    trace.begin(SCHEDULE, INDICES)
+    return trace
+
+
+def test_a_wait_for_the_turn(begun: threading.Event) -> None:
+    trace = make_trace()
+    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
+    turnstile.join(2)
+    turnstile.enter(Action(0, 0))
+    assert list(trace.spans(CLOCK)) == [], "nobody had to wait"
+    before_ms = CLOCK.host_ms(0.0)
+    (wait,) = waits_of(
+        lambda: turnstile.enter(Action(0, 1)) and None, begun, lambda: turnstile.leave(Action(0, 0)), trace
+    )
+    assert (wait.kind, wait.device, wait.stage_index, wait.microbatch_index) == ("wait", 0, 0, 2)
+    assert wait.label == "its turn on the device"
+    assert before_ms < wait.start_ms < wait.end_ms
+
+
+def test_a_wait_for_buffers(begun: threading.Event) -> None:
+    trace = make_trace()
+    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
+    turnstile.join(2)
+    turnstile.enter(Action(0, 0))
+    turnstile.leave(Action(0, 0))
+    turnstile.enter(Action(1, 0))
+    turnstile.enter(Action(0, 1))
+    (wait,) = waits_of(
+        lambda: turnstile.await_position(1, 0, 3) and None, begun, lambda: turnstile.pass_position(0, 4), trace
+    )
+    assert (wait.device, wait.stage_index, wait.microbatch_index) == (0, 0, 2)
+    assert wait.label == "the buffers of micro-batch 1"
+    turnstile.await_position(1, 0, 3)
+    assert len(list(trace.spans(CLOCK))) == 1, "the second time nobody had to wait"
+
+
+def test_a_wait_for_the_glue_lock(begun: threading.Event) -> None:
+    trace = make_trace()
+    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
+    lock = TracedGlueLock(trace, (), lambda: False)
+    one, other = GlueState(1, 0), GlueState(2, 0)
+    lock.acquire(one)
+    turnstile.leave(Action(0, 0))
+    turnstile.leave(Action(0, 1))
+    turnstile.leave(Action(1, 0))
+
+    def waiting() -> None:
+        with entered(other):
+            turnstile.enter(Action(1, 1))
+            lock.acquire(other)
+            lock.release(other)
+
+    (wait,) = waits_of(waiting, begun, lambda: lock.release(one), trace)
+    assert (wait.device, wait.stage_index, wait.microbatch_index) == (1, 1, 2)
+    assert wait.label == "the glue lock"
+    lock.close([one, other], keep_writes=False)
+
+
+def test_waits_of_a_step_are_on_its_timeline(begun: threading.Event) -> None:
+    """A micro-batch computes until another one waits for it."""
+    model = Model()
+    engine = make_engine(model, num_devices=1)
+    engine.trace = True
+    run(engine, model)
+    begun.clear()
+    original, first = Block.forward, threading.Lock()
+
+    def patient(self: Block, x: Tensor) -> Tensor:
+        if first.acquire(blocking=False):
+            assert begun.wait(WAIT_S)
+        return original(self, x)
+
+    model.blocks[0].forward = patient.__get__(model.blocks[0])  # type: ignore[method-assign]
+    result = run(engine, model)
+    waits = of_kind(result, "wait")
+    assert waits
+    assert {span.label for span in waits} <= {"its turn on the device", "the glue lock"}
+    assert {span.device for span in waits} == {0}
+    assert {span.stage_index for span in waits} <= set(range(7))
