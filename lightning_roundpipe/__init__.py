@@ -16,6 +16,7 @@ from .engine.microbatch import BatchSplitError
 from .engine.recompute import GradientCutError
 from .engine.runner import UnitEscapeError
 from .strategy import RoundPipeStrategy
+from .timeline_callback import RoundPipeTimeline
 
 __all__ = [
     "BatchSplitError",
@@ -23,6 +24,7 @@ __all__ = [
     "PipelineStalled",
     "RoundPipeAccelerator",
     "RoundPipeStrategy",
+    "RoundPipeTimeline",
     "UnitEscapeError",
     "__version__",
 ]

@@ -9,7 +9,10 @@ import torch
 from lightning.fabric.utilities.device_parser import _parse_gpu_ids
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators.cpu import get_cpu_stats
 from typing_extensions import override
+
+from .engine.devices import DevicePool
 
 _MAX_AUTO_VIRTUAL = 8
 
@@ -91,6 +94,26 @@ class RoundPipeAccelerator(Accelerator):
 
     @override
     def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
-        """Figures for ``DeviceStatsMonitor``: memory of ``device`` if it is a GPU, nothing for the host."""
+        """Memory of ``device`` if it is a GPU. For the host the strategy answers, see ``device_statistics`` there."""
         device = torch.device(device)
         return torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+
+
+def host_statistics() -> dict[str, float]:
+    """Use of cores and memory of the host in percent; nothing without ``psutil``."""
+    try:
+        return get_cpu_stats()
+    except ModuleNotFoundError:
+        return {}
+
+
+def pool_statistics(pool: DevicePool) -> dict[str, float]:
+    """Figures of every device of a pool under names such as ``"device0.unit_runs"``: its counters since the pool was
+    made, and for GPUs their memory in bytes."""
+    figures: dict[str, float] = {}
+    for device in pool.devices:
+        own = device.statistics()
+        if device.torch_device.type == "cuda":
+            own["memory_limit_bytes"] = torch.cuda.get_device_properties(device.torch_device).total_memory
+        figures.update({f"device{device.index}.{name}": value for name, value in own.items()})
+    return figures

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from .planning.costs import CostProfile
 
 LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens", "sum")
 
@@ -24,14 +28,17 @@ class RoundPipeOptions:
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     threads_per_device: int | None = None
     virtual_copies: bool = False
+    cost_profile: CostProfile | None = None
+    save_profile: str | Path | None = None
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.num_microbatches != "auto":
-            _check_count("num_microbatches", self.num_microbatches, "or 'auto' (two per device)")
+            check_count("num_microbatches", self.num_microbatches, "or 'auto' (two per device)")
         if self.round_size is not None:
-            _check_count("round_size", self.round_size, "or None (two per device)")
+            check_count("round_size", self.round_size, "or None (two per device)")
         if self.threads_per_device is not None:
-            _check_count("threads_per_device", self.threads_per_device, "or None (the host's threads shared evenly)")
+            check_count("threads_per_device", self.threads_per_device, "or None (the host's threads shared evenly)")
         if not callable(self.loss_weight) and self.loss_weight not in LOSS_WEIGHTS:
             raise ValueError(
                 f"loss_weight={self.loss_weight!r}: use one of {', '.join(map(repr, LOSS_WEIGHTS))}, "
@@ -50,6 +57,14 @@ class RoundPipeOptions:
         for unit in self.units or ():
             if not isinstance(unit, (str, type)):
                 raise TypeError(f"units contains {unit!r}: every entry must be a module class or the name of one")
+        if self.cost_profile is not None and self.save_profile is not None:
+            raise ValueError(
+                f"save_profile={os.fspath(self.save_profile)!r} would get the given cost_profile again, as nothing is "
+                "measured beside it: give one of the two"
+            )
+        for name in ("save_profile", "trace"):
+            if getattr(self, name) is not None:
+                check_writable(name, getattr(self, name))
 
     def microbatches_for(self, num_devices: int) -> int:
         """The wanted number of micro-batches on a pool of ``num_devices``."""
@@ -60,6 +75,55 @@ class RoundPipeOptions:
         return 2 * num_devices if self.round_size is None else self.round_size
 
 
-def _check_count(name: str, value: object, otherwise: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: use a positive integer {otherwise}")
+def check_count(name: str, value: object, otherwise: str = "", *, at_least: int = 1) -> None:
+    """Checks that an option is an integer of at least ``at_least``.
+
+    Raises:
+        ValueError: if it is not, with ``otherwise`` added to what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        allowed = "a positive integer" if at_least == 1 else f"an integer >= {at_least}"
+        raise ValueError(f"{name}={value!r}: use {allowed} {otherwise}".rstrip())
+
+
+def read_profile(value: str | Path | CostProfile | None) -> CostProfile | None:
+    """The profile that the option ``cost_profile`` means, read from its file if it is a path.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: if the file cannot be read or does not hold a profile, naming it.
+    """
+    if value is None or isinstance(value, CostProfile):
+        return value
+    if not isinstance(value, (str, Path)):
+        raise TypeError(f"cost_profile={value!r}: pass a CostProfile or the path of a file that CostProfile.save wrote")
+    try:
+        return CostProfile.load(value)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cost_profile={os.fspath(value)!r} cannot be used: {str(error).rstrip('.')}. Such a file is written by "
+            "RoundPipeStrategy(save_profile=...) or CostProfile.save."
+        ) from error
+
+
+def check_writable(name: str, value: object) -> None:
+    """Checks that a file can be written later, long before it is.
+
+    Args:
+        name: of the option, for messages.
+        value: its value, to be a path.
+
+    Raises:
+        TypeError: if it is no path.
+        ValueError: if its folder does not exist, or the file cannot be written.
+    """
+    if not isinstance(value, (str, Path)) or not os.fspath(value):
+        raise TypeError(f"{name}={value!r}: pass the path of the file to write")
+    path = Path(value)
+    given = f"{name}={os.fspath(value)!r}"
+    if not path.parent.is_dir():
+        raise ValueError(f"{given}: there is no folder {os.fspath(path.parent)!r}, make it first")
+    if path.is_dir():
+        raise ValueError(f"{given} is a folder: pass the path of the file to write")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{given} cannot be written: choose another place, or change its permissions")

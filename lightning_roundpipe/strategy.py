@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -21,18 +23,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from typing_extensions import override
 
+from .accelerator import host_statistics, pool_statistics
 from .batches import Batches, microbatches_of
 from .engine.devices import DevicePool
 from .engine.microbatch import merge_outputs
-from .engine.profiler import guess_costs
 from .engine.randomness import derive_seed
 from .engine.runner import Engine, StepRequest, StepResult
-from .engine.units import Unit
 from .log_merging import LogCapture, MetricTwins
+from .loss import hand_over, loss_of
 from .model_settings import training_settings
-from .options import RoundPipeOptions
-from .planning.partition import Partition, candidate_partitions, partition_forward
-from .planning.rank import fastest
+from .options import RoundPipeOptions, read_profile
+from .planning.costs import CostProfile
+from .planning.machine import Machine
+from .planning.partition import Partition
+from .planning.plan import plan_evaluation, plan_training
+from .tracing import TraceWriter, run_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -64,10 +69,16 @@ class RoundPipeStrategy(Strategy):
         threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
         virtual_copies: virtual devices make real copies of weights and poison them when freed, as a check of the
             engine; slower.
+        cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
+            a file with one.
+        save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
+        trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
+            https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
         accelerator, checkpoint_io, precision_plugin: see :class:`lightning.pytorch.strategies.Strategy`.
 
     Raises:
-        ValueError, TypeError: for options out of range, naming the option.
+        ValueError, TypeError: for options out of range, and for files that cannot be read or written, naming the
+            option.
     """
 
     strategy_name = "roundpipe"
@@ -86,18 +97,34 @@ class RoundPipeStrategy(Strategy):
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         threads_per_device: int | None = None,
         virtual_copies: bool = False,
+        cost_profile: str | Path | CostProfile | None = None,
+        save_profile: str | Path | None = None,
+        trace: str | Path | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = RoundPipeOptions(
-            num_microbatches, round_size, units, loss_weight, split_batch, threads_per_device, virtual_copies
+            num_microbatches=num_microbatches,
+            round_size=round_size,
+            units=units,
+            loss_weight=loss_weight,
+            split_batch=split_batch,
+            threads_per_device=threads_per_device,
+            virtual_copies=virtual_copies,
+            cost_profile=read_profile(cost_profile),
+            save_profile=save_profile,
+            trace=trace,
         )
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._metric_twins = MetricTwins()
+        # Absolute: written is what was checked, whatever the current folder is by then.
+        self._profile_path = None if save_profile is None else Path(save_profile).resolve()
+        self._own_writers = [] if trace is None else [TraceWriter(trace)]
+        self._writers: list[TraceWriter] = []
         self._pool: DevicePool | None = None
         self._engine: Engine | None = None
 
@@ -151,13 +178,15 @@ class RoundPipeStrategy(Strategy):
         """Makes the device pool."""
         self._pool = None
         _ = self.pool
+        # An attribute of the instance, as the accelerator may be any of Lightning's.
+        vars(self.accelerator)["get_device_stats"] = self.device_statistics
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Rejects what would not be trained correctly, then sets up like any single-process strategy.
 
         Raises:
-            MisconfigurationException: for manual optimization.
+            MisconfigurationException: for manual optimization, and if two recordings would write the same file.
         """
         module = self._module
         if trainer.training and not module.automatic_optimization:
@@ -166,6 +195,11 @@ class RoundPipeStrategy(Strategy):
                 "automatic_optimization=False: use automatic optimization, or train it with strategy='auto'"
             )
         self._close_engine()
+        if trainer.training:
+            for writer in self._own_writers:
+                self.trace_with(writer)
+            for writer in self._writers:
+                writer.start()
         super().setup(trainer)
 
     @override
@@ -175,9 +209,25 @@ class RoundPipeStrategy(Strategy):
 
     @override
     def teardown(self) -> None:
-        """Forgets the engine; no thread is alive between steps."""
+        """Writes what was asked for and forgets the engine; no thread is alive between steps."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.finish()
+        self._save_profile()
         self._close_engine()
+        vars(self.accelerator).pop("get_device_stats", None)
         super().teardown()
+
+    def _save_profile(self) -> None:
+        """Runs on every way out of ``fit``, so that an error here must not hide the one that has ended it."""
+        path = self._profile_path
+        profile = None if path is None or self._engine is None else self._engine.costs("training_step")
+        if path is None or profile is None:
+            return
+        try:
+            profile.save(path)
+        except OSError as error:
+            rank_zero_warn(f"the cost profile could not be written: {error}")
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -209,22 +259,39 @@ class RoundPipeStrategy(Strategy):
                 exempt=(Metric,),
                 num_threads=num_threads,
             )
+            if self.options.cost_profile is not None:
+                self._engine.preset_costs("training_step", self.options.cost_profile)
         return self._engine
 
-    def _plan(self, units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-        """Called by the engine with the recorded calls."""
-        costs, num_devices, limit = guess_costs(units), len(self.pool), self.pool.stage_memory_limit
-        if not training:
-            return partition_forward(
-                costs, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=limit
+    def trace_with(self, writer: TraceWriter) -> None:
+        """Lets ``writer`` record steps of the ``fit`` that is being set up.
+
+        Raises:
+            MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
+        """
+        taken = {self._profile_path}.union(*(other.files for other in self._writers))
+        for file in writer.files & taken:
+            raise MisconfigurationException(
+                f"{os.fspath(file)!r} would be written twice: give each RoundPipeTimeline, and trace and save_profile "
+                "of RoundPipeStrategy, a file of its own"
             )
-        return fastest(
-            candidate_partitions(costs, num_devices=num_devices, num_microbatches=num_microbatches, memory_limit=limit),
-            costs,
-            num_devices=num_devices,
-            num_microbatches=num_microbatches,
-            round_size=self.options.round_size_for(num_devices),
-        )
+        self._writers.append(writer)
+
+    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
+        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
+        assert self.accelerator is not None
+        if torch.device(device).type != "cpu":
+            return type(self.accelerator).get_device_stats(self.accelerator, device)
+        return {**host_statistics(), **pool_statistics(self.pool)}
+
+    def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        """Called by the engine with what is known about the costs of the calls."""
+        limit = self.pool.stage_memory_limit
+        # Half of a device is for the weights and gradients of the current stage and the next one.
+        machine = Machine(len(self.pool), None if limit is None else 2 * limit)
+        search = plan_training if training else plan_evaluation
+        round_size = self.options.round_size_for(len(self.pool))
+        return search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -233,7 +300,7 @@ class RoundPipeStrategy(Strategy):
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         with self.precision_plugin.train_step_context(), training_settings(self._module):
             batches, result = self._run("training_step", args, kwargs)
-        losses = [(_loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
+        losses = [(loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
         if all(loss is None for loss, _ in losses):
             return None
         # A micro-batch of weight zero (no label) may have a NaN loss: it does not take part.
@@ -287,12 +354,13 @@ class RoundPipeStrategy(Strategy):
             weights=batches.loss_weights,
             key=name,
             seed=self._seed(name),
-            loss_of=_loss_of if name == "training_step" else None,
+            loss_of=loss_of if name == "training_step" else None,
             merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
             autocast_device=self._autocast_device,
         )
         with logs.capturing():
-            result = self.engine.run(request)
+            traced = name == "training_step" and self._writers
+            result = run_traced(self.engine, request, self._writers) if traced else self.engine.run(request)
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         return batches, result
@@ -346,47 +414,6 @@ class RoundPipeStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object itself: there is one process."""
         return obj
-
-
-class _MasterGradients(torch.autograd.Function):
-    """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
-
-    So scaling, accumulation, parameter hooks and user overrides of ``backward`` work as in plain Lightning.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        if upstream.item() != 1.0:
-            gradients = [gradient.mul_(upstream.to(gradient.dtype)) for gradient in gradients]
-        return (None, None, *gradients)
-
-
-def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once."""
-    if not gradients:
-        return loss.requires_grad_()
-    return cast(Tensor, _MasterGradients.apply(loss, list(gradients.values()), *gradients))  # type: ignore[no-untyped-call]
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned, by Lightning's rules."""
-    if isinstance(output, Mapping):
-        if "loss" not in output:
-            raise MisconfigurationException("training_step returned a dict without the key 'loss'")
-        output = output["loss"]
-    if output is None or isinstance(output, Tensor):
-        return output
-    raise MisconfigurationException(
-        f"training_step returned {type(output).__name__}: return a loss tensor, a dict with 'loss', or None"
-    )
 
 
 def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:

@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.planning import CostProfile
 
 
 @pytest.fixture
@@ -84,6 +85,39 @@ def test_print_config(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert strategy["class_path"] == "lightning_roundpipe.RoundPipeStrategy"
     assert strategy["init_args"]["num_microbatches"] == 3
     assert strategy["init_args"]["round_size"] is None
+
+
+def test_files_and_callback(run_cli: Any, tmp_path: Path) -> None:
+    first = {"save_profile": str(tmp_path / "costs.json"), "trace": str(tmp_path / "trace.json")}
+    callback = {
+        "class_path": "lightning_roundpipe.RoundPipeTimeline",
+        "init_args": {"path": str(tmp_path / "other.json"), "first_step": 1, "num_steps": 2},
+    }
+    strategy = {"class_path": "lightning_roundpipe.RoundPipeStrategy", "init_args": first}
+    run_cli({"strategy": strategy, "callbacks": [callback]})
+    assert {"costs.json", "trace.json", "other.json"} <= {path.name for path in tmp_path.iterdir()}
+    strategy["init_args"] = {"cost_profile": str(tmp_path / "costs.json")}
+    used = run_cli({"strategy": strategy}).trainer.strategy
+    assert used.options.cost_profile == CostProfile.load(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("--trainer.strategy.help", "RoundPipeStrategy", ("cost_profile", "plan training steps by these costs")),
+        ("--trainer.strategy.help", "RoundPipeStrategy", ("save_profile", "when ``fit`` ends", "trace", "perfetto")),
+        ("--trainer.callbacks.help", "RoundPipeTimeline", ("picture", "lightning-roundpipe[plot]", "log_metrics")),
+    ],
+)
+def test_help(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], name: str, arguments: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_cli({}, f"{name}=lightning_roundpipe.{arguments}")
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for word in words:
+        assert word in shown
 
 
 def test_wrong_option_is_named(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:

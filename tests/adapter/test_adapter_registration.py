@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy
+from lightning_roundpipe.planning import CostProfile
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -133,6 +134,13 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("units", [], TypeError, ("[]", "non-empty")),
     ("units", [torch.nn.Linear(1, 1)], TypeError, ("Linear(", "class")),
     ("units", torch.nn.Linear, TypeError, ("Linear", "list")),
+    ("cost_profile", 3, TypeError, ("3", "CostProfile")),
+    ("cost_profile", "missing.json", ValueError, ("'missing.json'", "No such file", "save_profile")),
+    ("save_profile", "missing/costs.json", ValueError, ("'missing/costs.json'", "no folder 'missing'")),
+    ("save_profile", ".", ValueError, ("'.'", "is a folder")),
+    ("save_profile", True, TypeError, ("True", "path")),
+    ("trace", "missing/trace.json", ValueError, ("'missing/trace.json'", "no folder 'missing'")),
+    ("trace", 1, TypeError, ("1", "path")),
 ]
 
 
@@ -144,6 +152,11 @@ def test_wrong_options_name_option_value_and_remedy(
         RoundPipeStrategy(**{option: value})
     for part in (option, *parts):
         assert part in str(caught.value)
+
+
+def test_given_costs_are_not_saved_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"save_profile='.*costs\.json'.*cost_profile.*give one of the two"):
+        RoundPipeStrategy(cost_profile=CostProfile(()), save_profile=tmp_path / "costs.json")
 
 
 def test_unknown_unit_class_lists_the_present_ones(small: Any, make_trainer: Any, make_loader: Any) -> None:

@@ -1,0 +1,135 @@
+"""Costs from and to files: ``save_profile`` writes what a fit has measured, ``cost_profile`` plans by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.planning import CallCost, CostProfile, Machine, plan_training
+
+NAMES = ["body.0.0", "body.1.0", "body.2.0", "body.3.0", "head"]
+
+
+LINEAR = {"units": ["Linear"]}
+
+
+def profile_of(*forward_ms: float) -> CostProfile:
+    return CostProfile(tuple(CallCost(name, ms, 2 * ms) for name, ms in zip(NAMES, forward_ms, strict=True)))
+
+
+@pytest.fixture
+def saved(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    make_trainer(options={**LINEAR, "save_profile": path}, max_epochs=2).fit(small(), make_loader())
+    return path
+
+
+def test_saved_after_fit(saved: Path, small: Any) -> None:
+    profile = CostProfile.load(saved)
+    assert [call.name for call in profile.calls] == NAMES
+    modules = dict(small().named_modules())
+    for call in profile.calls:
+        assert call.forward_ms > 0
+        weights = sum(p.numel() * p.element_size() for p in modules[call.name].parameters())
+        assert (call.weight_bytes, call.gradient_bytes) == (weights, weights)
+    assert max(call.backward_ms for call in profile.calls) > 0
+
+
+def test_saved_profile_is_planned_by(saved: Path, small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    plain, ours = fit_both(small, ours={"options": {**LINEAR, "cost_profile": str(saved)}}, max_epochs=2)
+    assert ours.trainer.strategy.options.cost_profile == CostProfile.load(saved)
+    assert_same_training(plain, ours)
+
+
+@pytest.mark.parametrize("kind", ["profile", "path", "string"])
+def test_plans_are_made_from_it(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, kind: str) -> None:
+    """Twelve steps with measured costs, which would give other plans, change nothing."""
+    for costs in [(1, 1, 5, 1, 1), (1, 1, 1, 5, 5)]:
+        profile = profile_of(*costs)
+        profile.save(tmp_path / "costs.json")
+        given = {"profile": profile, "path": tmp_path / "costs.json", "string": str(tmp_path / "costs.json")}[kind]
+        trainer = make_trainer(options={**LINEAR, "cost_profile": given}, max_epochs=4)
+        trainer.fit(small(), make_loader())
+        expected = plan_training(profile, Machine(2), num_microbatches=3, round_size=4)
+        assert len({stage.kind for stage in expected.stages}) == 3
+        assert trainer.strategy.last_step.partition == expected
+
+
+def test_profile_of_another_model(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    profile = profile_of(1, 1, 1, 1, 1)
+    short = CostProfile(profile.calls[1:])
+    with pytest.raises(ValueError, match=r"has 4 calls and a micro-batch made 5: call 0 is 'body.0.0'"):
+        make_trainer(options={**LINEAR, "cost_profile": short}).fit(small(), make_loader())
+    other = CostProfile((*profile.calls[:4], replace(profile.calls[4], name="tail")))
+    with pytest.raises(ValueError, match=r"call 4 is 'head', the profile has 'tail'"):
+        make_trainer(options={**LINEAR, "cost_profile": other}).fit(small(), make_loader())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            None,
+            r"cost_profile='.*costs\.json' cannot be used: .*No such file.*: '.*'\. Such a file is written by",
+        ),
+        ("stages", r"cost_profile='.*costs\.json' cannot be used: .*not JSON"),
+        ('{"version": 1, "calls": [{"name": "a"}]}', r"costs\.json.*calls\[0\].*lacks"),
+    ],
+)
+def test_bad_files_fail_at_once(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        RoundPipeStrategy(cost_profile=path)
+
+
+@pytest.mark.parametrize(("error", "raised"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)])
+@pytest.mark.parametrize("step", [0, 2])
+def test_saved_when_training_fails(
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    tmp_path: Path,
+    error: type[BaseException],
+    raised: type[BaseException],
+    step: int,
+) -> None:
+    class Fails(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == step:
+                raise error("no more")
+            return super().training_step(batch, batch_idx)
+
+    path = tmp_path / "costs.json"
+    with pytest.raises(raised):
+        make_trainer(options={**LINEAR, "save_profile": path}).fit(Fails(), make_loader())
+    assert path.exists() == (step > 0), "written if anything was measured"
+    if step:
+        assert [call.name for call in CostProfile.load(path).calls] == NAMES
+
+
+def test_evaluation_saves_nothing(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+    class Validates(small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+    path = tmp_path / "costs.json"
+    make_trainer(options={"save_profile": path}).validate(Validates(), make_loader(), verbose=False)
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_does_not_end_training(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    trainer = make_trainer(options={"save_profile": folder / "costs.json"})
+    folder.rmdir()
+    with pytest.warns(UserWarning, match=r"could not be written: .*costs\.json"):
+        trainer.fit(small(), make_loader())
+    assert trainer.global_step == 3

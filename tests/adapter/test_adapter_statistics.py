@@ -1,0 +1,85 @@
+"""``DeviceStatsMonitor`` shows the pool, with every accelerator that the strategy can meet."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.accelerators.cpu
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_roundpipe import RoundPipeStrategy
+
+NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
+
+
+def fit(make_trainer: Any, module: Any, loader: Any, tmp_path: Path, **kwargs: Any) -> list[dict[str, str]]:
+    """Trains with the monitor, and returns what the logger has got at the ends of batches."""
+    trainer = make_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=1, options={"virtual_copies": True}, **kwargs)
+    trainer.fit(module, loader)
+    assert "get_device_stats" not in vars(trainer.accelerator), "the accelerator is as it was"
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
+        prefix = "DeviceStatsMonitor.on_train_batch_end/"
+        rows = [
+            {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)} for row in csv.DictReader(file)
+        ]
+    return [row for row in rows if any(row.values())]
+
+
+@pytest.mark.parametrize("accelerator", ["roundpipe", "cpu", "auto"])
+def test_figures_of_the_pool(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, accelerator: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("about virtual devices")
+    pytest.importorskip("psutil")
+    callbacks = [DeviceStatsMonitor()]
+    rows = fit(make_trainer, small(), make_loader(), tmp_path, accelerator=accelerator, callbacks=callbacks)
+    assert len(rows) == 3
+    for name in NAMES:
+        for device in (0, 1):
+            values = [float(row[f"device{device}.{name}"]) for row in rows]
+            assert 0 <= values[0] <= values[1] <= values[2], "counters only grow"
+            assert values[2] > 0
+    assert all(0 <= float(row["cpu_percent"]) <= 100 for row in rows)
+
+
+def test_without_psutil(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's monitor asks for psutil unless it is told to show the host's figures."""
+    monkeypatch.setattr(lightning.pytorch.accelerators.cpu, "_PSUTIL_AVAILABLE", False)
+    callbacks = [DeviceStatsMonitor(cpu_stats=True)]
+    rows = fit(make_trainer, small(), make_loader(), tmp_path, callbacks=callbacks)
+    assert {f"device{device}.{name}" for device in (0, 1) for name in NAMES} == set(rows[-1])
+
+
+def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accelerator="cuda"`` is asked about the host, where the strategy has its root, and cannot answer."""
+    accelerator = CUDAAccelerator()
+    strategy = RoundPipeStrategy(2, accelerator=accelerator)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.setup_environment()
+    assert "device1.unit_runs" in accelerator.get_device_stats(strategy.root_device)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"asked": device})
+    gpu = torch.device("cuda", 0)
+    assert accelerator.get_device_stats(gpu) == {"asked": gpu}, "about a GPU it answers as ever"
+
+
+def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    """An accelerator object of the user's own shows the pool during a run only."""
+    pytest.importorskip("psutil")
+    accelerator = CPUAccelerator()
+    seen: list[dict[str, Any]] = []
+
+    class Asks(small):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(self.trainer.accelerator.get_device_stats("cpu"))
+
+    make_trainer(accelerator=accelerator).fit(Asks(), make_loader())
+    assert all("device0.unit_runs" in figures for figures in seen)
+    assert len(seen) == 3
+    assert not any("device" in name for name in accelerator.get_device_stats("cpu"))
