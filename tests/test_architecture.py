@@ -33,13 +33,16 @@ def _rule(parts: str = "", libraries: str = "") -> Rule:
 
 _ADAPTER_LIBRARIES = "lightning lightning_utilities torch torchmetrics typing_extensions"
 _ALL_PARTS = " ".join({path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py") for path in FILES})
+_ABOVE_THE_STRATEGY = {"__init__", "cli", "timeline_callback"}
 RULES = {
-    "options": _rule(),
+    "options": _rule("planning"),
     "planning": _rule("planning"),
     "engine": _rule("planning engine", "torch"),
-    "cli": _rule("planning", "jsonargparse matplotlib"),
+    "pictures": _rule("planning", "matplotlib"),
+    "cli": _rule("cli planning pictures __about__", "huggingface_hub rich typing_extensions"),
     "accelerator": _rule("engine", "lightning torch typing_extensions"),
-    "strategy": _rule(_ALL_PARTS.replace("__init__", "").replace("cli", ""), _ADAPTER_LIBRARIES),
+    "strategy": _rule(" ".join(set(_ALL_PARTS.split()) - _ABOVE_THE_STRATEGY), _ADAPTER_LIBRARIES),
+    "timeline_callback": _rule("strategy tracing", _ADAPTER_LIBRARIES),
     "__init__": _rule(_ALL_PARTS, _ADAPTER_LIBRARIES),
 }
 
@@ -120,10 +123,19 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         ("engine.units", "import lightning_roundpipe", False),
         ("options", "import dataclasses", True),
         ("options", "import torch", False),
+        ("pictures", "def draw():\n    from matplotlib.figure import Figure", True),
+        ("pictures", "import torch", False),
+        ("pictures", "from .tracing import TraceWriter", False),
+        ("cli.plan", "from lightning_roundpipe.planning import Machine\nfrom .output import print_json", True),
+        ("cli.plan", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
+        ("cli.plan", "from lightning_roundpipe import RoundPipeStrategy", False),
+        ("cli.plan", "def run():\n    import torch", False),
         ("accelerator", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
         ("helper", "import lightning\nfrom lightning_roundpipe.engine import units", True),
         ("helper", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
         ("strategy", "from lightning_roundpipe import engine", True),
+        ("strategy", "from .timeline_callback import RoundPipeTimeline", False),
+        ("timeline_callback", "from .strategy import RoundPipeStrategy", True),
     ],
 )
 def test_the_rules_themselves(module: str, source: str, is_allowed: bool) -> None:

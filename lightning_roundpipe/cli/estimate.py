@@ -1,0 +1,229 @@
+"""``roundpipe estimate``: would a model train on a machine, how fast, and with how long sequences."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+
+from .arguments import Subparsers, add_json, argument_type, parse_count
+from .estimate_report import assess, assumptions, report
+from .feasibility import Cluster
+from .gpus import Gpu, find_gpu
+from .memory import BYTES_PER_WEIGHT
+from .output import print_json, print_report
+from .resolve import load_shape
+from .units import parse_bandwidth, parse_bytes
+from .workload import FAST, SLOW, Pace, Workload
+
+_DESCRIPTION = """
+Say, from the model's config.json alone, whether full fine-tuning and LoRA fit on a machine, what speed to expect, and
+how long sequences may become. Speeds are a range, because they depend on kernels and hosts: see the assumptions that
+are printed with them.
+"""
+_EXAMPLES = """
+examples:
+  roundpipe estimate --model Qwen/Qwen3-8B --gpu rtx4090 --devices 8 --seq-len 4096 --host-memory 512GB
+  roundpipe estimate --model config.json --gpu a100-80 --devices 4 --seq-len 8192 --batch-size 128 --chunked-loss
+  roundpipe estimate --model config.json --gpu custom --gpu-memory 24GiB --tflops 100 --gpu-bandwidth 900GB/s \\
+      --pcie 12GB/s --seq-len 2048
+"""
+# What CUDA, cuBLAS and the allocator's rounding take of a device, and the system and data loaders of a host.
+_DEVICE_RESERVE = (2**30, 0.05)
+_HOST_RESERVE = 16 * 2**30
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's arguments."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="say whether a model fits on a machine, how fast, with how long sequences",
+        description=_DESCRIPTION.strip(),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="config.json, a folder with one, or a Hugging Face name"
+    )
+    parser.add_argument("--seq-len", required=True, type=count, metavar="T", help="tokens per sequence")
+    parser.add_argument(
+        "--batch-size", type=count, default=64, metavar="B", help="sequences per optimizer step (default: 64)"
+    )
+    parser.add_argument(
+        "--microbatch-size",
+        type=_parse_microbatch_size,
+        metavar="b",
+        help="sequences per micro-batch, or auto: as many as fit and leave two micro-batches per device (default)",
+    )
+    parser.add_argument(
+        "--round-size", type=count, metavar="R", help="micro-batches per round (default: two per device)"
+    )
+    parser.add_argument("--lora-rank", type=count, default=32, metavar="r", help="rank of the adapters (default: 32)")
+    parser.add_argument(
+        "--dtype", choices=tuple(BYTES_PER_WEIGHT), default="bf16", help="type to compute in (default: bf16)"
+    )
+    parser.add_argument(
+        "--fp16-accumulation",
+        action="store_true",
+        help="with --dtype fp16: torch.backends.cuda.matmul.allow_fp16_accumulation is on (GeForce: twice the peak)",
+    )
+    parser.add_argument(
+        "--chunked-loss", action="store_true", help="head and loss run in chunks (Liger), logits are never whole"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("synchronous", "asynchronous"),
+        default="synchronous",
+        help="asynchronous: updates overlap the next step, which uses weights one step old, as in the paper",
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
+    machine.add_argument("--devices", type=count, default=1, metavar="N", help="number of GPUs (default: 1)")
+    machine.add_argument(
+        "--host-memory", type=size, metavar="SIZE", help="such as 800GB (default: no limit, only said)"
+    )
+    machine.add_argument("--host-bandwidth", type=rate, metavar="RATE", help="of the host memory, where it is known")
+    machine.add_argument("--gpu-memory", type=size, metavar="SIZE", help="in place of the table's")
+    machine.add_argument(
+        "--gpu-bandwidth", type=rate, metavar="RATE", help="of the GPU's memory, in place of the table's"
+    )
+    machine.add_argument(
+        "--tflops",
+        type=argument_type(_parse_tflops),
+        metavar="X",
+        help="dense peak at --dtype, in place of the table's",
+    )
+    machine.add_argument("--pcie", type=rate, metavar="RATE", help="what a copy reaches, each way, such as 12GB/s")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate and print.
+
+    Raises:
+        ValueError: If the model or the GPU is not known, or options contradict each other.
+    """
+    if args.fp16_accumulation and args.dtype != "fp16":
+        raise ValueError(f"--fp16-accumulation is for --dtype fp16, got {args.dtype}: leave one of the two out.")
+    if args.microbatch_size is not None and args.microbatch_size > args.batch_size:
+        raise ValueError(
+            f"--microbatch-size {args.microbatch_size} is more than --batch-size {args.batch_size}: lower the one or "
+            "raise the other."
+        )
+    gpu = _gpu_of(args)
+    workload = Workload(
+        load_shape(args.model),
+        gpu,
+        args.seq_len,
+        dtype=args.dtype,
+        fp16_accumulation=args.fp16_accumulation,
+        chunked_loss=args.chunked_loss,
+    )
+    cluster = _cluster_of(args, gpu)
+    shape = workload.shape
+    document = {
+        "command": "estimate",
+        "model": {
+            "name": shape.name,
+            "model_type": shape.model_type,
+            "weights": shape.num_weights,
+            "active_weights": shape.num_active,
+            "layers": len(shape.layers),
+            "max_length": shape.max_length,
+        },
+        "gpu": asdict(gpu),
+        "devices": args.devices,
+        "seq_len": args.seq_len,
+        "batch_size": args.batch_size,
+        "round_size": cluster.round_size,
+        "dtype": args.dtype,
+        "optimizer": args.optimizer,
+        "device_reserve_bytes": gpu.memory_bytes - cluster.device_bytes,
+        "host_memory_bytes": args.host_memory,
+        "host_reserve_bytes": _HOST_RESERVE,
+        "methods": {
+            "full": assess(workload, cluster, args.microbatch_size),
+            "lora": assess(replace(workload, lora_rank=args.lora_rank), cluster, args.microbatch_size),
+        },
+        "assumptions": assumptions(replace(workload, lora_rank=args.lora_rank), cluster),
+    }
+    if args.json:
+        print_json(document)
+    else:
+        print_report(*report(document))
+    return 0
+
+
+def _gpu_of(args: argparse.Namespace) -> Gpu:
+    """The GPU of the table, with what the user knows better; for "custom" the user must know all of it."""
+    given = {
+        "--gpu-memory": args.gpu_memory,
+        "--tflops": args.tflops,
+        "--gpu-bandwidth": args.gpu_bandwidth,
+        "--pcie": args.pcie,
+    }
+    if args.gpu == "custom":
+        if missing := [option for option, value in given.items() if value is None]:
+            raise ValueError(f"--gpu custom lacks {', '.join(missing)}: add what its data sheet says.")
+        tflops = _table_tflops(args)
+        return Gpu("custom", args.gpu_memory, tflops, tflops, args.gpu_bandwidth, args.pcie)
+    gpu = find_gpu(args.gpu)
+    if args.tflops is not None:
+        gpu = replace(gpu, tflops=_table_tflops(args), fp16_accumulate_tflops=_table_tflops(args))
+    return replace(
+        gpu,
+        memory_bytes=args.gpu_memory or gpu.memory_bytes,
+        bytes_per_ms=args.gpu_bandwidth or gpu.bytes_per_ms,
+        pcie_bytes_per_ms=args.pcie or gpu.pcie_bytes_per_ms,
+    )
+
+
+def _table_tflops(args: argparse.Namespace) -> float:
+    """``--tflops`` is the peak at ``--dtype``; tables give that of the 16-bit types, twice that of fp32 (TF32)."""
+    return float(args.tflops) * BYTES_PER_WEIGHT[args.dtype] / 2
+
+
+def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
+    fixed, share = _DEVICE_RESERVE
+    device_bytes = int(gpu.memory_bytes * (1 - share)) - fixed
+    if device_bytes <= 0:
+        raise ValueError(f"--gpu-memory {args.gpu_memory} bytes is less than what CUDA itself takes: pass more.")
+    host_bytes = None if args.host_memory is None else max(0, args.host_memory - _HOST_RESERVE)
+    paces = [_known_better(pace, args) for pace in (SLOW, FAST)]
+    return Cluster(
+        args.devices,
+        device_bytes,
+        host_bytes,
+        args.batch_size,
+        args.round_size or 2 * args.devices,
+        optimizer=args.optimizer,
+        paces=(paces[0], paces[1]),
+    )
+
+
+def _known_better(pace: Pace, args: argparse.Namespace) -> Pace:
+    """What the user states is no range: what a copy reaches, and the host's bandwidth."""
+    if args.pcie is not None:
+        pace = replace(pace, pcie=1.0)
+    if args.host_bandwidth is not None:
+        pace = replace(pace, host_bytes_per_ms=args.host_bandwidth)
+    return pace
+
+
+def _parse_microbatch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} Or write auto.") from error
+
+
+def _parse_tflops(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a number of TFLOP/s: write one like 165.")
+    return value

@@ -1,0 +1,261 @@
+"""What ``roundpipe estimate`` finds out about a workload, as numbers for JSON and as text for people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .feasibility import (
+    Cluster,
+    call_bytes,
+    choose_microbatch_size,
+    fits_device,
+    fits_host,
+    host_bytes,
+    largest_call,
+    largest_seq_len,
+    largest_that,
+    speed,
+)
+from .output import Table
+from .units import format_bandwidth, format_bytes, format_share
+from .workload import LOSS_CHUNK, Workload, logit_bytes
+
+_TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
+
+
+def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) -> dict[str, Any]:
+    """Return everything that is to be said of one method, with a key for each paragraph of the report.
+
+    Args:
+        workload: What is trained.
+        cluster: The machine.
+        microbatch_size: Sequences per micro-batch; None to choose.
+    """
+    size = microbatch_size or choose_microbatch_size(workload, cluster)
+    call = largest_call(workload, size)
+    host = host_bytes(workload, cluster, size)
+    problems = _problems(workload, cluster, size)
+    rates = [] if problems else [speed(workload, cluster, size, pace) for pace in cluster.paces]
+    longest, bound = largest_seq_len(workload, cluster)
+    return {
+        "lora_rank": workload.lora_rank,
+        "trained_weights": workload.num_trained,
+        "fits": not problems,
+        "problems": problems,
+        "microbatch_size": size,
+        "speed": dict(zip(("slow", "fast"), rates, strict=True)) if rates else None,
+        "largest_seq_len": longest,
+        "largest_seq_len_bound_by": bound,
+        "device_memory": {
+            "available": cluster.device_bytes,
+            "largest_call": call.name,
+            "weights": call.weight_bytes,
+            "gradients": call.gradient_bytes,
+            "activations": call_bytes(call) - call.weight_bytes - call.gradient_bytes,
+            "total": call_bytes(call),
+            "peak_of_plan": max((rate["device_memory_bytes"] for rate in rates), default=None),
+        },
+        "host_memory": {"available": cluster.host_bytes, **host, "total": sum(host.values())},
+    }
+
+
+def _problems(workload: Workload, cluster: Cluster, size: int) -> list[dict[str, Any]]:
+    """What is short, by how much, and what helps."""
+    problems = []
+    call = largest_call(workload, size)
+    if (needed := call_bytes(call)) > cluster.device_bytes:
+        helps = _help_device(workload, cluster, size)
+        problems.append(_problem(f"device memory for {call.name}", needed, cluster.device_bytes, helps))
+    needed = sum(host_bytes(workload, cluster, size).values())
+    if cluster.host_bytes is not None and needed > cluster.host_bytes:
+        problems.append(_problem("host memory", needed, cluster.host_bytes, _help_host(workload, cluster, size)))
+    return problems
+
+
+def _problem(what: str, needed: int, available: int, helps: list[str]) -> dict[str, Any]:
+    return {"what": what, "needed": needed, "available": available, "short_by": needed - available, "helps": helps}
+
+
+def _help_device(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+    helps = []
+    if smaller := largest_that(lambda candidate: fits_device(workload, cluster, candidate), size):
+        helps.append(f"--microbatch-size {smaller}")
+    elif longest := largest_that(
+        lambda candidate: fits_device(replace(workload, seq_len=candidate), cluster, 1), workload.seq_len
+    ):
+        helps.append(f"sequences of at most {longest:,} tokens")
+    chunked = replace(workload, chunked_loss=True)
+    if not workload.chunked_loss and fits_device(chunked, cluster, size):
+        helps.append("a loss in chunks (--chunked-loss)")
+    lora = replace(workload, lora_rank=workload.lora_rank or 32)
+    if workload.lora_rank is None and fits_device(lora, cluster, size):
+        helps.append("LoRA, which has no gradients of whole layers on a device")
+    needed = call_bytes(largest_call(workload, size)) - cluster.device_bytes + workload.gpu.memory_bytes
+    return [*helps, f"GPUs with more than {format_bytes(needed)}"]
+
+
+def _help_host(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+    helps = []
+    if smaller := largest_that(lambda candidate: fits_host(workload, cluster, candidate), size):
+        helps.append(f"--microbatch-size {smaller}")
+    elif smaller := largest_that(
+        lambda batch: fits_host(workload, replace(cluster, batch_size=batch), 1), cluster.batch_size
+    ):
+        helps.append(f"--batch-size {smaller} with gradient accumulation")
+    lora = replace(workload, lora_rank=workload.lora_rank or 32)
+    lora_size = choose_microbatch_size(lora, cluster)
+    if workload.lora_rank is None and fits_host(lora, cluster, lora_size):
+        helps.append(f"LoRA ({format_bytes(sum(host_bytes(lora, cluster, lora_size).values()))})")
+    assert cluster.host_bytes is not None
+    needed = sum(host_bytes(workload, cluster, size).values()) - cluster.host_bytes
+    return [*helps, f"{format_bytes(needed)} more host memory"]
+
+
+def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    """Return what the figures rest on, one paragraph each."""
+    return [*_speed_assumptions(workload, cluster), *_memory_assumptions(workload, cluster)]
+
+
+def _speed_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    slow, fast = cluster.paces
+    gpu, layers = workload.gpu, workload.shape.layers
+    peak = (gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops) * 2 / workload.element_bytes
+    accumulation = " with fp16 accumulation" if workload.fp16_accumulation else ""
+    windows = {layer.window for layer in layers if layer.window}
+    attended = "half of the square of a sequence"
+    attended += f" (in some layers a window of {min(windows):,} tokens)" if windows else ""
+    links = [format_bandwidth(gpu.pcie_bytes_per_ms * pace.pcie) for pace in cluster.paces]
+    hosts = [format_bandwidth(pace.host_bytes_per_ms) for pace in cluster.paces]
+    lines = [
+        "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
+        f"Matrix products reach {_shares(slow.matmul, fast.matmul)} of {peak:g} TFLOP/s{accumulation}. Attention keeps "
+        f"no scores, works on {attended}, and reaches {_shares(slow.attention, fast.attention)} of the peak with fp32 "
+        "accumulation. A backward takes twice the forward (frozen matrices: once), after a recomputed forward.",
+        "Between the products move the bytes of plain Hugging Face code, or a third of them (fused kernels), at "
+        f"{_shares(slow.memory, fast.memory)} of {format_bandwidth(gpu.bytes_per_ms)}. A call takes "
+        f"{_either(slow.launch_ms, fast.launch_ms)} ms or more.",
+        f"Copies reach {_either(*links)} each way and hide behind the computation where they can; the host's memory "
+        f"gives {_either(*hosts)} to all of them.",
+        f"AdamW on the host moves {_either(slow.optimizer_bytes, fast.optimizer_bytes)} bytes per trained weight (one "
+        f"operator after the other, or fused); it is {cluster.optimizer}.",
+    ]
+    if any(layer.num_experts for layer in layers):
+        lines.insert(2, f"Products of routed experts reach {_shares(slow.experts, fast.experts)} of the peak.")
+    return lines
+
+
+def _memory_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    shape = workload.shape
+    per_token = format_bytes(shape.vocab * logit_bytes(workload.element_bytes))
+    loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
+    if workload.chunked_loss:
+        loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
+    length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
+    return [
+        f"{format_bytes(workload.gpu.memory_bytes - cluster.device_bytes)} of a GPU go to CUDA and to the allocator. "
+        "Inputs and outputs of a call are there twice, for the copies under way.",
+        "The host keeps fp32 masters and gradients, AdamW's two moments and a working copy of what is trained, one "
+        f"copy of what is frozen, and the inputs of all layers for up to {2 * cluster.round_size} micro-batches.",
+        f"LoRA has rank {workload.lora_rank} on the matrices of attention and dense MLP; routed experts are frozen.",
+        loss,
+        f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
+    ]
+
+
+def report(document: dict[str, Any]) -> list[str | Table]:
+    """Return the document for people."""
+    model, methods = document["model"], document["methods"]
+    active = f" ({_billions(model['active_weights'])} active)" if model["active_weights"] != model["weights"] else ""
+    heading = (
+        f"{model['name']}: {_billions(model['weights'])} weights{active} in {model['layers']} layers, on "
+        f"{document['devices']} x {document['gpu']['name']} ({format_bytes(document['gpu']['memory_bytes'])} each), "
+        f"{document['dtype']}, {document['batch_size']} sequences of {document['seq_len']:,} tokens per step"
+    )
+    verdicts = "\n".join(
+        _verdict(_TITLES[name], method, document["host_reserve_bytes"]) for name, method in methods.items()
+    )
+    parts: list[str | Table] = [heading, verdicts]
+    if any(method["speed"] for method in methods.values()):
+        parts.append(_speed_table(methods))
+    parts += [_device_table(document), _host_table(document)]
+    parts.append("Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"]))
+    return parts
+
+
+def _verdict(title: str, method: dict[str, Any], host_reserve: int) -> str:
+    if method["fits"]:
+        slow, fast = (method["speed"][end]["tokens_per_s"] for end in ("slow", "fast"))
+        host = method["host_memory"]
+        condition = f" a host with {format_bytes(host['total'] + host_reserve)}" if host["available"] is None else ""
+        return (
+            f"{title} fits{condition}: {_rounded(slow)} to {_rounded(fast)} tokens/s, sequences up to "
+            f"{method['largest_seq_len']:,} tokens."
+        )
+    reasons = [
+        f"{problem['what']} is short by {format_bytes(problem['short_by'])} (needs {format_bytes(problem['needed'])}, "
+        f"there are {format_bytes(problem['available'])}; what helps: {', or '.join(problem['helps'])})"
+        for problem in method["problems"]
+    ]
+    return f"{title} does not fit: {'; and '.join(reasons)}."
+
+
+def _speed_table(methods: dict[str, Any]) -> Table:
+    rows = []
+    for name, method in methods.items():
+        for end, rate in (method["speed"] or {}).items():
+            rows.append(
+                (
+                    _TITLES[name],
+                    end,
+                    rate["bound_by"],
+                    f"{rate['num_microbatches']} x {method['microbatch_size']}",
+                    f"{rate['step_ms'] / 1e3:,.1f} s",
+                    format_share(rate["bubble_ratio"]),
+                    _rounded(rate["tokens_per_s"]),
+                )
+            )
+    columns = ("speed", "end", "bound by", "micro-batches", "step", "bubble", "tokens/s")
+    return Table("Speed (number of micro-batches x sequences in each)", columns, rows, num_text=3)
+
+
+def _device_table(document: dict[str, Any]) -> Table:
+    memories = [method["device_memory"] for method in document["methods"].values()]
+    rows = [("largest call", *(memory["largest_call"] for memory in memories))]
+    rows += [
+        (key, *(format_bytes(memory[key]) for memory in memories))
+        for key in ("weights", "gradients", "activations", "total")
+    ]
+    peaks = [memory["peak_of_plan"] for memory in memories]
+    rows.append(("peak of the plan", *("-" if peak is None else format_bytes(peak) for peak in peaks)))
+    rows.append(("longest sequence", *(f"{m['largest_seq_len']:,}" for m in document["methods"].values())))
+    rows.append(("its limit", *(m["largest_seq_len_bound_by"] for m in document["methods"].values())))
+    reserve = format_bytes(document["device_reserve_bytes"])
+    title = f"Device memory (there are {format_bytes(memories[0]['available'])} after {reserve} for CUDA)"
+    return Table(title, ("device", *_TITLES.values()), rows)
+
+
+def _host_table(document: dict[str, Any]) -> Table:
+    memories = [method["host_memory"] for method in document["methods"].values()]
+    rows = [(key, *(format_bytes(memory[key]) for memory in memories)) for key in memories[0] if key != "available"]
+    available = memories[0]["available"]
+    reserve = format_bytes(document["host_reserve_bytes"])
+    there = f"there are {format_bytes(available)} after" if available is not None else "besides"
+    return Table(f"Host memory ({there} {reserve} for the system)", ("host", *_TITLES.values()), rows)
+
+
+def _shares(slow: float, fast: float) -> str:
+    return _either(f"{slow:.0%}", f"{fast:.0%}")
+
+
+def _either(slow: object, fast: object) -> str:
+    return f"{slow}" if slow == fast else f"{slow} or {fast}"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+
+
+def _rounded(rate: float) -> str:
+    """Three digits: more would be a claim."""
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 10 else f"{rate:.2g}"

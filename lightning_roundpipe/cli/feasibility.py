@@ -1,0 +1,164 @@
+"""Whether a workload fits on devices and host, how fast it would be, and how long its sequences may become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_roundpipe.planning import CallCost, Machine, plan_training, round_robin, simulate, stage_costs
+
+from .workload import FAST, SLOW, Pace, Workload, cost_profile
+
+_LATENCY_MS = 0.02
+_ASYNCHRONOUS_STEPS = 4
+_LONGEST = 2**24
+_SHORT = 256
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine, and how a batch is worked off on it.
+
+    Attributes:
+        num_devices: Number of GPUs.
+        device_bytes: Memory of a device that is there for weights and activations.
+        host_bytes: The same of the host; None where the user did not say.
+        batch_size: Sequences per step.
+        round_size: Micro-batches that walk through the stages together.
+        optimizer: Whether the next step waits for the optimizer.
+        paces: What real code reaches, at worst and at best.
+    """
+
+    num_devices: int
+    device_bytes: int
+    host_bytes: int | None
+    batch_size: int
+    round_size: int
+    optimizer: Literal["synchronous", "asynchronous"] = "synchronous"
+    paces: tuple[Pace, Pace] = (SLOW, FAST)
+
+    def num_microbatches(self, microbatch_size: int) -> int:
+        """Micro-batches of a step."""
+        return -(-self.batch_size // microbatch_size)
+
+    def num_in_flight(self, microbatch_size: int) -> int:
+        """Micro-batches whose activations wait on the host at the same time: a round that drains and one that fills."""
+        return min(self.num_microbatches(microbatch_size), 2 * self.round_size)
+
+
+def call_bytes(call: CallCost) -> int:
+    """Bytes that a call needs on a device to run its backward: weights, gradients, one micro-batch.
+
+    Twice the inputs and outputs: those of the next micro-batch arrive and those of the last one leave meanwhile.
+    """
+    travelling = 2 * (call.input_bytes + call.output_bytes)
+    return call.weight_bytes + call.gradient_bytes + travelling + call.workspace_bytes
+
+
+def largest_call(workload: Workload, microbatch_size: int) -> CallCost:
+    """The call that needs the most device memory."""
+    return max(cost_profile(workload, microbatch_size, SLOW).calls, key=call_bytes)
+
+
+def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
+    """Bytes in host memory by purpose."""
+    in_flight = min(cluster.batch_size, cluster.num_in_flight(microbatch_size) * microbatch_size)
+    return {**workload.host_state(), "activations": in_flight * workload.host_bytes_per_sequence()}
+
+
+def fits_device(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
+    """Whether every call fits on a device, on its own."""
+    return call_bytes(largest_call(workload, microbatch_size)) <= cluster.device_bytes
+
+
+def fits_host(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
+    """Whether the host holds everything; True where its size is not known."""
+    return cluster.host_bytes is None or sum(host_bytes(workload, cluster, microbatch_size).values()) <= (
+        cluster.host_bytes
+    )
+
+
+def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
+    """Sequences per micro-batch: as many as leave two micro-batches per device, and fit.
+
+    "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1.
+    """
+    useful = max(1, cluster.batch_size // (2 * cluster.num_devices))
+
+    def fits(size: int) -> bool:
+        call = largest_call(workload, size)
+        both = call_bytes(call) + call.weight_bytes + call.gradient_bytes
+        return both <= cluster.device_bytes and fits_host(workload, cluster, size)
+
+    return max(1, largest_that(fits, useful))
+
+
+def largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, str]:
+    """Longest sequence that fits with one sequence per micro-batch, and what runs short beyond it.
+
+    A round has two micro-batches per device, or the batch if it is smaller. Long ones are rounded down to 256 tokens; 0
+    if none fits.
+    """
+    small = replace(cluster, batch_size=min(cluster.batch_size, 2 * cluster.num_devices))
+
+    def fits(seq_len: int) -> bool:
+        candidate = replace(workload, seq_len=seq_len)
+        return fits_device(candidate, small, 1) and fits_host(candidate, small, 1)
+
+    longest = largest_that(fits, _LONGEST)
+    is_device = not fits_device(replace(workload, seq_len=longest + 1), small, 1)
+    return longest if longest < _SHORT else longest - longest % _SHORT, "device memory" if is_device else "host memory"
+
+
+def largest_that(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to `limit` that fits, 0 if none does; what fits, fits for all smaller numbers."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace) -> dict[str, Any]:
+    """Plan and simulate a step at one end of the range.
+
+    Returns:
+        tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.
+    """
+    profile = cost_profile(workload, microbatch_size, pace)
+    machine = _machine(workload, cluster, pace)
+    count = cluster.num_microbatches(microbatch_size)
+    size = min(cluster.round_size, count)
+    partition = plan_training(profile, machine, num_microbatches=count, round_size=size)
+    costs = stage_costs(partition, profile)
+    # Every weight is updated once, also where a tied table counts in two stages.
+    optimizer_ms = workload.num_trained * pace.optimizer_bytes / pace.host_bytes_per_ms
+    num_gradient_bytes = sum(cost.gradient_bytes for cost in costs)
+    machine = replace(machine, optimizer_bytes_per_ms=num_gradient_bytes / optimizer_ms)
+    is_asynchronous = cluster.optimizer == "asynchronous"
+    num_steps = _ASYNCHRONOUS_STEPS if is_asynchronous else 1
+    schedule = round_robin(partition.num_stages, count, cluster.num_devices, round_size=size, num_steps=num_steps)
+    simulation = simulate(schedule, costs, machine, microbatches_per_step=count, optimizer=cluster.optimizer)
+    return {
+        "tokens_per_s": cluster.batch_size * workload.seq_len / simulation.step_ms * 1e3,
+        "step_ms": simulation.step_ms,
+        "bubble_ratio": simulation.timeline.bubble_ratio,
+        "bound_by": simulation.bound_by,
+        "lower_bounds_ms": simulation.lower_bounds_ms,
+        "device_memory_bytes": max(simulation.memory_bytes),
+        "num_microbatches": count,
+        "partition": partition.format(),
+    }
+
+
+def _machine(workload: Workload, cluster: Cluster, pace: Pace) -> Machine:
+    link = workload.gpu.pcie_bytes_per_ms * pace.pcie
+    return Machine(
+        cluster.num_devices,
+        device_memory_bytes=cluster.device_bytes,
+        h2d_bytes_per_ms=link,
+        d2h_bytes_per_ms=link,
+        transfer_latency_ms=_LATENCY_MS,
+        host_bytes_per_ms=pace.host_bytes_per_ms,
+    )

@@ -1,0 +1,123 @@
+"""Memory beside the simulated one: what the host holds for RoundPipe, and a device for schedules that bind stages.
+
+[Note: bytes per weight]
+A profile gives bytes, in the type that travels (``--dtype``). The rest follows from it and is stated with every result:
+as many weights are trained as have gradients; their masters, gradients and the two moments of AdamW are fp32, 4 bytes
+each. Frozen weights are kept as they travel, once. A unit that is called several times is counted once, by its name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Schedule, StageKind, Timeline
+
+BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4}
+HOST_ASSUMPTION = (
+    "trained weights: fp32 masters and gradients, AdamW with 8 bytes each; frozen ones as they travel; inputs of all "
+    "calls kept for recompute"
+)
+BOUND_ASSUMPTION = (
+    "weights, gradients, fp32 masters and AdamW state on the devices, inputs of all calls kept for recompute, the "
+    "graph of the last call for its backward"
+)
+_FP32 = 4
+_ADAMW = 8
+
+
+def host_memory(partition: Partition, profile: CostProfile, timeline: Timeline, dtype: str) -> dict[str, int]:
+    """Return what RoundPipe keeps in host memory for one step, in bytes, by purpose; "total" is the sum.
+
+    Args:
+        partition: The stages, for training.
+        profile: The costs of the calls.
+        timeline: One simulated step of the partition's schedule: it tells how many activations are kept at once.
+        dtype: Type of the weights in the profile, one of `BYTES_PER_WEIGHT`.
+    """
+    weight_bytes, gradient_bytes = _state_bytes(profile.calls)
+    size = BYTES_PER_WEIGHT[dtype]
+    memory = {
+        "frozen weights": max(0, weight_bytes - gradient_bytes),
+        "master weights": gradient_bytes * _FP32 // size,
+        # fp32 masters travel themselves.
+        "working copy": gradient_bytes if size < _FP32 else 0,
+        "gradients": gradient_bytes * _FP32 // size,
+        "optimizer state": gradient_bytes * _ADAMW // size,
+        "activations": _kept_on_host(partition, profile, timeline),
+    }
+    return {**memory, "total": sum(memory.values())}
+
+
+def bound_memory(
+    calls_per_stage: Sequence[int], profile: CostProfile, schedule: Schedule, dtype: str
+) -> tuple[int, ...]:
+    """Return the peak memory of each device under a schedule that binds stages, without any offloading, in bytes.
+
+    From its forward to its backward a micro-batch keeps the inputs of the stage's calls, and the graph of the model's
+    last call, which is not recomputed. While a stage runs, one call at a time has inputs, outputs and graph on top.
+
+    Args:
+        calls_per_stage: Number of calls of each model stage, at least 1.
+        profile: The costs of the calls.
+        schedule: Twice as many stages: forwards, then backwards in reverse.
+        dtype: Type of the weights in the profile, one of `BYTES_PER_WEIGHT`.
+    """
+    stops = list(accumulate(calls_per_stage))
+    pieces = [profile.calls[stop - count : stop] for count, stop in zip(calls_per_stage, stops, strict=True)]
+    head = profile.calls[-1]
+    kept = [sum(call.input_bytes for call in calls) for calls in pieces]
+    kept[-1] += head.workspace_bytes
+    last = [*pieces[-1][:-1], replace(head, workspace_bytes=0)]
+    running = [
+        max(call.input_bytes + call.output_bytes + call.workspace_bytes for call in calls)
+        for calls in (*pieces[:-1], last)
+    ]
+    num_stages, size = len(pieces), BYTES_PER_WEIGHT[dtype]
+    peaks = []
+    for actions in schedule.devices:
+        bound = {action.stage_index for action in actions if action.stage_index < num_stages}
+        weight_bytes, gradient_bytes = _state_bytes(call for stage in bound for call in pieces[stage])
+        masters = gradient_bytes * _FP32 // size if size < _FP32 else 0
+        held = states = weight_bytes + gradient_bytes + masters + gradient_bytes * _ADAMW // size
+        peak = states
+        for index in (action.stage_index for action in actions):
+            stage = min(index, 2 * num_stages - 1 - index)
+            if stage == index:
+                held += kept[stage]
+            peak = max(peak, held + running[stage])
+            if stage != index:
+                held -= kept[stage]
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _state_bytes(calls: Iterable[CallCost]) -> tuple[int, int]:
+    """Bytes of the weights and of the gradients of the units behind the calls, each unit once."""
+    units = {call.name: call for call in calls}.values()
+    return sum(unit.weight_bytes for unit in units), sum(unit.gradient_bytes for unit in units)
+
+
+def _kept_on_host(partition: Partition, profile: CostProfile, timeline: Timeline) -> int:
+    """Peak of the inputs that wait on the host, in bytes: from the stage that makes them to the last that needs them.
+
+    The inputs of the fused stage's first call pass through the host; those of its other calls stay on the device.
+    """
+    kept: dict[tuple[int, int], int] = defaultdict(int)
+    for stage in partition.stages:
+        for position in range(stage.start, stage.stop) if stage.kind is not StageKind.BACKWARD else ():
+            if stage.kind is StageKind.FORWARD or position == stage.start:
+                made_by = stage.index - 1 if position == stage.start else stage.index
+                kept[made_by, partition.backward_stage(position)] += profile.calls[position].input_bytes
+    ends = {span.action: span.end_ms for span in timeline.spans if span.kind == "compute"}
+    microbatches = {action.microbatch_index for action in ends if action is not None}
+    changes: list[tuple[float, int]] = []
+    for microbatch in microbatches:
+        end_of = {a.stage_index: end for a, end in ends.items() if a is not None and a.microbatch_index == microbatch}
+        end_of[-1] = timeline.start_ms  # the batch itself
+        for (made_by, freed_by), num_bytes in kept.items():
+            changes += [(end_of[made_by], num_bytes), (end_of[freed_by], -num_bytes)]
+    # What is freed and what is made at the same time share their place.
+    return max(accumulate(num_bytes for _, num_bytes in sorted(changes)), default=0)

@@ -1,0 +1,146 @@
+"""What a command prints: one JSON object, or text and tables, coloured where the terminal and rich allow it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_NAMES = 4
+_UNLIMITED = 100_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title.
+
+    Args:
+        title: Line above the table.
+        columns: Names of the columns.
+        rows: Cells, one for each column.
+        num_text: How many columns from the left hold text (aligned left); the others hold numbers (aligned right).
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_text: int = 1
+
+    def format(self) -> str:
+        """Return the table as plain aligned text."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
+        rules = ["-" * width for width in widths]
+        parts = [self.title] if self.title else []
+        parts += [self._format_line(line, widths) for line in (self.columns, rules, *self.rows)]
+        return "\n".join(parts)
+
+    def _format_line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        padded = [
+            cell.ljust(width) if column < self.num_text else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+
+def print_report(*parts: str | Table) -> None:
+    """Print paragraphs and tables with an empty line between them.
+
+    On a terminal tables are drawn by rich (extra ``cli``) if it is installed. Without it, in a file or in a pipe they
+    are plain text, as wide as they need to be.
+    """
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _print_rich(parts)
+        return
+    print("\n\n".join(part if isinstance(part, str) else part.format() for part in parts))
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON object; what is infinite ("no limit") becomes null."""
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """Return the names in short, such as ``"embed, layers.0-6, norm"``.
+
+    Names that count up in one number become a range, repeated ones a product (``"shared x3"``). What is long even so
+    shows its ends.
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _continues(runs[-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    if len(runs) > _MAX_NAMES:
+        return f"{names[0]} ... {names[-1]} ({len(names)} calls)"
+    return ", ".join(map(_format_run, runs))
+
+
+def _continues(run: list[str], name: str) -> bool:
+    """Whether the name goes on as the run has begun: the same again, or one number higher in the same place."""
+    step = _counted_at(run[-1], name)
+    if len(run) == 1:
+        return run[0] == name or step is not None
+    return run[-1] == name if run[0] == run[1] else step is not None and step == _counted_at(run[0], run[1])
+
+
+def _counted_at(first: str, second: str) -> int | None:
+    """The place of the only number in which the names differ, if the second is one higher; None otherwise."""
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", second)
+    places = [place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) != len(b) or len(places) != 1 or places[0] % 2 == 0:
+        return None
+    return places[0] if int(a[places[0]]) + 1 == int(b[places[0]]) else None
+
+
+def _format_run(run: list[str]) -> str:
+    if len(run) == 1:
+        return run[0]
+    if run[0] == run[-1]:
+        return f"{run[0]} x{len(run)}"
+    place = _counted_at(run[0], run[1])
+    assert place is not None
+    parts = re.split(r"(\d+)", run[0])
+    last = re.split(r"(\d+)", run[-1])[place]
+    return "".join([*parts[: place + 1], "-", last, *parts[place + 1 :]])
+
+
+def _print_rich(parts: Sequence[str | Table]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+
+    console = Console(file=sys.stdout, highlight=False)
+    for number, part in enumerate(parts):
+        if number:
+            console.print()
+        if isinstance(part, str):
+            console.print(part, markup=False, soft_wrap=True)
+            continue
+        if part.title:
+            console.print(part.title, style="bold", markup=False, soft_wrap=True)
+        table = RichTable(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
+        for column, name in enumerate(part.columns):
+            table.add_column(name, justify="left" if column < part.num_text else "right", no_wrap=True)
+        for row in part.rows:
+            table.add_row(*map(escape, row))
+        # In a narrow terminal lines that the terminal wraps are easier to read than columns of a few letters.
+        needed = Measurement.get(console, console.options.update(max_width=_UNLIMITED), table).maximum
+        console.width = max(console.width, needed)
+        console.print(table)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

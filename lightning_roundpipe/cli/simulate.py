@@ -1,0 +1,193 @@
+"""``roundpipe simulate``: the schedules of the literature beside RoundPipe's, on the same calls and machine."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from lightning_roundpipe.planning import Timeline
+
+from .arguments import (
+    Subparsers,
+    add_dtype,
+    add_json,
+    add_machine,
+    add_pipeline,
+    add_png,
+    argument_type,
+    check_picture_path,
+    load_profile,
+    machine_of,
+    parse_count,
+    round_size_of,
+    save_picture,
+)
+from .contenders import SCHEDULES, Case, Contender, compare, read_contender
+from .memory import BOUND_ASSUMPTION
+from .output import Table, print_json, print_report
+from .units import format_bytes, format_ms, format_share
+
+_DESCRIPTION = """
+Simulate one training step under several schedules. GPipe, 1F1B, interleaved 1F1B and looped BFS bind stages to devices;
+the calls are split into stages of about equal time, and the looped ones take the number of stages per device (2 to 12)
+that is fastest. RoundPipe takes the plan that is fastest on this machine.
+"""
+_EXAMPLES = """
+examples:
+  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --hop-ms 1.6
+  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --only gpipe roundpipe-sync --show
+  roundpipe plan --profile p.json --devices 8 --microbatches 16 --save-schedule s.txt   # then edit s.txt
+  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --schedule s.txt
+"""
+_BUBBLE = (
+    "share of the devices' time in a step that they idle, a synchronous optimizer not counted; RoundPipe asynchronous: "
+    "without the first fill and last drain"
+)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's arguments."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="compare schedules: step time, bubble, memory",
+        description=_DESCRIPTION.strip(),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_pipeline(parser)
+    add_machine(parser)
+    add_dtype(parser)
+    count = argument_type(parse_count)
+    parser.add_argument(
+        "--steps", type=count, default=8, metavar="K", help="steps to simulate for RoundPipe asynchronous (default: 8)"
+    )
+    parser.add_argument("--only", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=", ".join(SCHEDULES))
+    parser.add_argument(
+        "--schedule",
+        metavar="FILE",
+        help="also simulate this schedule, in the text of Schedule.format (see docs/cli.md)",
+    )
+    parser.add_argument("--show", action="store_true", help="print the timelines")
+    add_png(parser, "the timelines, one above the other")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, compare and print.
+
+    Raises:
+        ValueError: If a file cannot be read or written, a schedule is not valid, or a call does not fit on a device.
+    """
+    check_picture_path(args.png)
+    case = Case(
+        profile=load_profile(args.profile),
+        machine=machine_of(args),
+        num_microbatches=args.microbatches,
+        round_size=round_size_of(args),
+        num_steps=args.steps,
+        hop_ms=args.hop_ms,
+        dtype=args.dtype,
+    )
+    results = [read_contender(case, args.schedule)] if args.schedule else []
+    results += compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])
+    if args.png:
+        _draw(results, case.num_microbatches, args.png)
+    document = {
+        "command": "simulate",
+        "profile": args.profile,
+        "machine": {**asdict(case.machine), "hop_ms": case.hop_ms},
+        "num_microbatches": case.num_microbatches,
+        "round_size": case.round_size,
+        "schedules": _rows(results),
+        "bubble_definition": _BUBBLE,
+        "bound_memory_assumption": BOUND_ASSUMPTION,
+    }
+    if args.json:
+        print_json(document)
+    else:
+        print_report(*_report(document), *(_pictures(results) if args.show else ()))
+    return 0
+
+
+def _rows(results: list[Contender]) -> list[dict[str, Any]]:
+    """What is known of each contender; speeds are relative to the fastest that binds stages."""
+    best_ms = min((r.simulation.step_ms for r in results if r.is_bound and r.simulation), default=None)
+    rows: list[dict[str, Any]] = []
+    for result in results:
+        row: dict[str, Any] = {"name": result.name, "binds_stages": result.is_bound, "skipped": result.skipped}
+        if result.simulation is not None:
+            step_ms = result.simulation.step_ms
+            row |= {
+                "num_stages": result.num_stages,
+                "stages": result.stages,
+                "step_ms": step_ms,
+                "bubble_ratio": result.bubble_ratio,
+                "bubble_parts": result.simulation.timeline.bubble_parts,
+                "speed": best_ms / step_ms if best_ms is not None and step_ms else None,
+                "memory_bytes": result.memory_bytes,
+                "bound_by": result.simulation.bound_by,
+            }
+        rows.append(row)
+    return rows
+
+
+def _report(document: dict[str, Any]) -> list[str | Table]:
+    """The document for people."""
+    limit = document["machine"]["device_memory_bytes"]
+    rows, skipped = [], []
+    for row in document["schedules"]:
+        if row["skipped"]:
+            skipped.append(f"{row['name']} was left out: it {row['skipped']}.")
+            continue
+        low, high = min(row["memory_bytes"]), max(row["memory_bytes"])
+        speed = "-" if row["speed"] is None else f"{row['speed']:.2f}x"
+        mark = " (!)" if limit is not None and high > limit else ""
+        numbers = [str(row["num_stages"]), format_ms(row["step_ms"]), format_share(row["bubble_ratio"]), speed]
+        rows.append((row["name"], *numbers, format_bytes(low), format_bytes(high) + mark, row["bound_by"]))
+    columns = ("schedule", "stages", "step", "bubble", "speed", "memory from", "memory to", "bound by")
+    title = (
+        f"{document['num_microbatches']} micro-batches on {document['machine']['num_devices']} devices "
+        f"(profile {document['profile']})"
+    )
+    notes = [
+        f"Bubble: {_BUBBLE}.",
+        "Speed: relative to the fastest schedule that binds stages to devices, whose optimizer's time is not counted.",
+        f"Memory: least and most over the devices; schedules that bind stages: {BOUND_ASSUMPTION}.",
+    ]
+    if any("(!)" in cell for cells in rows for cell in cells):
+        notes.append(f"(!) More than the {format_bytes(limit)} of a device: it would not run.")
+    return [Table(title, columns, rows), "\n".join([*skipped, *notes])]
+
+
+def _pictures(results: list[Contender]) -> list[str]:
+    return [
+        f"{result.name}, {result.stages}\n{result.simulation.timeline.format_table().rstrip()}"
+        for result in results
+        if result.simulation is not None
+    ]
+
+
+def _draw(results: list[Contender], num_microbatches: int, path: str) -> None:
+    panels = [
+        (*_shown(r.name, r.simulation.timeline, num_microbatches), r.partition)
+        for r in results
+        if r.simulation is not None
+    ]
+    if not panels:
+        raise ValueError("--png has nothing to draw: none of the schedules can run.")
+    save_picture(path, panels)
+
+
+def _shown(name: str, timeline: Timeline, num_microbatches: int) -> tuple[str, Timeline]:
+    """Title and timeline of a panel: of more than two steps the first two, beside which one step does not look tiny."""
+    computing = [span for span in timeline.spans if span.kind == "compute"]
+    last = max(span.microbatch_index for span in computing)
+    num_shown = 2 * num_microbatches
+    if last < num_shown:
+        return name, timeline
+    end_ms = max(span.end_ms for span in computing if span.microbatch_index < num_shown)
+    spans = [s for s in timeline.spans if s.microbatch_index < num_shown and s.end_ms <= end_ms]
+    return f"{name}, the first 2 of {(last + 1) // num_microbatches} steps", Timeline(
+        tuple(spans), timeline.num_devices
+    )

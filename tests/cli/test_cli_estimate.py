@@ -1,0 +1,356 @@
+"""``roundpipe estimate``: verdicts, ranges against what the RoundPipe paper measured, and messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.cli import main
+from lightning_roundpipe.cli.feasibility import (
+    Cluster,
+    call_bytes,
+    choose_microbatch_size,
+    fits_device,
+    fits_host,
+    host_bytes,
+    largest_call,
+    largest_seq_len,
+    speed,
+)
+from lightning_roundpipe.cli.gpus import GPUS
+from lightning_roundpipe.cli.models import read_shape
+from lightning_roundpipe.cli.workload import FAST, SLOW, Workload
+from tests.cli.conftest import RunFailing, RunJson
+from tests.cli.test_cli_models import CONFIGS, SIZES, fixture
+from tests.cli.test_cli_workload import CONFIGS as NAMES
+from tests.planning.paper import MODELS
+
+PAPER_OPTIONS = (
+    *("--gpu", "rtx4090", "--devices", "8", "--host-memory", "800GB"),
+    *("--dtype", "fp16", "--fp16-accumulation", "--chunked-loss"),
+)
+SYNCHRONOUS = {
+    "Qwen3-1.7B": 56489,
+    "Llama-3.1-8B": 18888,
+    "GPT-OSS-20B": 12549,
+    "Qwen3-32B": 4164,
+    "Qwen3-235B LoRA": 1592,
+}
+# Longest sequence in K tokens, and the sequences of the step in which it was measured (the paper's artifact).
+LONGEST = {
+    "Qwen3-1.7B": (73, 10),
+    "Llama-3.1-8B": (49, 10),
+    "GPT-OSS-20B": (39, 1),
+    "Qwen3-32B": (28, 1),
+    "Qwen3-235B LoRA": (31, 4),
+}
+
+
+def config_of(name: str) -> str:
+    return str(CONFIGS / f"{NAMES.get(name, name)}.json")
+
+
+def estimate(run_json: RunJson, name: str, *options: str) -> dict[str, Any]:
+    return run_json("estimate", "--model", config_of(name), *options)
+
+
+def on_the_papers_machine(run_json: RunJson, name: str, *options: str) -> dict[str, Any]:
+    method = "lora" if MODELS[name].is_lora else "full"
+    result = estimate(run_json, name, *PAPER_OPTIONS, *options)["methods"][method]
+    assert isinstance(result, dict)
+    return result
+
+
+def tokens_per_s(method: dict[str, Any]) -> tuple[float, float]:
+    return method["speed"]["slow"]["tokens_per_s"], method["speed"]["fast"]["tokens_per_s"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not MODELS[name].is_lora])
+def test_measured_speed_lies_in_the_range(name: str, run_json: RunJson) -> None:
+    options = ("--seq-len", "2048", "--batch-size", str(MODELS[name].num_sequences))
+    slow, fast = tokens_per_s(on_the_papers_machine(run_json, name, *options))
+    assert slow <= SYNCHRONOUS[name] <= fast
+    assert fast < 3.5 * slow  # a range that says something
+    slow, fast = tokens_per_s(on_the_papers_machine(run_json, name, *options, "--optimizer", "asynchronous"))
+    assert slow <= MODELS[name].tokens_per_s[8] <= fast
+
+
+def range_of(name: str, num_devices: int, **pace: float) -> list[dict[str, Any]]:
+    """Slow and fast end on the paper's GPUs, 64 sequences of 2048 tokens, asynchronous optimizer."""
+    lora_rank = 32 if MODELS[name].is_lora else None
+    wanted = workload(NAMES[name], dtype="fp16", lora_rank=lora_rank, fp16_accumulation=True, chunked_loss=True)
+    machine = cluster(num_devices=num_devices, optimizer="asynchronous")
+    size = choose_microbatch_size(wanted, machine)
+    return [speed(wanted, machine, size, replace(end, **pace)) for end in (SLOW, FAST)]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-1.7B", "Llama-3.1-8B", "Qwen3-32B"])
+def test_measured_speed_of_fewer_gpus_lies_in_the_range(name: str) -> None:
+    for num_devices in (1, 4):
+        slow, fast = (end["tokens_per_s"] for end in range_of(name, num_devices))
+        assert slow <= MODELS[name].tokens_per_s[num_devices] <= fast
+
+
+def test_the_largest_model_is_bound_by_a_host_slower_than_assumed() -> None:
+    """LoRA of 235 billion weights: on one GPU the range holds, on eight the paper's machine runs out of transfers.
+
+    It was 3.8 times as fast on eight as on one. With a host bandwidth that explains it, the estimate says so.
+    """
+    name = "Qwen3-235B LoRA"
+    measured = MODELS[name].tokens_per_s
+    slow, fast = range_of(name, 1)
+    assert slow["tokens_per_s"] <= measured[1] <= fast["tokens_per_s"]
+    slow, fast = range_of(name, 8)
+    assert measured[8] < slow["tokens_per_s"]
+    assert slow["bound_by"] == "compute"
+    slow, fast = range_of(name, 8, host_bytes_per_ms=20e6)
+    assert fast["bound_by"] == "host memory"
+    assert fast["tokens_per_s"] == pytest.approx(measured[8], rel=0.25)
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_longest_sequence_is_within_a_factor_of_two(name: str) -> None:
+    thousands, batch_size = LONGEST[name]
+    lora_rank = 32 if MODELS[name].is_lora else None
+    wanted = workload(NAMES[name], dtype="fp16", lora_rank=lora_rank, chunked_loss=True)
+    longest, bound = largest_seq_len(wanted, cluster(batch_size=batch_size, host_bytes=780 * 10**9))
+    assert 0.5 <= longest / (thousands * 1024) <= 2.0
+    assert bound == "device memory"
+
+
+def test_what_fits_into_the_papers_host(run_json: RunJson) -> None:
+    options = (*PAPER_OPTIONS, "--seq-len", "2048")
+    assert estimate(run_json, "qwen3-32b", *options)["methods"]["full"]["fits"]
+    document = estimate(run_json, "qwen3-235b-a22b", *options)
+    full, lora = document["methods"]["full"], document["methods"]["lora"]
+    assert lora["fits"]
+    assert not full["fits"]
+    assert full["speed"] is None
+    assert full["largest_seq_len"] == 0
+    (problem,) = full["problems"]
+    assert problem["what"] == "host memory"
+    assert problem["needed"] > 18 * document["model"]["weights"]
+    assert problem["short_by"] == problem["needed"] - (800 * 10**9 - document["host_reserve_bytes"])
+    assert any(help.startswith("LoRA (") for help in problem["helps"])
+
+
+def workload(name: str = "llama-3.1-8b", gpu: str = "rtx4090", **options: Any) -> Workload:
+    return Workload(read_shape(fixture(name), name), GPUS[gpu], **{"seq_len": 2048, **options})
+
+
+def cluster(gpu: str = "rtx4090", num_devices: int = 8, **options: Any) -> Cluster:
+    usable = int(GPUS[gpu].memory_bytes * 0.9)
+    defaults: dict[str, Any] = {"host_bytes": None, "batch_size": 64, "round_size": 2 * num_devices}
+    return Cluster(num_devices, usable, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "num_devices", "options"),
+    [
+        ("qwen3-1.7b", "rtx4090", 8, {}),
+        ("gpt-oss-20b", "rtx4090", 8, {"seq_len": 4096}),
+        ("qwen3-235b-a22b", "rtx4090", 8, {"lora_rank": 16}),
+        ("llama-3.1-8b", "a6000", 1, {"lora_rank": 32, "seq_len": 512}),  # the graphs of the fused stage add up
+        ("gpt-oss-20b", "rtx5090", 1, {"lora_rank": 32, "seq_len": 8192, "chunked_loss": True}),
+    ],
+)
+def test_the_plan_stays_within_the_device(name: str, gpu: str, num_devices: int, options: dict[str, Any]) -> None:
+    wanted, machine = workload(name, gpu, **options), cluster(gpu, num_devices)
+    size = choose_microbatch_size(wanted, machine)
+    assert fits_device(wanted, machine, size)
+    assert speed(wanted, machine, size, SLOW)["device_memory_bytes"] <= machine.device_bytes
+
+
+def test_chosen_microbatches_are_as_large_as_useful() -> None:
+    roomy = replace(cluster(), device_bytes=10**15)
+    assert choose_microbatch_size(workload(), roomy) == 4  # 64 sequences: two micro-batches for each of 8 devices
+    assert choose_microbatch_size(workload(), replace(roomy, batch_size=5)) == 1
+    tight = cluster()
+    size = choose_microbatch_size(workload(seq_len=1024), replace(tight, batch_size=4096))
+    larger = largest_call(workload(seq_len=1024), size + 1)
+    assert 1 < size < 256
+    assert call_bytes(larger) + larger.weight_bytes + larger.gradient_bytes > tight.device_bytes
+
+
+def test_host_memory_counts_what_is_in_flight() -> None:
+    wanted = workload()
+    one = wanted.host_bytes_per_sequence()
+    assert host_bytes(wanted, cluster(), 1)["activations"] == 32 * one  # two rounds of 16
+    assert host_bytes(wanted, cluster(), 3)["activations"] == 64 * one  # 22 micro-batches, but no more than the batch
+    assert host_bytes(wanted, cluster(batch_size=7), 1)["activations"] == 7 * one
+    needed = sum(host_bytes(wanted, cluster(), 1).values())
+    assert fits_host(wanted, cluster(host_bytes=needed), 1)
+    assert not fits_host(wanted, cluster(host_bytes=needed - 1), 1)
+
+
+def test_longest_sequence_is_a_limit() -> None:
+    for machine in (cluster(), cluster(host_bytes=150 * 10**9)):
+        longest, bound = largest_seq_len(workload(), machine)
+        small = replace(machine, batch_size=16)
+        fitting, too_long = workload(seq_len=longest), workload(seq_len=longest + 256)
+        assert longest % 256 == 0
+        assert fits_device(fitting, small, 1)
+        assert fits_host(fitting, small, 1)
+        assert not (fits_device(too_long, small, 1) and fits_host(too_long, small, 1))
+        assert bound == ("device memory" if machine.host_bytes is None else "host memory")
+    bigger = workload(gpu="a100-80")
+    assert largest_seq_len(bigger, cluster("a100-80"))[0] > 3 * largest_seq_len(workload(), cluster())[0]
+
+
+def test_every_weight_is_updated_once_where_the_table_is_tied() -> None:
+    wanted, machine = workload("qwen3-1.7b"), cluster()
+    assert wanted.shape.is_tied
+    bounds = speed(wanted, machine, 1, FAST)["lower_bounds_ms"]
+    expected = wanted.shape.num_weights * FAST.optimizer_bytes / FAST.host_bytes_per_ms
+    assert bounds["optimizer"] == pytest.approx(expected)
+
+
+def test_device_memory_that_is_short(run_json: RunJson) -> None:
+    options = ("--gpu", "rtx4090", "--devices", "2", "--batch-size", "4", "--seq-len")
+
+    def full(name: str, *more: str) -> dict[str, Any]:
+        method = estimate(run_json, name, *options, *more)["methods"]["full"]
+        assert isinstance(method, dict)
+        return method
+
+    (problem,) = full("llama-3.1-8b", "32768")["problems"]
+    assert problem["what"] == "device memory for head"
+    sequences, chunked, gpus = problem["helps"]
+    assert chunked == "a loss in chunks (--chunked-loss)"
+    assert gpus.startswith("GPUs with more than ")
+    longest = int(sequences.removeprefix("sequences of at most ").removesuffix(" tokens").replace(",", ""))
+    assert full("llama-3.1-8b", str(longest))["fits"]
+    assert not full("llama-3.1-8b", str(longest + 1))["fits"]
+    # a micro-batch that is too large is said to be
+    (problem,) = full("llama-3.1-8b", "4096", "--microbatch-size", "4")["problems"]
+    assert problem["helps"][0] == "--microbatch-size 2"
+    # weights alone that are too large: no sequence is short enough
+    method = full("qwen3-235b-a22b", "512", "--gpu-memory", "9GiB")
+    assert method["largest_seq_len"] == 0
+    helps = [text for problem in method["problems"] for text in problem["helps"]]
+    assert not any("sequences" in text for text in helps)
+    assert any(text.startswith("LoRA, which has no gradients") for text in helps)
+
+
+def test_host_memory_that_is_short_for_activations(run_json: RunJson) -> None:
+    options = ("--gpu", "a100-80", "--devices", "4", "--seq-len", "8192", "--batch-size", "32")
+
+    def first_help(*more: str) -> str:
+        (problem,) = estimate(run_json, "llama-3.1-8b", *options, *more)["methods"]["full"]["problems"]
+        assert problem["what"] == "host memory"
+        return str(problem["helps"][0])
+
+    smaller = first_help("--host-memory", "200GB", "--microbatch-size", "4")
+    assert smaller == "--microbatch-size 1"
+    assert first_help("--host-memory", "190GB", "--microbatch-size", "4").endswith("with gradient accumulation")
+    for host_memory, more in (
+        ("200GB", smaller.split()),
+        ("190GB", first_help("--host-memory", "190GB").split()[:2]),
+    ):
+        method = estimate(run_json, "llama-3.1-8b", *options, "--host-memory", host_memory, *more)["methods"]["full"]
+        assert method["fits"]
+
+
+def test_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("estimate", "--model", config_of("gpt-oss-20b"), "--seq-len", "2048", "--gpu", "rtx4090")
+    assert main([*arguments, "--devices", "8", "--host-memory", "300GB"]) == 0
+    text = capsys.readouterr().out
+    assert "20.91 billion weights (4.19 billion active) in 24 layers, on 8 x rtx4090 (24.0 GiB each), bf16" in text
+    assert "\nFull fine-tuning does not fit: host memory is short by " in text
+    assert "what helps: LoRA (" in text
+    assert "\nLoRA fits: " in text
+    for title in ("Speed (", "Device memory (", "Host memory (", "Assumptions"):
+        assert f"\n\n{title}" in text
+    assert "- Products of routed experts reach 25% or 50% of the peak." in text
+    assert "a window of 128 tokens" in text
+    assert "\nworking copy" in text
+    assert main(arguments) == 0  # a host that nothing is known of
+    assert "\nLoRA fits a host with " in capsys.readouterr().out
+
+
+def test_custom_gpu_is_as_good_as_one_of_the_table(run_json: RunJson) -> None:
+    gpu = GPUS["a100-80"]
+    common = ("--seq-len", "2048", "--devices", "4", "--pcie", "20GB/s")
+    known = estimate(run_json, "llama-3.1-8b", "--gpu", "A100 80", *common)
+    custom = ("--gpu", "custom", "--gpu-memory", "80GiB", "--tflops", "312", "--gpu-bandwidth", "1935GB/s")
+    described = estimate(run_json, "llama-3.1-8b", *custom, *common)
+    assert described["methods"] == known["methods"]
+    assert described["gpu"] == {**known["gpu"], "name": "custom"}
+    assert known["gpu"]["tflops"] == gpu.tflops
+    assert "Copies reach 20.0 GB/s each way" in " ".join(known["assumptions"])
+
+
+def test_figures_that_replace_those_of_the_table(run_json: RunJson) -> None:
+    common = ("--gpu", "rtx4090", "--seq-len", "2048")
+    plain = estimate(run_json, "llama-3.1-8b", *common)
+    more = estimate(run_json, "llama-3.1-8b", *common, "--gpu-memory", "48GiB", "--tflops", "300", "--dtype", "fp32")
+    assert more["gpu"]["memory_bytes"] == 2 * plain["gpu"]["memory_bytes"]
+    assert more["gpu"]["tflops"] == 600  # of the 16-bit types: the option is at --dtype
+    assert " of 300 TFLOP/s" in more["assumptions"][1]
+    slower = estimate(run_json, "llama-3.1-8b", *common, "--host-bandwidth", "5GB/s")
+    assert tokens_per_s(slower["methods"]["full"])[1] < tokens_per_s(plain["methods"]["full"])[1]
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("--gpu", "custom"), "--gpu custom lacks --gpu-memory, --tflops, --gpu-bandwidth, --pcie: add"),
+    (("--gpu", "gtx980"), "--gpu gtx980 is not in the table, which has rtx3090"),
+    (("--gpu", "rtx4090", "--gpu-memory", "1GiB"), "is less than what CUDA itself takes"),
+    (("--gpu", "rtx4090", "--fp16-accumulation"), "--fp16-accumulation is for --dtype fp16, got bf16"),
+    (("--gpu", "rtx4090", "--microbatch-size", "65"), "--microbatch-size 65 is more than --batch-size 64"),
+    (("--gpu", "rtx4090", "--microbatch-size", "many"), "'many' is not a whole number of at least 1. Or write auto."),
+    (("--gpu", "rtx4090", "--tflops", "0"), "'0' is not a number of TFLOP/s"),
+    (("--gpu", "rtx4090", "--host-memory", "800"), "'800' lacks a unit"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_options_that_are_refused(options: tuple[str, ...], message: str, run_failing: RunFailing) -> None:
+    arguments = ("estimate", "--model", config_of("llama-3.1-8b"), "--seq-len", "2048", *options)
+    assert message in run_failing(*arguments)
+
+
+def test_models_that_are_refused(tmp_path: Path, run_failing: RunFailing) -> None:
+    def message(model: str) -> str:
+        return run_failing("estimate", "--gpu", "rtx4090", "--seq-len", "2048", "--model", model)
+
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert "is not JSON" in message(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    assert "holds no JSON object" in message(str(tmp_path / "config.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
+    assert "there are no formulas for it" in message(str(tmp_path))
+    for missing in (str(tmp_path / "other.json"), str(tmp_path / "folder"), "a/b/c"):
+        assert f"--model {missing}: there is no such file: pass the path of its config.json" in message(missing)
+
+
+def test_names_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_json: RunJson, run_failing: RunFailing
+) -> None:
+    """Without huggingface_hub, with one that answers, and with one that fails; never over the network."""
+    arguments = ("estimate", "--gpu", "rtx4090", "--seq-len", "512", "--model", "someone/small")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "can only be looked up with huggingface_hub, which is not installed" in run_failing(*arguments)
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        path = tmp_path / "cached"
+        path.write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
+        return str(path)
+
+    def fail(name: str, file: str) -> str:
+        raise OSError("no route\nto host")
+
+    asked: list[tuple[str, str]] = []
+    hub = ModuleType("huggingface_hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr(hub, "hf_hub_download", download, raising=False)
+    assert run_json(*arguments)["model"]["name"] == "someone/small"
+    assert asked == [("someone/small", "config.json")]
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    assert "the Hugging Face Hub did not give its config.json (no route): pass the path" in run_failing(*arguments)

@@ -1,0 +1,119 @@
+"""The command itself: help, version, exit statuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe import __version__
+from lightning_roundpipe.cli import main, plan
+from tests.cli.conftest import RunFailing
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("plan", "simulate", "estimate", "timeline")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"roundpipe {__version__}\n"
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert f"roundpipe {command} " in text.split("example", 1)[1]  # an example to copy
+
+
+@pytest.mark.parametrize("argument", ["--devices=0", "--devices=x", "--microbatches=1.5", "--round-size=-3"])
+def test_counts_that_are_refused(argument: str, run_failing: RunFailing) -> None:
+    option, _, value = argument.partition("=")
+    message = run_failing("plan", "--profile", "p.json", "--devices", "1", "--microbatches", "1", option, value)
+    assert message == (
+        f"roundpipe plan: error: argument {option}: {value!r} is not a whole number of at least 1. "
+        "(see roundpipe plan --help)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("fly",), "invalid choice: 'fly'"),
+        (("plan",), "required: --profile, --devices, --microbatches"),
+        (("plan", "--device-memory", "24"), "'24' lacks a unit: write a size like 24GiB"),
+        (("plan", "--h2d", "25GB"), "'25GB' is not a bandwidth"),
+        (("plan", "--latency", "10"), "'10' lacks a unit"),
+        (("simulate", "--hop-ms", "1.6ms"), "'1.6ms' is not a number of milliseconds"),
+        (("simulate", "--only", "pipedream"), "invalid choice: 'pipedream'"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], expected: str, run_failing: RunFailing) -> None:
+    message = run_failing(*arguments)
+    assert expected in message
+    assert message.startswith("roundpipe")
+    assert message.count("\n") == 1
+
+
+def test_errors_that_the_user_cannot_mend_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Any) -> int:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(plan, "run", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        main(["plan", "--profile", "p.json", "--devices", "1", "--microbatches", "1"])
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupted)
+    assert main(["plan", "--profile", "p.json", "--devices", "1", "--microbatches", "1"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "roundpipe plan: interrupted\n"
+
+
+def test_a_reader_that_stops_reading(llama_file: str) -> None:
+    """In a process of its own, as ``python -m lightning_roundpipe.cli``: the error comes from a real pipe."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    arguments = ["simulate", "--profile", llama_file, "--devices", "2", "--microbatches", "2", "--only", "gpipe"]
+    with os.fdopen(write_end, "wb") as pipe:
+        result = subprocess.run(
+            [sys.executable, "-m", "lightning_roundpipe.cli", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    assert result.returncode == 141
+    assert result.stderr == b""
+
+
+def test_stdout_without_a_descriptor(monkeypatch: pytest.MonkeyPatch, llama_file: str) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["plan", "--profile", llama_file, "--devices", "2", "--microbatches", "2"]) == 0
+    assert "Step time" in stream.getvalue()

@@ -1,0 +1,161 @@
+"""Shapes from configurations: counts of weights against the models that transformers builds, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_roundpipe.cli.models import read_shape
+
+CONFIGS = Path(__file__).parent / "configs"
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 101,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 77, "bos_token_id": 1, "eos_token_id": 2}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": None}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    ("mistral", {"head_dim": 16}),
+    ("phi3", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "head_dim": 16}),
+    ("gemma", {}),
+    ("gemma2", {"head_dim": 16}),
+    ("gemma3_text", {}),
+    ("gpt2", GPT2),
+    ("gpt2", {**GPT2, "n_inner": 100}),
+    ("mixtral", LOCAL_EXPERTS),
+    ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+    ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "qkv_bias": False}),
+    ("qwen3_moe", EXPERTS),
+    ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    ("gpt_oss", LOCAL_EXPERTS),
+    ("gpt_oss", {**LOCAL_EXPERTS, "attention_bias": False, "head_dim": 16}),
+]
+
+
+def fixture(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return config
+
+
+def build(config: dict[str, Any]) -> Any:
+    """The model that transformers makes of a configuration, without memory for its weights."""
+    transformers = pytest.importorskip("transformers")
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(made)
+
+
+def number_of_weights(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_counts_are_those_of_transformers(model_type: str, changes: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 101} if model_type == "gpt2" else SIZES
+    config = {"model_type": model_type, **sizes, **changes}
+    model = build(config)
+    expected = number_of_weights(model)
+    shape = read_shape(config, "small")
+    assert shape.num_weights == expected
+    # what transformers itself writes to disk says the same in more words
+    assert read_shape(model.config.to_dict(), "small").num_weights == expected
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_published_models(name: str) -> None:
+    config = fixture(name)
+    shape = read_shape(config, name)
+    expected = number_of_weights(build({**config, "num_hidden_layers": 2, "layer_types": None}))
+    small = read_shape({**config, "num_hidden_layers": 2, "layer_types": None}, name)
+    assert small.num_weights == expected
+    # all layers of these models have the same number of weights
+    assert shape.num_weights == expected + (len(shape.layers) - 2) * shape.layers[0].num_weights
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("qwen3-1.7b", 1.7, 1.7),
+        ("llama-3.1-8b", 8.0, 8.0),
+        ("gpt-oss-20b", 20.9, None),
+        ("qwen3-32b", 32.8, 32.8),
+        ("qwen3-235b-a22b", 235.1, 22.2),
+    ],
+)
+def test_sizes_as_their_makers_state_them(name: str, billions: float, active: float | None) -> None:
+    shape = read_shape(fixture(name), name)
+    assert round(shape.num_weights / 1e9, 1) == billions
+    if active is not None:
+        assert round(shape.num_active / 1e9, 1) == active
+
+
+def test_layers_of_matrices_hold_the_rest_of_the_weights() -> None:
+    shape = read_shape({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "mlp_only_layers": [2]}, "small")
+    assert [layer.num_experts for layer in shape.layers] == [8, 8, 0, 8]
+    model = build({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "mlp_only_layers": [2]})
+    for layer, built in zip(shape.layers, model.model.layers, strict=True):
+        matrices = sum(p.numel() for p in built.parameters() if p.dim() > 1)
+        assert layer.num_dense + layer.num_expert == matrices
+        assert layer.num_small == number_of_weights(built) - matrices
+
+
+WINDOWS: list[tuple[str, dict[str, Any], list[int | None]]] = [
+    ("llama", {"sliding_window": 16}, [None] * 4),
+    ("mistral", {"sliding_window": 16}, [16] * 4),
+    ("mistral", {"sliding_window": None}, [None] * 4),
+    ("qwen3", {"sliding_window": 16, "max_window_layers": 2}, [None] * 4),
+    ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 16, 16]),
+    ("gpt_oss", {**LOCAL_EXPERTS, "sliding_window": 16}, [16, None, 16, None]),
+    ("gemma3_text", {"sliding_window": 16, "num_hidden_layers": 7}, [16, 16, 16, 16, 16, None, 16]),
+    ("qwen3", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}, [16, None] * 2),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "expected"), WINDOWS)
+def test_windows(model_type: str, changes: dict[str, Any], expected: list[int | None]) -> None:
+    shape = read_shape({"model_type": model_type, **SIZES, **changes}, "small")
+    assert [layer.window for layer in shape.layers] == expected
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": 8}, "has no 'model_type', and there are no formulas for it. Known are llama, mistral"),
+    ({"model_type": "mamba"}, "has model type 'mamba', and there are no formulas"),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "with latent attention ('kv_lora_rank')"),
+    ({"model_type": "gemma3", "text_config": {}}, "pass a config.json that holds only its text_config"),
+    ({"model_type": "llama", **SIZES, "hidden_size": None}, "has no 'hidden_size', which must be a whole number"),
+    ({"model_type": "llama", **SIZES, "vocab_size": "many"}, "has 'many' as 'vocab_size'"),
+    ({"model_type": "mistral", **SIZES, "num_key_value_heads": None}, "has no 'num_key_value_heads'"),
+    ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "8 attention heads on 3 key-value heads"),
+    (
+        {"model_type": "qwen3_moe", **SIZES, "num_experts": 8, "num_experts_per_tok": 2},
+        "has no 'moe_intermediate_size'",
+    ),
+    ({"model_type": "mixtral", **SIZES, **LOCAL_EXPERTS, "num_experts_per_tok": 9}, "to 9 of 8 experts"),
+    ({"model_type": "qwen3", **SIZES, "layer_types": ["linear_attention"] * 4}, "Layer 0 of x is of type 'linear_"),
+    ({"model_type": "qwen3", **SIZES, "layer_types": ["full_attention"]}, "Layer 1 of x is of type None"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_shape(config, "x")

@@ -1,0 +1,135 @@
+"""``roundpipe plan``: the planner's own results, all of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_roundpipe.cli import main
+from lightning_roundpipe.planning import (
+    CostProfile,
+    Machine,
+    Timeline,
+    parse_schedule,
+    plan_training,
+    round_robin,
+    simulate,
+    stage_costs,
+)
+from tests.cli.conftest import RunFailing, RunJson
+
+PIPELINE = ("--devices", "8", "--microbatches", "16")
+MACHINE = (
+    *("--device-memory", "24GiB", "--h2d", "25GB/s", "--d2h", "20GB/s", "--latency", "10us"),
+    *("--host-bandwidth", "200GB/s", "--optimizer-rate", "4GB/s", "--hop-ms", "1.6"),
+)
+AS_PLANNED = Machine(8, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6)
+
+
+def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--round-size", "8")
+    partition = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8, hop_ms=1.6)
+    costs = stage_costs(partition, llama)
+    schedule = round_robin(partition.num_stages, 16, 8, round_size=8)
+    simulation = simulate(schedule, costs, AS_PLANNED, hop_ms=1.6)
+    assert document["partition"] == partition.format()
+    assert document["step_ms"] == simulation.step_ms
+    assert document["optimizer_ms"] == simulation.optimizer_ms > 0
+    assert document["bubble_ratio"] == simulation.timeline.bubble_ratio
+    assert document["bubble_parts"] == simulation.timeline.bubble_parts
+    assert document["bound_by"] == simulation.bound_by
+    assert document["lower_bounds_ms"] == simulation.lower_bounds_ms
+    assert [device["memory_bytes"] for device in document["devices"]] == list(simulation.memory_bytes)
+    assert [device["h2d_bytes"] for device in document["devices"]] == list(simulation.h2d_bytes)
+    assert [device["d2h_bytes"] for device in document["devices"]] == list(simulation.d2h_bytes)
+    busy = sum(device["busy_fraction"] for device in document["devices"]) / 8
+    assert busy == pytest.approx(1 - document["bubble_ratio"])
+    assert max(simulation.memory_bytes) <= 24 * 2**30
+    assert document["machine"]["device_memory_bytes"] == 24 * 2**30
+    for row, stage, cost in zip(document["stages"], partition.stages, costs, strict=True):
+        assert (row["index"], row["kind"]) == (stage.index, stage.kind.value)
+        assert row["units"] == [call.name for call in llama.calls[stage.start : stage.stop]]
+        assert (row["duration_ms"], row["weight_bytes"]) == (cost.duration_ms, cost.weight_bytes)
+        assert (row["gradient_bytes"], row["workspace_bytes"]) == (cost.gradient_bytes, cost.workspace_bytes)
+        assert (row["input_bytes"], row["output_bytes"]) == (cost.input_bytes, cost.output_bytes)
+
+
+def test_what_is_left_out_is_unlimited(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    document = run_json("plan", "--profile", llama_file, *PIPELINE)
+    assert document["machine"]["h2d_bytes_per_ms"] is None  # infinite
+    assert document["machine"]["device_memory_bytes"] is None
+    assert document["round_size"] == 16  # two per device
+    assert document["partition"] == plan_training(llama, Machine(8), num_microbatches=16, round_size=16).format()
+
+
+def test_text_shows_the_same(llama_file: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--profile", llama_file, *PIPELINE, *MACHINE)
+    document = run_json(*arguments)
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert f"{len(document['stages'])} stages on 8 devices, 16 micro-batches in 1 round of 16" in text
+    assert f"{document['step_ms'] / 1e3:.2f} s, bound by {document['bound_by']}" in text
+    assert f"{document['bubble_ratio']:.1%}: fill {document['bubble_parts']['fill']:.1%}" in text
+    stages = text.split("Stages")[1].split("\n\n")[0].splitlines()[3:]
+    assert len(stages) == len(document["stages"])
+    assert all(
+        row.split()[:2] == [str(s["index"]), s["kind"]] for row, s in zip(stages, document["stages"], strict=True)
+    )
+    assert "layers.0" in stages[0]
+    assert "device 7" in text
+    assert f"{document['host_memory_bytes']['total'] / 2**30:.3g} GiB" in text
+    assert "optimizer" in text.split("What each resource")[1].split("\n\n")[0]
+
+
+def test_files(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path: Path) -> None:
+    trace, text, picture = tmp_path / "t.json", tmp_path / "s.txt", tmp_path / "p.svg"
+    arguments = ("--timeline", str(trace), "--save-schedule", str(text), "--png", str(picture))
+    document = run_json("plan", "--profile", llama_file, *PIPELINE, *arguments)
+    timeline = Timeline.from_chrome_trace(json.loads(trace.read_text(encoding="utf-8")))
+    assert timeline.num_devices == 8
+    assert timeline.bubble_ratio == pytest.approx(document["bubble_ratio"], abs=1e-6)
+    schedule = parse_schedule(text.read_text(encoding="utf-8"))
+    assert schedule == round_robin(len(document["stages"]), 16, 8)
+    assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_a_call_that_does_not_fit(llama_file: str, run_failing: RunFailing) -> None:
+    message = run_failing("plan", "--profile", llama_file, *PIPELINE, "--device-memory", "0.5GiB")
+    assert "'layers.0'" in message
+    assert "GiB over the 0.500 GiB" in message
+    assert "num_microbatches" in message
+
+
+def test_profiles_that_cannot_be_read(tmp_path: Path, run_failing: RunFailing) -> None:
+    missing = str(tmp_path / "missing.json")
+    message = run_failing("plan", "--profile", missing, *PIPELINE)
+    assert message == (
+        f"roundpipe plan: error: cannot read the profile {missing} (No such file or directory): "
+        "RoundPipeStrategy(save_profile=...) writes one.\n"
+    )
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    assert f"{broken}: The cost profile is not JSON" in run_failing("plan", "--profile", str(broken), *PIPELINE)
+    empty = tmp_path / "empty.json"
+    CostProfile(()).save(empty)
+    assert f"the profile {empty} has no calls" in run_failing("plan", "--profile", str(empty), *PIPELINE)
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "roundpipe plan: error" in run_failing("plan", "--profile", str(binary), *PIPELINE)
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--save-schedule", "--png"])
+def test_places_that_cannot_be_written(option: str, llama_file: str, tmp_path: Path, run_failing: RunFailing) -> None:
+    place = str(tmp_path / "missing" / "file.png")
+    message = run_failing("plan", "--profile", llama_file, *PIPELINE, option, place)
+    assert f"cannot write {place} (No such file or directory): choose another place." in message
+
+
+def test_pictures_are_checked_first(llama_file: str, run_failing: RunFailing, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'p.gif' has no suffix of a picture" in run_failing("plan", "--profile", "none", *PIPELINE, "--png", "p.gif")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = run_failing("plan", "--profile", "none", *PIPELINE, "--png", "p.png")
+    assert "pip install lightning-roundpipe[plot]" in message

@@ -1,0 +1,254 @@
+"""``roundpipe simulate``: each schedule against the simulator, what cannot run, schedules from files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.cli import main
+from lightning_roundpipe.cli.schedule_file import format_schedule, parse_partition, read_schedule
+from lightning_roundpipe.planning import (
+    CallCost,
+    CostProfile,
+    Machine,
+    bound_stage_costs,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+    plan_training,
+    round_robin,
+    simulate,
+    stage_costs,
+)
+from lightning_roundpipe.planning.balance import balanced_cuts
+from tests.cli.conftest import RunFailing, RunJson
+from tests.planning.paper import MODELS
+
+PIPELINE = ("--devices", "8", "--microbatches", "16")
+NAMES = ["GPipe", "1F1B", "interleaved 1F1B", "looped BFS", "RoundPipe synchronous", "RoundPipe asynchronous"]
+
+
+def rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in document["schedules"]}
+
+
+def test_bound_schedules_are_what_the_simulator_says(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    found = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2"))
+    assert list(found) == NAMES
+    times = [2 * call.forward_ms + call.backward_ms for call in llama.calls]
+    times[-1] -= llama.calls[-1].forward_ms  # the head keeps its graph
+    for name, schedule in (
+        ("GPipe", gpipe(8, 16)),
+        ("1F1B", one_f_one_b(8, 16)),
+        ("interleaved 1F1B", interleaved_one_f_one_b(found["interleaved 1F1B"]["num_stages"], 16, 8)),
+        ("looped BFS", looped_bfs(found["looped BFS"]["num_stages"], 16, 8)),
+    ):
+        calls_per_stage = balanced_cuts(times, schedule.num_stages // 2)
+        simulation = simulate(schedule, bound_stage_costs(calls_per_stage, llama), Machine(8), hop_ms=3.2)
+        assert found[name]["step_ms"] == simulation.step_ms, name
+        assert found[name]["bubble_ratio"] == simulation.timeline.bubble_ratio
+        assert found[name]["stages"] == f"calls per stage: {' '.join(map(str, calls_per_stage))}"
+        assert found[name]["binds_stages"]
+
+
+def test_looped_schedules_take_the_fastest_number_of_stages(
+    llama: CostProfile, llama_file: str, run_json: RunJson
+) -> None:
+    found = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--only", "looped-bfs"))["looped BFS"]
+    times = [2 * call.forward_ms + call.backward_ms for call in llama.calls]
+    times[-1] -= llama.calls[-1].forward_ms
+    steps = {}
+    for num_stages in (16, 24, 32):
+        costs = bound_stage_costs(balanced_cuts(times, num_stages), llama)
+        steps[num_stages] = simulate(looped_bfs(num_stages, 16, 8), costs).step_ms
+    assert found["num_stages"] == min(steps, key=steps.__getitem__)
+    assert found["step_ms"] == min(steps.values())
+
+
+def test_synchronous_roundpipe_is_the_plan(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    found = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2"))["RoundPipe synchronous"]
+    planned = run_json("plan", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2")
+    assert found["stages"] == planned["partition"]
+    for key in ("step_ms", "bubble_ratio", "bubble_parts", "bound_by"):
+        assert found[key] == planned[key]
+    assert found["memory_bytes"] == [device["memory_bytes"] for device in planned["devices"]]
+
+
+def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
+    found = rows(run_json(*arguments))["RoundPipe asynchronous"]
+
+    def simulated(planned_steps: int) -> Any:
+        partition = plan_training(llama, Machine(8), num_microbatches=16 * planned_steps, round_size=16, hop_ms=3.2)
+        schedule = round_robin(partition.num_stages, 16, 8, round_size=16, num_steps=3)
+        costs = stage_costs(partition, llama)
+        return partition.format(), simulate(
+            schedule, costs, hop_ms=3.2, microbatches_per_step=16, optimizer="asynchronous"
+        )
+
+    candidates = [simulated(planned_steps) for planned_steps in (1, 2, 3)]
+    stages, simulation = min(candidates, key=lambda candidate: candidate[1].timeline.makespan_ms)
+    assert found["stages"] == stages
+    assert found["step_ms"] == simulation.step_ms
+    assert found["bubble_ratio"] == simulation.timeline.bubble_parts["inside"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_roundpipe_beats_bound_stages_on_the_models_of_the_paper(name: str, tmp_path: Path, run_json: RunJson) -> None:
+    path = tmp_path / "profile.json"
+    MODELS[name].profile().save(path)
+    document = run_json("simulate", "--profile", str(path), *PIPELINE, "--hop-ms", str(MODELS[name].hop_ms))
+    found = rows(document)
+    best_ms = min(found[bound]["step_ms"] for bound in NAMES[:4])
+    for row in found.values():
+        assert row["speed"] == pytest.approx(best_ms / row["step_ms"])
+    assert max(found[bound]["speed"] for bound in NAMES[:4]) == 1.0
+    bubbles = [found[schedule]["bubble_ratio"] for schedule in NAMES]
+    # the order of the paper's table: 1F1B, looped schedules, synchronous, asynchronous
+    assert bubbles[1] > max(bubbles[2:4]) >= min(bubbles[2:4]) > bubbles[4] > bubbles[5]
+
+
+def test_memory_is_compared_with_the_limit(llama_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--profile", llama_file, "--devices", "4", "--microbatches", "8"]
+    assert main([*arguments, "--device-memory", "24GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marked = {line.split("  ")[0] for line in lines if "(!)" in line and not line.startswith("(!)")}
+    assert marked == {"GPipe", "1F1B", "interleaved 1F1B", "looped BFS"}
+    assert lines[-1] == "(!) More than the 24.0 GiB of a device: it would not run."
+    assert main(arguments) == 0
+    assert "(!)" not in capsys.readouterr().out
+
+
+def test_schedules_that_cannot_run_say_why(llama_file: str, run_json: RunJson) -> None:
+    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "8", "--microbatches", "12"))
+    assert found["interleaved 1F1B"]["skipped"] == "needs a multiple of 8 micro-batches, got 12"
+    assert "step_ms" not in found["interleaved 1F1B"]
+    assert found["looped BFS"]["skipped"] is None
+    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "20", "--microbatches", "20"))
+    for name in ("interleaved 1F1B", "looped BFS"):
+        assert found[name]["skipped"] == "needs 2 calls for each of 20 devices, the profile has 33"
+    assert found["1F1B"]["skipped"] is None
+    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "40", "--microbatches", "40"))
+    for name in ("GPipe", "1F1B"):
+        assert found[name]["skipped"] == "needs a call for each of 40 devices, the profile has 33"
+    assert found["RoundPipe synchronous"]["speed"] is None  # nothing to compare with
+
+
+def test_text_and_timelines(llama_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "p.png"
+    arguments = ["simulate", "--profile", llama_file, *PIPELINE[:3], "12", "--only", "1f1b", "interleaved"]
+    assert main([*arguments, "--show", "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "12 micro-batches on 8 devices" in text
+    assert "interleaved 1F1B was left out: it needs a multiple of 8 micro-batches, got 12." in text
+    assert "RoundPipe sync" not in text
+    assert "\n1F1B, calls per stage: " in text
+    assert "\ndevice 7 |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_many_steps_two_are_drawn(llama_file: str, tmp_path: Path, run_json: RunJson) -> None:
+    picture = tmp_path / "p.svg"
+    arguments = ("simulate", "--profile", llama_file, "--devices", "2", "--microbatches", "4", "--png", str(picture))
+    names = ("roundpipe-sync", "roundpipe-async")
+    rows = run_json(*arguments, "--steps", "5", "--only", *names)["schedules"]
+    titles = re.findall(r"<!-- (RoundPipe .*?): (\d+) ms", picture.read_text(encoding="utf-8"))
+    assert [title for title, _ in titles] == ["RoundPipe synchronous", "RoundPipe asynchronous, the first 2 of 5 steps"]
+    step_ms, length_ms = rows[1]["step_ms"], int(titles[1][1])
+    assert 1.8 * step_ms < length_ms < 2.5 * step_ms
+
+
+def test_nothing_to_draw(llama_file: str, run_failing: RunFailing) -> None:
+    arguments = ("--devices", "8", "--microbatches", "12", "--only", "interleaved", "--png", "p.png")
+    message = run_failing("simulate", "--profile", llama_file, *arguments)
+    assert "--png has nothing to draw: none of the schedules can run" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules from files
+
+
+def test_a_saved_plan_simulates_as_planned(llama_file: str, tmp_path: Path, run_json: RunJson) -> None:
+    path = str(tmp_path / "s.txt")
+    planned = run_json("plan", "--profile", llama_file, *PIPELINE, "--save-schedule", path)
+    found = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--schedule", path))
+    assert list(found) == [path, *NAMES]
+    assert found[path]["step_ms"] == planned["step_ms"]
+    assert found[path]["stages"] == planned["partition"]
+    assert not found[path]["binds_stages"]
+
+
+def test_stages_of_a_pipeline(llama_file: str, tmp_path: Path, run_json: RunJson) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text("# by hand\n" + one_f_one_b(8, 16).format(), encoding="utf-8")
+    arguments = ("--schedule", str(path), "--only", "1f1b")
+    by_hand, built = run_json("simulate", "--profile", llama_file, *PIPELINE, *arguments)["schedules"]
+    assert {**by_hand, "name": "1F1B"} == built
+
+
+def check_file(text: str, arguments: tuple[str, str], tmp_path: Path, run: RunFailing) -> str:
+    profile = CostProfile(tuple(CallCost(f"layer.{i}", 1.0, 2.0) for i in range(4)))
+    profile.save(tmp_path / "p.json")
+    path = tmp_path / "s.txt"
+    path.write_text(text, encoding="utf-8")
+    devices, microbatches = arguments
+    options = ("--devices", devices, "--microbatches", microbatches, "--schedule", str(path))
+    message = run("simulate", "--profile", str(tmp_path / "p.json"), *options)
+    assert message.startswith(f"roundpipe simulate: error: {path}")
+    return message
+
+
+HEADER = "schedule stages=2 microbatches=2 devices=1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "Line 1, column 1: the text is empty"),
+        (f"{HEADER}device 0: 0:0 1-0", "Line 2, column 15: found '1-0', expected a cell"),
+        (f"{HEADER}device 0: 0:0 1:0 1:1 0:1", "Device 0, column 2, action 1:1: the order is cyclic"),
+        (f"{HEADER}device 0: 0:0 1:0 1:1 0:1", "0:0  1:0 >1:1< 0:1"),
+        (f"{HEADER}device 0: 0:0 0:1 1:0", "Action 1:1 (stage 1, micro-batch 1) is missing"),
+        (f"# stages: F 0-3 | Q 2\n{HEADER}device 0: 0:0 1:0 0:1 1:1", "'# stages:': 'Q 2' is no stage"),
+        (f"# stages: F 0-1 | fused 2-3\n{HEADER}device 0: 0:0 1:0 0:1 1:1", "'# stages:': Stage 1 (fused 2-3)"),
+        (f"# stages: fused 0-3\n{HEADER}device 0: 0:0 1:0 0:1 1:1", "has 1 stages and the schedule 2"),
+        (
+            "schedule stages=3 microbatches=1 devices=1\ndevice 0: 0:0 1:0 2:0",
+            "nothing says what the 3 stages hold",
+        ),
+        (
+            "schedule stages=10 microbatches=1 devices=1\ndevice 0: " + " ".join(f"{i}:0" for i in range(10)),
+            "4 calls cannot be cut into num_parts=5 parts",
+        ),
+        (
+            "schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0",
+            "0:0 runs on device 0 and 1:0, its backward, on device 1: put both on one device",
+        ),
+    ],
+)
+def test_schedules_that_are_refused(text: str, expected: str, tmp_path: Path, run_failing: RunFailing) -> None:
+    assert expected in check_file(text, ("1", "2"), tmp_path, run_failing)
+
+
+def test_schedules_for_another_machine(tmp_path: Path, run_failing: RunFailing) -> None:
+    text = f"{HEADER}device 0: 0:0 1:0 0:1 1:1"
+    assert "has 1 devices, and --devices says 2: pass --devices 1." in check_file(
+        text, ("2", "2"), tmp_path, run_failing
+    )
+    assert "has 2 micro-batches, and --microbatches says 3: pass --microbatches 2." in check_file(
+        text, ("1", "3"), tmp_path, run_failing
+    )
+
+
+def test_partitions_are_read_as_they_are_written(llama: CostProfile, tmp_path: Path) -> None:
+    partition = plan_training(llama, Machine(8), num_microbatches=16)
+    assert parse_partition(partition.format(), len(llama.calls)) == partition
+    schedule = round_robin(partition.num_stages, 16, 8)
+    path = tmp_path / "s.txt"
+    path.write_text(format_schedule(schedule, partition), encoding="utf-8")
+    read = read_schedule(str(path), llama)
+    assert (read.schedule, read.partition, read.calls_per_stage) == (schedule, partition, None)

@@ -1,0 +1,163 @@
+"""``roundpipe timeline``: figures of a trace against those of the timeline it was written from."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.cli import main
+from lightning_roundpipe.planning import Span, Timeline
+from lightning_roundpipe.planning.timeline import Mark
+from tests.cli.conftest import RunFailing, RunJson
+
+TIMELINE = Timeline(
+    (
+        Span(0, "compute", 10, 30, 0, 0, "F embed"),
+        Span(0, "compute", 40, 60, 0, 1, "F embed"),
+        Span(1, "compute", 30, 70, 1, 0, "fused head"),
+        Span(1, "compute", 110, 150, 1, 1, "fused head"),
+        Span(0, "h2d", 10, 14, 0, -1, "weights embed"),
+        Span(1, "d2h", 70, 71, 1, -1, "gradients head"),
+        Span(1, "wait", 12, 30, 1, 0, "its turn on the device"),
+        Span(1, "wait", 60, 110, 1, 1, "its turn on the device"),
+        Span(0, "wait", 30, 40, -1, 1, "the glue lock"),
+        Span(0, "wait", 30, 31, 0, 1),
+    ),
+    num_devices=3,
+)
+FIGURES = {
+    "bubble": 0.25,
+    "h2d_bytes": 3 * 2**30,
+    "d2h_bytes": 5 * 2**20,
+    "num_stages": 2,
+    "replanned": True,
+    "partition": "F 0 | fused 1 | B 0",
+}
+MARKS = (Mark("training step 2", 8, 75, FIGURES), Mark("training step 3", 100, 155, {**FIGURES, "replanned": False}))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return write(TIMELINE.to_chrome_trace(MARKS), tmp_path)
+
+
+def write(document: Any, folder: Path) -> str:
+    path = folder / "trace.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return str(path)
+
+
+def test_figures_are_those_of_the_timeline(trace: str, run_json: RunJson) -> None:
+    document = run_json("timeline", trace)
+    assert document["makespan_ms"] == pytest.approx(140)
+    assert document["bubble_ratio"] == pytest.approx(TIMELINE.bubble_ratio)
+    assert document["bubble_parts"] == pytest.approx(TIMELINE.bubble_parts)
+    assert [device["busy_ms"] for device in document["devices"]] == pytest.approx([40, 80, 0])
+    assert [device["busy_fraction"] for device in document["devices"]] == pytest.approx([40 / 140, 80 / 140, 0])
+    assert [device["fill_ms"] for device in document["devices"]] == pytest.approx([0, 20, 0])
+    assert [device["drain_ms"] for device in document["devices"]] == pytest.approx([90, 0, 0])
+    assert [device["h2d_ms"] for device in document["devices"]] == pytest.approx([4, 0, 0])
+    assert [device["d2h_ms"] for device in document["devices"]] == pytest.approx([0, 1, 0])
+
+
+def test_waits_are_ranked_and_added_up(trace: str, run_json: RunJson) -> None:
+    document = run_json("timeline", trace, "--waits", "3")
+    waits = [(wait["device"], wait["action"], wait["reason"]) for wait in document["longest_waits"]]
+    turn = "its turn on the device"
+    assert waits == [(1, "1:1", turn), (1, "1:0", turn), (0, None, "the glue lock")]
+    assert [wait["duration_ms"] for wait in document["longest_waits"]] == pytest.approx([50, 18, 10])
+    assert document["longest_waits"][0]["start_ms"] == pytest.approx(50)  # from the first span
+    # all of them, not only those that are listed
+    assert list(document["waits_by_reason"]) == [turn, "the glue lock", "unknown"]
+    assert document["waits_by_reason"][turn] == {"count": 2, "total_ms": pytest.approx(68)}
+    assert document["waits_by_reason"]["unknown"] == {"count": 1, "total_ms": pytest.approx(1)}
+
+
+def test_steps_and_bytes(trace: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json("timeline", trace)
+    assert [step["name"] for step in document["steps"]] == ["training step 2", "training step 3"]
+    assert document["steps"][0]["figures"] == FIGURES
+    assert document["steps"][0]["duration_ms"] == pytest.approx(67)
+    assert main(["timeline", trace]) == 0
+    text = capsys.readouterr().out
+    assert "140 ms (2 steps and what lies between them) on 3 devices, bubble 71.4%" in text
+    steps = text.split("Steps\n")[1].splitlines()
+    assert steps[0].split() == ["step", "time", "bubble", "uploaded", "downloaded", "stages", "replanned"]
+    assert " ".join(steps[2].split()) == "training step 2 67.0 ms 25.0% 3.00 GiB 5.00 MiB 2 yes"
+    assert steps[3].split()[-1] == "no"
+
+
+def test_one_step_of_several(trace: str, run_json: RunJson, run_failing: RunFailing) -> None:
+    document = run_json("timeline", trace, "--step", "2")
+    assert document["makespan_ms"] == pytest.approx(40)
+    assert [device["busy_ms"] for device in document["devices"]] == pytest.approx([0, 40, 0])
+    assert document["longest_waits"] == []
+    assert [step["name"] for step in document["steps"]] == ["training step 3"]
+    message = run_failing("timeline", trace, "--step", "3")
+    assert f"--step 3: {trace} tells of 2 steps" in message
+
+
+def test_a_trace_without_waits_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    computing = Timeline(tuple(span for span in TIMELINE.spans if span.kind == "compute"), 3)
+    assert main(["timeline", write(computing.to_chrome_trace(), tmp_path), "--show"]) == 0
+    text = capsys.readouterr().out
+    assert "Devices" in text
+    assert "waits" not in text.lower()
+    assert "Steps" not in text
+    assert "device 1 |" in text
+
+
+@pytest.mark.parametrize(("name", "start"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.pdf", b"%PDF")])
+def test_pictures(name: str, start: bytes, trace: str, tmp_path: Path) -> None:
+    assert main(["timeline", trace, "--png", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", 'a list "traceEvents"'),
+        (b'{"traceEvents": []}', "does not say that it shows a RoundPipe timeline"),
+        (b"\x1f\x8b\xff", "is not text: is it compressed, or another file?"),
+    ],
+)
+def test_traces_that_are_refused(content: bytes, expected: str, tmp_path: Path, run_failing: RunFailing) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    message = run_failing("timeline", str(path))
+    assert expected in message
+    assert str(path) in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": None},
+        {"ts": "soon"},
+        {"dur": None},
+        {"ts": math.inf},
+        {"ts": 10**400},
+        {"args": None},
+        {"args": {"bubble": "large"}},
+        {"args": {"h2d_bytes": math.nan}},
+    ],
+    ids=str,
+)
+def test_steps_that_are_refused(change: dict[str, Any], tmp_path: Path, run_failing: RunFailing) -> None:
+    document = TIMELINE.to_chrome_trace(MARKS)
+    next(event for event in document["traceEvents"] if event.get("cat") == "roundpipe.mark").update(change)
+    message = run_failing("timeline", write(document, tmp_path))
+    assert "is not as RoundPipeStrategy(trace=...) writes it: record it again" in message
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path, run_failing: RunFailing) -> None:
+    missing = str(tmp_path / "missing.json")
+    assert run_failing("timeline", missing) == (
+        f"roundpipe timeline: error: cannot read the trace {missing} (No such file or directory): check the path.\n"
+    )
