@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead cpu_throughput bubble
+BENCHMARKS := overhead cpu_throughput bubble partitioner
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

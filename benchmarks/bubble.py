@@ -1,17 +1,18 @@
-"""How close the engine comes to the ideal of its own schedule, with units that only wait.
+"""How close the engine comes to the simulator, and its plans to the paper's, with units that only wait.
 
-Eight virtual devices run a model whose units sleep for a modelled time, so that nothing competes for the cores and
-what is left is the engine: threads, locks, autograd, dispatch.
+Eight virtual devices run models whose units sleep for a modelled time, so that nothing competes for the cores and what
+is left is the engine: threads, locks, autograd, dispatch. The models are the five of the RoundPipe paper, arXiv
+2604.27085, faster than in life by one factor each, and a small one at two speeds.
 """
 
 from __future__ import annotations
 
 import ctypes
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,30 +21,49 @@ from torch import Tensor, nn
 from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
 from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.units import Unit
-from lightning_roundpipe.planning import CallCost, CostProfile, Partition, partition, simulate, stage_durations
+from lightning_roundpipe.planning import (
+    CallCost,
+    CostProfile,
+    Machine,
+    Partition,
+    plan_training,
+    round_robin,
+    simulate,
+    stage_costs,
+)
+from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES, ROUND_SIZE, PaperModel
 
 METHOD = """
 Engine on N virtual devices. A unit is a module whose forward sleeps forward_ms and whose backward sleeps backward_ms,
-so that a recomputed backward takes their sum: the '6 ms' of a layer and the '18 ms' of the head hold their recompute
-(2 and 6 ms), as in the tables of the RoundPipe paper, where a backward with recompute is about three forwards. The
-head lies in the fused stage, which runs forward and backward once: 6 + 12 = 18 ms. The partition is
-planning.partition on these times; ideal_ms is planning.simulate on the schedule that ran, with stages of
-planning.stage_durations and hops that take no time. step_ms is the wall-clock time of the whole step, from before the
-threads start until they have been joined; over_ideal is step_ms / ideal_ms - 1 and bubble the idle share of N devices
-over the whole step, the modelled work taken as work. Waits are plain time.sleep calls, which release the interpreter
-lock, without spinning; the timer slack of the process is set to its minimum where the system allows. sleep_excess is
-how much longer the waits of a step took than modelled, as a share of the work: it is not the engine's, and is part of
-over_ideal all the same. The first step, which records, and one more are not counted; medians of the steps after.
-Configurations alternate from step to step.
+so that a recomputed backward takes their sum. The planner is planning.plan_training, on exactly these times, without
+transfers. ideal_ms and ideal_bubble are planning.simulate on the schedule that ran, hops taking no time and no
+recompute running ahead. step_ms is the wall-clock time of the whole step, from before the threads start until they have
+been joined; over_ideal is step_ms / ideal_ms - 1, and bubble the idle share of N devices over the whole step, the
+modelled work taken as work. recorded_bubble is that of the engine's own timeline, from the first to the last run of a
+unit. Waits are plain time.sleep calls, which release the interpreter lock, without spinning; the timer slack of the
+process is set to its minimum where the system allows. sleep_excess is how much longer the waits of a step took than
+modelled, as a share of the work: it is not the engine's, and is part of over_ideal all the same. cpu_share is the CPU
+time of the process over the wall-clock time. The first step, which records, and one more are not counted; medians of
+the steps after. Cases alternate from step to step.
+paper_models: the layers and heads of the paper's table of profiles (tests/planning/paper.py, forward and backward in
+ms), all times multiplied by time_factor, the largest power of 1/2 with which every device has at most max_work_ms to
+do. M micro-batches in one round. ideal_bubble_with_hops is the schedule that ran, simulated with the table's hop times
+the factor between devices, which the engine does not have: virtual devices share the host's memory. In papers:
+published_bubble is the paper's figure for RoundPipe with a synchronous optimizer, simulated_bubble that of the paper's
+partition in this package's simulator under the paper's rules (rounds of 8, hops, recompute running ahead of the
+gradient), step_over_ours its step over the simulated step of the schedule that ran, hops in both: calls in the fused
+stage save work, so that a plan with the larger bubble may be the faster one.
+small_model: 28 equal layers and a head, in which a backward takes two forwards; 'slow' waits four times as long as
+'fast'.
 """
-NUM_DEVICES = 8
+MAX_WORK_MS = 7000.0
 NUM_LAYERS = 28
 LAYER_MS = (2.0, 4.0)
 HEAD_MS = (6.0, 12.0)
 SPEEDS = {"fast": 1.0, "slow": 4.0}
 GOALS = {"fast": 0.08, "slow": 0.03}
-CONFIGURATIONS = ((8, 8), (16, 8), (16, 16), (32, 8), (32, 16))  # (micro-batches, round size)
+CONFIGURATIONS = ((8, 8), (16, 16), (32, 16))  # (micro-batches, round size)
+KEY = "train"
 
 
 class Slept:
@@ -86,102 +106,190 @@ class _Waiting(torch.autograd.Function):
 class Wait(nn.Module):
     """A unit of a modelled duration; it has a weight, as units have."""
 
-    def __init__(self, forward_ms: float, backward_ms: float) -> None:
+    def __init__(self, call: CallCost) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.forward_ms = forward_ms
-        self.backward_ms = backward_ms
+        self.forward_ms = call.forward_ms
+        self.backward_ms = call.backward_ms
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Waiting.apply(x, self.weight, self.forward_ms, self.backward_ms)
+        waited: Tensor = _Waiting.apply(x, self.weight, self.forward_ms, self.backward_ms)
+        return waited
 
 
 class Model(nn.Module):
-    """Layers and a head that wait."""
+    """Layers and a head that wait as long as a profile says; its calls have the profile's names."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, profile: CostProfile) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Wait(*(scale * ms for ms in LAYER_MS)) for _ in range(NUM_LAYERS))
-        self.head = Wait(*(scale * ms for ms in HEAD_MS))
+        *layers, head = profile.calls
+        self.layers = nn.ModuleList(map(Wait, layers))
+        self.lm_head = Wait(head)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x).sum()
+        loss: Tensor = self.lm_head(x).sum()
+        return loss
+
+
+def small_profile(speed: str) -> CostProfile:
+    """The small model."""
+    layers = (CallCost(f"layers.{i}", *LAYER_MS) for i in range(NUM_LAYERS))
+    return scaled(CostProfile((*layers, CallCost("lm_head", *HEAD_MS))), SPEEDS[speed])
+
+
+def scaled(profile: CostProfile, factor: float) -> CostProfile:
+    """The profile with other times."""
+    return CostProfile(
+        tuple(
+            replace(call, forward_ms=factor * call.forward_ms, backward_ms=factor * call.backward_ms)
+            for call in profile.calls
+        )
+    )
+
+
+def time_factor(profile: CostProfile) -> float:
+    """The largest power of 1/2, or 1, with which a device has at most `MAX_WORK_MS` to do."""
+    factor = 1.0
+    work_ms = sum(call.forward_ms + call.recompute_backward_ms for call in profile.calls)
+    while factor * work_ms * NUM_MICROBATCHES / NUM_DEVICES > MAX_WORK_MS:
+        factor /= 2
+    return factor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A measured step, times in ms."""
+
+    step_ms: float
+    cpu_ms: float
+    excess_ms: float
+    recorded_bubble: float
 
 
 class Case:
     """One model with one number of micro-batches and one round size."""
 
-    def __init__(self, speed: str, num_microbatches: int, round_size: int) -> None:
-        self.speed = speed
-        self.num_microbatches = num_microbatches
-        self.round_size = round_size
-        self._model = Model(SPEEDS[speed])
-        self._profile: CostProfile | None = None
+    def __init__(self, profile: CostProfile, num_microbatches: int, round_size: int) -> None:
+        self.profile = profile
+        self._num_microbatches = num_microbatches
+        self._round_size = round_size
+        self._model = Model(profile)
         pool = DevicePool([torch.device("cpu")] * NUM_DEVICES)
         self._engine = Engine(self._model, pool, self._plan, round_size=round_size, num_threads=1)
+        self._engine.preset_costs(KEY, profile)
         self._weights = [1 / num_microbatches] * num_microbatches
-        self._steps = 0
-        self.partition = ""
-        self.num_stages = 0
-        self.ideal_ms = 0.0
-        self.work_ms = 0.0
-        self.ideal_bubble = 0.0
-        self.step_ms: list[float] = []
-        self.excess_ms: list[float] = []
+        self._num_steps = 0
+        self._last: StepResult | None = None
+        self._steps: list[Step] = []
 
-    def _plan(self, units: Sequence[Unit], num_microbatches: int, training: bool) -> Partition:
-        times = [(unit.module.forward_ms, unit.module.backward_ms) for unit in units]
-        self._profile = CostProfile(tuple(CallCost(u.name, *ms) for u, ms in zip(units, times, strict=True)))
-        return partition(self._profile, num_devices=NUM_DEVICES, num_microbatches=num_microbatches)
+    def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        machine = Machine(NUM_DEVICES)
+        return plan_training(costs, machine, num_microbatches=num_microbatches, round_size=self._round_size)
 
     def run(self, *, store: bool) -> None:
         """One step."""
-        self._steps += 1
-        inputs = [torch.zeros(1, requires_grad=True) for _ in range(self.num_microbatches)]
-        request = StepRequest(self._model, inputs, self._weights, "train", self._steps, loss_of=lambda output: output)
+        self._num_steps += 1
+        inputs = [torch.zeros(1, requires_grad=True) for _ in range(self._num_microbatches)]
+        request = StepRequest(self._model, inputs, self._weights, KEY, self._num_steps, loss_of=lambda output: output)
         SLEPT.take()
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         result = self._engine.run(request)
-        elapsed = (time.perf_counter() - started) * 1e3
+        wall_ms, cpu_ms = (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
         if store:
-            self.step_ms.append(elapsed)
-            self.excess_ms.append(SLEPT.take())
-            self._note_ideal(result)
+            self._steps.append(Step(wall_ms, cpu_ms, SLEPT.take(), result.timeline.bubble_ratio))
+            self._last = result
 
-    def _note_ideal(self, result: StepResult) -> None:
-        assert result.partition is not None
-        assert result.schedule is not None
-        assert self._profile is not None
-        durations = stage_durations(result.partition, self._profile)
-        ideal = simulate(result.schedule, lambda action: durations[action.stage_index])
-        if self.ideal_ms and abs(ideal.makespan_ms - self.ideal_ms) > 1e-6:
-            raise RuntimeError("the ideal must not depend on the device with which a step begins")
-        self.ideal_ms = ideal.makespan_ms
-        self.ideal_bubble = ideal.bubble_ratio
-        self.work_ms = sum(durations) * self.num_microbatches
-        self.partition = result.partition.format()
-        self.num_stages = result.partition.num_stages
+    def ideal(self, hop_ms: float = 0.0) -> tuple[float, float]:
+        """Step in ms and bubble of the schedule that ran last, simulated."""
+        assert self._last is not None
+        assert self._last.partition is not None
+        assert self._last.schedule is not None
+        costs = stage_costs(self._last.partition, self.profile)
+        simulation = simulate(self._last.schedule, costs, hop_ms=hop_ms)
+        return simulation.step_ms, simulation.timeline.bubble_ratio
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """Figures of this case."""
-        over = [ms / self.ideal_ms - 1 for ms in self.step_ms]
+        ideal_ms, ideal_bubble = self.ideal()
+        assert self._last is not None
+        assert self._last.partition is not None
+        partition = self._last.partition
+        work_ms = self._num_microbatches * sum(cost.duration_ms for cost in stage_costs(partition, self.profile))
         return {
-            "speed": self.speed,
-            "num_microbatches": self.num_microbatches,
-            "round_size": self.round_size,
-            "stages": self.num_stages,
-            "partition": self.partition,
-            "ideal_ms": rounded(self.ideal_ms),
-            "step_ms": spread(self.step_ms),
-            "over_ideal": spread(over),
-            "goal_over_ideal": GOALS[self.speed],
-            "goal_met": statistics.median(over) <= GOALS[self.speed],
-            "ideal_bubble": rounded(self.ideal_bubble),
-            "bubble": median([1 - self.work_ms / (NUM_DEVICES * ms) for ms in self.step_ms]),
-            "sleep_excess": median([ms / self.work_ms for ms in self.excess_ms]),
+            "num_microbatches": self._num_microbatches,
+            "round_size": self._round_size,
+            "stages": partition.num_stages,
+            "partition": partition.format(),
+            "ideal_ms": rounded(ideal_ms),
+            "step_ms": spread([step.step_ms for step in self._steps]),
+            "over_ideal": spread([step.step_ms / ideal_ms - 1 for step in self._steps]),
+            "ideal_bubble": rounded(ideal_bubble),
+            "bubble": median([1 - work_ms / (NUM_DEVICES * step.step_ms) for step in self._steps]),
+            "recorded_bubble": median([step.recorded_bubble for step in self._steps]),
+            "sleep_excess": median([step.excess_ms / work_ms for step in self._steps]),
+            "cpu_share": median([step.cpu_ms / step.step_ms for step in self._steps]),
         }
+
+
+class PaperCase:
+    """One of the paper's models."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._paper: PaperModel = MODELS[name]
+        profile = self._paper.profile()
+        self._factor = time_factor(profile)
+        self.case = Case(scaled(profile, self._factor), NUM_MICROBATCHES, NUM_MICROBATCHES)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of this case, beside the paper's."""
+        hop_ms = self._factor * self._paper.hop_ms
+        with_hops_ms, bubble_with_hops = self.case.ideal(hop_ms)
+        partition = self._paper.partition()
+        schedule = round_robin(partition.num_stages, NUM_MICROBATCHES, NUM_DEVICES, round_size=ROUND_SIZE)
+        costs = stage_costs(partition, self.case.profile)
+        papers = simulate(schedule, costs, hop_ms=hop_ms, recompute_ahead=True)
+        return {
+            "model": self.name,
+            "time_factor": self._factor,
+            **self.case.summary(),
+            "ideal_bubble_with_hops": rounded(bubble_with_hops),
+            "papers": {
+                "published_bubble": rounded(self._paper.bubbles["RoundPipe, synchronous"] / 100),
+                "simulated_bubble": rounded(papers.timeline.bubble_ratio),
+                "step_over_ours": rounded(papers.step_ms / with_hops_ms),
+            },
+        }
+
+
+class SmallCase:
+    """The small model at one speed."""
+
+    def __init__(self, speed: str, num_microbatches: int, round_size: int) -> None:
+        self._speed = speed
+        self.case = Case(small_profile(speed), num_microbatches, round_size)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of this case, and whether they meet the goal."""
+        figures, goal = self.case.summary(), GOALS[self._speed]
+        is_met = figures["over_ideal"]["median"] <= goal
+        return {"speed": self._speed, **figures, "goal_over_ideal": goal, "goal_met": is_met}
+
+
+def markdown(papers: Sequence[dict[str, Any]]) -> str:
+    """The table of the documentation."""
+    lines = [
+        "| | time factor | bubble, engine | bubble, simulated | step over simulated | simulated with hops | paper |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in papers:
+        bubbles = (row["bubble"], row["ideal_bubble"], row["over_ideal"]["median"], row["ideal_bubble_with_hops"])
+        cells = [row["model"], f"{row['time_factor']:g}", *(f"{100 * share:.1f} %" for share in bubbles)]
+        cells.append(f"{100 * row['papers']['published_bubble']:.1f} %")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def sharpen_timers() -> bool:
@@ -189,33 +297,41 @@ def sharpen_timers() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     set_timer_slack, nanoseconds = 29, 1
-    return ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(nanoseconds), 0, 0, 0) == 0
+    return bool(ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(nanoseconds), 0, 0, 0) == 0)
 
 
 def main() -> None:
     """Measures and prints."""
     args = parser(__doc__, repeats=5).parse_args()
     repeats = 2 if args.quick else args.repeats
+    names = list(MODELS)[:1] if args.quick else list(MODELS)
     speeds = ["fast"] if args.quick else list(SPEEDS)
     configurations = CONFIGURATIONS[:1] if args.quick else CONFIGURATIONS
     parameters = {
         "devices": NUM_DEVICES,
-        "layers": NUM_LAYERS,
-        "layer_ms": {"forward": LAYER_MS[0], "backward_without_recompute": LAYER_MS[1]},
-        "head_ms": {"forward": HEAD_MS[0], "backward_without_recompute": HEAD_MS[1]},
-        "time_factors": {speed: SPEEDS[speed] for speed in speeds},
+        "max_work_ms": MAX_WORK_MS,
+        "small_model": {
+            "layers": NUM_LAYERS,
+            "layer_ms": {"forward": LAYER_MS[0], "backward_without_recompute": LAYER_MS[1]},
+            "head_ms": {"forward": HEAD_MS[0], "backward_without_recompute": HEAD_MS[1]},
+            "time_factors": {speed: SPEEDS[speed] for speed in speeds},
+        },
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
         "cores_used": num_cores(),
     }
     report = Report("bubble", METHOD, parameters)
     torch.set_num_threads(1)
-    cases = [Case(speed, *configuration) for speed in speeds for configuration in configurations]
+    papers = [PaperCase(name) for name in names]
+    small = [SmallCase(speed, *configuration) for speed in speeds for configuration in configurations]
+    cases = [*(paper.case for paper in papers), *(shown.case for shown in small)]
     for repetition in range(-2, repeats):
         for case in cases:
             case.run(store=repetition >= 0)
         progress(f"{max(0, repetition + 1)} of {repeats} repetitions")
-    report.emit([case.summary() for case in cases])
+    rows = [paper.summary() for paper in papers]
+    progress(markdown(rows))
+    report.emit({"paper_models": rows, "small_model": [shown.summary() for shown in small]})
 
 
 if __name__ == "__main__":
