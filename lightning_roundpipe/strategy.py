@@ -70,7 +70,7 @@ class RoundPipeStrategy(Strategy):
         virtual_copies: virtual devices make real copies of weights and poison them when freed, as a check of the
             engine; slower.
         cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
-            a file with one.
+            a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.

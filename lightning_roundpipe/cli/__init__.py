@@ -8,6 +8,7 @@ printed without a traceback, and the status is 2.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: From argparse, for ``--help``, ``--version`` and wrong arguments (status 2).
     """
     args = _make_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # units may have names that the terminal cannot show
     try:
         status = _COMMANDS[args.command].run(args)
         sys.stdout.flush()

@@ -275,6 +275,7 @@ class Engine:
 
     def _run_phases(self, step: _Step, take_strays: Callable[[], dict[nn.Parameter, Tensor]]) -> StepResult:
         request = step.request
+        clock = Clock(self._pool)
         plan = self._plans.of(request.key)
         first = 0
         if plan is None:
@@ -286,7 +287,6 @@ class Engine:
         spans: list[Span] = []
         if first < len(request.microbatches):
             schedule = self._plans.schedule(plan.partition.num_stages, len(request.microbatches) - first)
-            clock = Clock(self._pool)
             step.planned = self._run_schedule(step, plan, schedule, range(first, len(request.microbatches)))
             for walk in step.planned:
                 spans.extend(clock.spans_of(walk.runs, walk.index))

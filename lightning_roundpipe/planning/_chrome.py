@@ -77,7 +77,8 @@ def _is_span(event: Any) -> bool:
 def _span_arguments(position: int, event: Mapping[str, Any]) -> dict[str, Any]:
     def get(name: str, kinds: type | tuple[type, ...], source: Mapping[str, Any] = event) -> Any:
         value = source.get(name)
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        is_wrong = not isinstance(value, kinds) or isinstance(value, bool)
+        if is_wrong or (isinstance(value, (int, float)) and not abs(value) < 2**63):  # nan and inf, which JSON lets in
             raise ValueError(f"traceEvents[{position}] has {name!r}: {_shorten(value)}, which no span has. {_HELP}")
         return value
 

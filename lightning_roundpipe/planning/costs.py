@@ -7,13 +7,14 @@ measured by the engine's profiler or written by hand, and travels as JSON.
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 _FORMAT_VERSION = 1
+# Of ms and of bytes: more is a mistake, and sums of it may overflow.
+_MOST = 2**63
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,16 @@ class CallCost:
         for key in ("forward_ms", "backward_ms"):
             value = getattr(self, key)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value < 0:
+            if not is_number or not 0 <= value < _MOST:
                 raise ValueError(
-                    f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {value!r}: "
+                    f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {_shorten(value)}: "
                     "measure it again."
                 )
         for key in ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes", "workspace_bytes"):
             value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
                 raise ValueError(
-                    f"CallCost({self.name!r}).{key} must be an integer number of bytes >= 0, got {value!r}: "
+                    f"CallCost({self.name!r}).{key} must be an integer number of bytes >= 0, got {_shorten(value)}: "
                     "leave it out if it is unknown."
                 )
 

@@ -179,14 +179,28 @@ class _Score:
         if time_ms is None:
             costs = self._costs(key)
             self.num_actions += len(costs) * self._num_microbatches
-            time_ms = self._known[key] = ring_ms(
+            ms = ring_ms(
                 costs,
                 self._machine,
                 num_microbatches=self._num_microbatches,
                 round_size=self._round_size,
                 hop_ms=self._hop_ms,
             )
+            time_ms = self._known[key] = max(ms, self._host_ms(costs))
         return time_ms
+
+    def _host_ms(self, costs: Sequence[StageCost]) -> float:
+        """The least time in ms that the host memory needs for a step."""
+        num_rounds = -(-self._num_microbatches // (self._round_size or self._num_microbatches))
+        # Where every device comes back to its own stage, its weights stay there.
+        num_slots = (
+            min(num_rounds, self.num_devices // len(costs)) if self.num_devices % len(costs) == 0 else num_rounds
+        )
+        moved = (
+            num_slots * cost.resident_bytes + self._num_microbatches * (cost.input_bytes + cost.output_bytes)
+            for cost in costs
+        )
+        return sum(moved) / self._machine.host_bytes_per_ms
 
     def budget(self, num_tries: int, share: float) -> Iterator[None]:
         """Yield until so many have been tried, or simulating has taken this share of the time that is left for it."""
@@ -217,7 +231,10 @@ class _Score:
         ranked = self.ranked()
         if self._machine.host_bytes_per_ms == math.inf:
             return self._partition(ranked[0])
-        return self._partition(min(ranked[:_NUM_SIMULATED], key=self._simulated_ms))
+        (first, *_), (formula, *_) = ranked, self._known
+        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._pieces(first)) * self._num_microbatches))
+        finalists = dict.fromkeys((first, *ranked[1:num_simulated], formula))
+        return self._partition(min(finalists, key=self._simulated_ms))
 
     def _pieces(self, cuts: Cuts) -> list[Piece]:
         return training_pieces(self.num_calls, *cuts) if self.is_training else forward_pieces(cuts[0])

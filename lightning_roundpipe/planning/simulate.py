@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, get_args
 
 from .machine import Machine
 from .schedule import Action, Schedule
@@ -42,7 +42,8 @@ class Simulation:
         timeline: One "compute" span per action, device by device in list order, and "h2d" and "d2h" spans for weights
             and gradients; times in ms from the begin.
         step_ms: Time of a step in ms. Synchronous optimizer: with the optimizer. Asynchronous: the mean distance from
-            the end of one step to the end of the next; the makespan if only one step was simulated.
+            the end of one step to the end of the next; the makespan if only one step was simulated. Never less than one
+            of `lower_bounds_ms`.
         optimizer_ms: Time of the optimizer for one step, in ms.
         memory_bytes: Peak per device: weights and gradients of the slots that are there, and the activations.
         h2d_bytes, d2h_bytes: Bytes that travelled per device, all steps together.
@@ -106,6 +107,8 @@ def simulate(
     """
     machine = machine or Machine(schedule.num_devices)
     _check(schedule, costs, machine, hop_ms, microbatches_per_step)
+    if optimizer not in get_args(Optimizer):
+        raise ValueError(f"optimizer must be one of {get_args(Optimizer)}, got {optimizer!r}: pass one of them.")
     run = _Run(schedule, costs, machine, hop_ms, prefetch, recompute_ahead, microbatches_per_step, optimizer)
     return run.run()
 
@@ -340,13 +343,14 @@ class _Run:
             if column:
                 self.late_ms += max(0.0, start - max(self.free[device], self._arrival(action, device, cost)))
             self._prefetch(device, slot_index + 1)
-        duration = effective_ms(cost, self.machine)
+        duration = cost.duration_ms
         if self.recompute_ahead and cost.recompute_ms:
             # Held back by the forward instead of the gradient, the recompute may end before the gradient is there.
             arrival = self._arrival(action, device, cost)
             duration = max(duration, max(start + cost.recompute_ms, arrival) + cost.compute_ms - start)
-        end = start + duration
-        self.spans[device].append(Span(device, "compute", start, end, action.stage_index, microbatch, cost.label))
+        end = start + max(duration, effective_ms(cost, self.machine))
+        computed = start + duration
+        self.spans[device].append(Span(device, "compute", start, computed, action.stage_index, microbatch, cost.label))
         self.free[device] = self.ends[microbatch] = end
         if not cost.recompute_ms:
             self.forward_ends[microbatch] = start  # of the fused stage: what the B stages need is older
@@ -385,27 +389,30 @@ class _Run:
             )
         spans = [span for row in self.spans for span in row]
         timeline = Timeline((*spans, *self.transfers), self.schedule.num_devices)
+        bounds = self._lower_bounds()
         return Simulation(
             timeline,
-            self._step_ms(),
+            max(self._step_ms(), *bounds.values()),
             self.optimizer_ms,
             tuple(self.peak),
             tuple(self.up_bytes),
             tuple(self.down_bytes),
             self.late_ms,
-            self._lower_bounds(spans),
+            bounds,
         )
 
     def _step_ms(self) -> float:
+        """Of few steps that overlap the mean may lie below a bound, which the many of a run keep; so may one step in
+        which activations find the host memory busy."""
         if not self.asynchronous:
             return self.updated[-1] / self.num_steps
         if self.num_steps == 1:
             return self.done[0]
         return (self.done[-1] - self.done[0]) / (self.num_steps - 1)
 
-    def _lower_bounds(self, spans: Sequence[Span]) -> dict[str, float]:
+    def _lower_bounds(self) -> dict[str, float]:
         machine, steps = self.machine, self.num_steps
-        work_ms = math.fsum(span.end_ms - span.start_ms for span in spans)
+        work_ms = math.fsum(self.cost_of(action).duration_ms for row in self.schedule.devices for action in row)
         total_bytes = sum(self.up_bytes) + sum(self.down_bytes)
         return {
             "compute": work_ms / machine.num_devices / steps,

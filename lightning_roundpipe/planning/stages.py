@@ -135,7 +135,7 @@ def bound_stage_costs(
         start += count
         repeated = calls[:-1] if start == len(profile.calls) and count else calls
         inward, outward = (calls[0].input_bytes, calls[-1].output_bytes) if calls else (0, 0)
-        workspace = sum(call.workspace_bytes for call in calls)
+        workspace = max((call.workspace_bytes for call in calls), default=0)  # one call after the other is recomputed
         forward.append(
             StageCost(
                 math.fsum(call.forward_ms for call in calls),

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_roundpipe import __version__
 from lightning_roundpipe.cli import main, plan
+from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.cli.conftest import RunFailing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,15 @@ def test_a_reader_that_stops_reading(llama_file: str) -> None:
         )
     assert result.returncode == 141
     assert result.stderr == b""
+
+
+def test_names_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    CostProfile((CallCost("größe", 1.0, 2.0),)).save(path)
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["plan", "--profile", str(path), "--devices", "1", "--microbatches", "1"]) == 0
+    assert b"gr\\xf6\\xdfe" in output.getvalue()
 
 
 def test_stdout_without_a_descriptor(monkeypatch: pytest.MonkeyPatch, llama_file: str) -> None:

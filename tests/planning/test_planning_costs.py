@@ -58,6 +58,9 @@ def test_profile_takes_any_sequence() -> None:
         ({"gradient_bytes": 1.5}, "gradient_bytes .* got 1.5"),
         ({"input_bytes": False}, "input_bytes .* got False"),
         ({"output_bytes": None}, "output_bytes .* got None"),
+        ({"forward_ms": 1e300}, r"forward_ms .* got 1e\+300"),
+        ({"backward_ms": 10**400}, r"backward_ms .* got 10+\.\.\."),
+        ({"workspace_bytes": 2**63}, "workspace_bytes .* got 9223372036854775808"),
     ],
 )
 def test_call_cost_rejects(arguments: dict[str, object], message: str) -> None:

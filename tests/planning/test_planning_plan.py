@@ -83,12 +83,14 @@ def test_the_fast_simulation_of_a_ring_is_the_simulation(
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(times, st.integers(1, 4), st.integers(1, 8), st.sampled_from([math.inf, 100.0]))
+@given(
+    times, st.integers(1, 4), st.integers(1, 8), st.sampled_from([math.inf, 100.0]), st.sampled_from([math.inf, 20.0])
+)
 def test_never_slower_than_the_plan_of_the_formula(
-    times: list[int], devices: int, microbatches: int, bandwidth: float
+    times: list[int], devices: int, microbatches: int, bandwidth: float, host: float
 ) -> None:
     profile = profile_of(times, weight_bytes=10)
-    machine = Machine(devices, h2d_bytes_per_ms=bandwidth, d2h_bytes_per_ms=bandwidth)
+    machine = Machine(devices, h2d_bytes_per_ms=bandwidth, d2h_bytes_per_ms=bandwidth, host_bytes_per_ms=host)
     proxy = partition(profile, num_devices=devices, num_microbatches=microbatches)
     size = 2 * devices
     plan = plan_training(profile, machine, num_microbatches=microbatches, round_size=size)
