@@ -37,7 +37,7 @@ _NUM_SIMULATED = 4
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
 # How much is tried in all: simulated actions, which take about 0.2 microseconds each. What comes late has a share, too.
-_NUM_ACTIONS = 100_000
+_NUM_ACTIONS = 90_000
 _NUM_ACTIONS_PER_CALL = 800
 _LEAST_SHARE = 0.2
 

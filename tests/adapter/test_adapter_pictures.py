@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,15 @@ def test_several_timelines_share_the_axis(tmp_path: Path) -> None:
     assert [title.split(" ms")[0] for title in titles] == ["one: 40", "other: 300"]
     assert text.count("ms") == 1
     assert text.count("300") == 1, "the numbers of the axis, for the longest one, stand below the last"
+
+
+def test_times_count_from_the_begin(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one.svg", "other.svg")]
+    spans = timeline().spans + MOVES
+    later = tuple(replace(span, start_ms=span.start_ms + 512, end_ms=span.end_ms + 512) for span in spans)
+    for path, shown in zip(paths, (spans, later), strict=True):
+        draw_timeline(Timeline(shown, 2), path, partition=PARTITION)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_long_times_have_no_exponent(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch.accelerators.cpu
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.accelerator import pool_statistics
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 
@@ -67,6 +69,13 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"asked": device})
     gpu = torch.device("cuda", 0)
     assert accelerator.get_device_stats(gpu) == {"asked": gpu}, "about a GPU it answers as ever"
+
+
+def test_figures_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(index=1, torch_device=torch.device("cuda", 0), statistics=lambda: {"unit_runs": 3.0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    pool: Any = SimpleNamespace(devices=[device])
+    assert pool_statistics(pool) == {"device1.unit_runs": 3.0, "device1.memory_limit_bytes": 80}
 
 
 def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, make_loader: Any) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_roundpipe.strategy
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeTimeline
 from lightning_roundpipe.engine.runner import StepResult
-from lightning_roundpipe.planning import Action, Span, Timeline
-from lightning_roundpipe.tracing import TraceWriter
+from lightning_roundpipe.planning import Action, Partition, Span, Stage, StageKind, Timeline, round_robin
+from lightning_roundpipe.tracing import TraceWriter, step_figures
 
 M = 3  # micro-batches of the trainers here
 STEPS = 8
@@ -359,6 +360,29 @@ def test_logged_figures(logging_module: Any, make_trainer: Any, loader: Any, tmp
     assert float(ours[-1]["roundpipe/num_stages"]) == trainer.strategy.last_step.partition.num_stages
 
 
+def test_figures_of_a_step() -> None:
+    plan = Partition(
+        2, (Stage(0, StageKind.FORWARD, 0, 1), Stage(1, StageKind.FUSED, 1, 2), Stage(2, StageKind.BACKWARD, 0, 1))
+    )
+    result = StepResult(
+        [],
+        {},
+        Timeline((Span(0, "compute", 5, 6), Span(1, "compute", 5, 15)), 2),
+        schedule=round_robin(3, 4, 2),
+        partition=plan,
+        num_microbatches=4,
+        step_ms=12.5,
+        bytes_up=(3, 40),
+        bytes_down=(500, 0),
+        peak_memory_bytes=(None, 7, 9),
+    )
+    known = {"step_ms": 12.5, "h2d_bytes": 43, "d2h_bytes": 500, "num_microbatches": 4, "num_stages": 3}
+    shares = {"bubble": pytest.approx(0.45), "busy": pytest.approx(0.55)}
+    assert step_figures(result) == {**known, **shares, "peak_memory_bytes": 9}
+    # One that has only recorded, on devices that do not know their memory.
+    assert step_figures(replace(result, schedule=None, peak_memory_bytes=(None, None))) == known
+
+
 def test_logged_once_per_optimizer_step(logging_module: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
     settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "accumulate_grad_batches": 4}
     trainer = make_trainer(callbacks=[RoundPipeTimeline(log_metrics=True)], **settings)
@@ -367,6 +391,11 @@ def test_logged_once_per_optimizer_step(logging_module: Any, make_trainer: Any, 
 
 
 def test_logging_needs_a_logger(small: Any, make_trainer: Any, loader: Any) -> None:
+    class Predicts(small):
+        def predict_step(self, batch: Any) -> Any:
+            return self(batch[0])
+
     trainer = make_trainer(callbacks=[RoundPipeTimeline(log_metrics=True)])
     with pytest.raises(MisconfigurationException, match="needs a logger"):
         trainer.fit(small(), loader)
+    assert len(trainer.predict(Predicts(), loader)) == STEPS, "only training logs"

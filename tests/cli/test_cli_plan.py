@@ -65,6 +65,11 @@ def test_what_is_left_out_is_unlimited(llama: CostProfile, llama_file: str, run_
     assert document["partition"] == plan_training(llama, Machine(8), num_microbatches=16, round_size=16).format()
 
 
+def test_a_round_holds_no_more_than_all_micro_batches(llama_file: str, run_json: RunJson) -> None:
+    few = ("plan", "--profile", llama_file, "--devices", "8", "--microbatches", "4")
+    assert run_json(*few)["round_size"] == run_json(*few, "--round-size", "7")["round_size"] == 4
+
+
 def test_text_shows_the_same(llama_file: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "--profile", llama_file, *PIPELINE, *MACHINE)
     document = run_json(*arguments)

@@ -123,6 +123,18 @@ def test_memory_is_compared_with_the_limit(llama_file: str, capsys: pytest.Captu
     assert "(!)" not in capsys.readouterr().out
 
 
+def test_one_device_over_the_limit_is_enough(
+    llama_file: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("simulate", "--profile", llama_file, "--devices", "4", "--microbatches", "8", "--only", "gpipe")
+    memory = rows(run_json(*arguments))["GPipe"]["memory_bytes"]
+    limit = max(memory) - 1
+    assert min(memory) < limit
+    assert main([*arguments, "--device-memory", f"{limit}B"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("GPipe"))
+    assert "(!)" in line
+
+
 def test_schedules_that_cannot_run_say_why(llama_file: str, run_json: RunJson) -> None:
     found = rows(run_json("simulate", "--profile", llama_file, "--devices", "8", "--microbatches", "12"))
     assert found["interleaved 1F1B"]["skipped"] == "needs a multiple of 8 micro-batches, got 12"

@@ -92,6 +92,10 @@ def test_steps_and_bytes(trace: str, run_json: RunJson, capsys: pytest.CaptureFi
 
 
 def test_one_step_of_several(trace: str, run_json: RunJson, run_failing: RunFailing) -> None:
+    first = run_json("timeline", trace, "--step", "1")
+    assert first["makespan_ms"] == pytest.approx(61)
+    assert [device["busy_ms"] for device in first["devices"]] == pytest.approx([40, 40, 0])
+    assert [wait["duration_ms"] for wait in first["longest_waits"]] == pytest.approx([18, 10, 1])
     document = run_json("timeline", trace, "--step", "2")
     assert document["makespan_ms"] == pytest.approx(40)
     assert [device["busy_ms"] for device in document["devices"]] == pytest.approx([0, 40, 0])
