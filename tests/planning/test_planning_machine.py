@@ -19,6 +19,7 @@ from lightning_roundpipe.planning import (
     one_f_one_b,
     parse_schedule,
     partition,
+    partition_forward,
     round_robin,
     simulate,
     stage_costs,
@@ -77,6 +78,29 @@ def test_memory_decides_about_prefetch() -> None:
     assert roomy.memory_bytes == (207,)
     assert tight.memory_bytes == (107,)
     assert (roomy.step_ms, tight.step_ms) == (46, 66)
+
+
+def test_the_larger_activations_of_two_slots_count() -> None:
+    """While the weights of the second stage arrive, the first one computes."""
+    costs = [StageCost(1.0, weight_bytes=100, workspace_bytes=size) for size in (50, 7, 7)]
+    assert simulate(ONE_DEVICE, costs).memory_bytes == (250,)
+
+
+def test_the_busiest_link_and_both_ends_of_the_ring_count() -> None:
+    schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
+    costs = [StageCost(1.0, weight_bytes=10), StageCost(1.0, weight_bytes=70)]
+    result = simulate(schedule, costs, Machine(2, h2d_bytes_per_ms=10.0))
+    assert result.h2d_bytes == (10, 70)
+    assert result.lower_bounds_ms["h2d"] == 7
+    # Device 0 waits at the end alone, and nobody inside.
+    drained = simulate(round_robin(2, 1, 2), [StageCost(1.0), StageCost(1.0)])
+    assert drained.timeline.bubble_parts == {"fill": 0.25, "drain": 0.25, "inside": 0.0}
+    late = simulate(
+        parse_schedule("schedule stages=3 microbatches=1 devices=2\ndevice 0: 0:0 2:0\ndevice 1: 1:0\n"),
+        [StageCost(2.0), StageCost(3.0), StageCost(2.0)],
+    )
+    assert late.timeline.bubble_parts == pytest.approx({"fill": 2 / 14, "drain": 2 / 14, "inside": 3 / 14})
+    assert late.bound_by == "fill and drain of the pipeline"
 
 
 def test_memory_is_free_when_the_gradients_have_arrived() -> None:
@@ -235,6 +259,8 @@ def test_costs_of_the_stages_of_a_partition() -> None:
     assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 7 + 104 + 105, "fused 4-5")
     assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 7 + 103, "B 2-3")
     assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 7 + 101, "B 0-1")
+    evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
+    assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
         stage_costs(plan, CostProfile(calls[:1]))
 
