@@ -109,7 +109,8 @@ class StageSearch:
 
     def _good_limit(self, num_devices: int, num_microbatches: int) -> tuple[int, int]:
         """The best of a few limits and its score, which the best of all does not exceed."""
-        rows = [limit for limit in self.limits_between(24) if limit >= self._longest_call()]
+        longest_call = self._longest_call()
+        rows = [limit for limit in self.limits_between(24) if limit >= longest_call]
         scores = [stage_weight(self._count(limit), num_devices, num_microbatches) * limit for limit in rows]
         score = min(scores)
         return rows[scores.index(score)], score

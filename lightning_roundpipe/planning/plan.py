@@ -86,10 +86,7 @@ def plan_training(
         fused_bytes=[size + (call.workspace_bytes + 1) // 2 for size, call in zip(sizes, calls, strict=True)],
         memory_limit=limit,
     )
-    score = _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=True)
-    score.of(search.best(machine.num_devices, num_microbatches))
-    _explore(search, score)
-    return score.best()
+    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=True))
 
 
 def plan_evaluation(
@@ -113,10 +110,7 @@ def plan_evaluation(
         backward_bytes=sizes,
         memory_limit=limit,
     )
-    score = _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=False)
-    score.of(search.best(machine.num_devices, num_microbatches))
-    _explore(search, score)
-    return score.best()
+    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=False))
 
 
 def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: bool) -> int | None:
@@ -168,7 +162,7 @@ class _Score:
         self.num_actions = 0
         self.is_training = is_training
         self._machine, self._hop_ms = machine, hop_ms
-        self._num_microbatches, self._round_size = num_microbatches, round_size
+        self.num_microbatches, self._round_size = num_microbatches, round_size
         self._table = StageTable(profile, is_training=is_training)
         self._known: dict[_Key, float] = {}
 
@@ -178,11 +172,11 @@ class _Score:
         time_ms = self._known.get(key)
         if time_ms is None:
             costs = self._costs(key)
-            self.num_actions += len(costs) * self._num_microbatches
+            self.num_actions += len(costs) * self.num_microbatches
             ms = ring_ms(
                 costs,
                 self._machine,
-                num_microbatches=self._num_microbatches,
+                num_microbatches=self.num_microbatches,
                 round_size=self._round_size,
                 hop_ms=self._hop_ms,
             )
@@ -191,13 +185,13 @@ class _Score:
 
     def _host_ms(self, costs: Sequence[StageCost]) -> float:
         """The least time in ms that the host memory needs for a step."""
-        num_rounds = -(-self._num_microbatches // (self._round_size or self._num_microbatches))
+        num_rounds = -(-self.num_microbatches // (self._round_size or self.num_microbatches))
         # Where every device comes back to its own stage, its weights stay there.
         num_slots = (
             min(num_rounds, self.num_devices // len(costs)) if self.num_devices % len(costs) == 0 else num_rounds
         )
         moved = (
-            num_slots * cost.resident_bytes + self._num_microbatches * (cost.input_bytes + cost.output_bytes)
+            num_slots * cost.resident_bytes + self.num_microbatches * (cost.input_bytes + cost.output_bytes)
             for cost in costs
         )
         return sum(moved) / self._machine.host_bytes_per_ms
@@ -232,7 +226,7 @@ class _Score:
         if self._machine.host_bytes_per_ms == math.inf:
             return self._partition(ranked[0])
         (first, *_), (formula, *_) = ranked, self._known
-        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._pieces(first)) * self._num_microbatches))
+        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._pieces(first)) * self.num_microbatches))
         finalists = dict.fromkeys((first, *ranked[1:num_simulated], formula))
         return self._partition(min(finalists, key=self._simulated_ms))
 
@@ -248,13 +242,14 @@ class _Score:
     def _simulated_ms(self, cuts: Cuts) -> float:
         costs = self._costs(cuts)
         schedule = round_robin(
-            len(costs), self._num_microbatches, self._machine.num_devices, round_size=self._round_size
+            len(costs), self.num_microbatches, self._machine.num_devices, round_size=self._round_size
         )
         return simulate(schedule, costs, self._machine, hop_ms=self._hop_ms).step_ms
 
 
-def _explore(search: StageSearch, score: _Score) -> None:
-    """Score partitions for a row of limits, then random variations of them, then neighbours of the best."""
+def _explore(search: StageSearch, score: _Score) -> Partition:
+    """The best of the formula's partition, those for a row of limits, random variations of them, and neighbours."""
+    score.of(search.best(score.num_devices, score.num_microbatches))
     limits = search.limits_between(_NUM_LIMITS)
     times = {limit: score.of(search.cuts(limit)) for limit in limits}
     good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
@@ -282,6 +277,7 @@ def _explore(search: StageSearch, score: _Score) -> None:
         if cuts is not None and score.fits(cuts) and score.of(cuts) <= score.of(now):
             num_failures *= score.of(cuts) == score.of(now)
             now = tuple(cuts[0]), tuple(cuts[1])
+    return score.best()
 
 
 def _neighbour(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:

@@ -36,7 +36,7 @@ def fit(make_trainer: Any, module: Any, loader: Any, tmp_path: Path, **kwargs: A
 @pytest.mark.parametrize("accelerator", ["roundpipe", "cpu", "auto"])
 def test_figures_of_the_pool(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, accelerator: str) -> None:
     if torch.cuda.is_available():
-        pytest.skip("about virtual devices")
+        pytest.skip("needs a machine without a GPU: accelerators roundpipe and auto would take it")
     pytest.importorskip("psutil")
     callbacks = [DeviceStatsMonitor()]
     rows = fit(make_trainer, small(), make_loader(), tmp_path, accelerator=accelerator, callbacks=callbacks)
