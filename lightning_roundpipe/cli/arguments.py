@@ -10,9 +10,9 @@ from typing import TypeAlias, TypeVar
 
 from lightning_roundpipe.pictures import check_picture, draw_timelines
 from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline
+from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
 
 from .memory import BYTES_PER_WEIGHT
-from .units import parse_bandwidth, parse_bytes, parse_duration
 
 T = TypeVar("T")
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 
+from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
+
 from .arguments import Subparsers, add_json, argument_type, parse_count
 from .estimate_report import assess, assumptions, report
 from .feasibility import Cluster
@@ -12,7 +14,6 @@ from .gpus import Gpu, find_gpu
 from .memory import BYTES_PER_WEIGHT
 from .output import print_json, print_report
 from .resolve import load_shape
-from .units import parse_bandwidth, parse_bytes
 from .workload import FAST, SLOW, Pace, Workload
 
 _DESCRIPTION = """

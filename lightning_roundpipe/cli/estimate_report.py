@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes, format_share
+
 from .feasibility import (
     Cluster,
     call_bytes,
@@ -18,7 +20,6 @@ from .feasibility import (
     speed,
 )
 from .output import Table
-from .units import format_bandwidth, format_bytes, format_share
 from .workload import LOSS_CHUNK, Workload, logit_bytes
 
 _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}

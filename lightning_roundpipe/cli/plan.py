@@ -19,6 +19,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
 
 from .arguments import (
     Subparsers,
@@ -37,7 +38,6 @@ from .arguments import (
 from .memory import HOST_ASSUMPTION, host_memory
 from .output import Table, compress_names, print_json, print_report
 from .schedule_file import format_schedule
-from .units import format_bytes, format_ms, format_share
 
 _EXAMPLES = """
 examples:

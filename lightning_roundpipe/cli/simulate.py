@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_roundpipe.planning import Timeline
+from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
 
 from .arguments import (
     Subparsers,
@@ -26,7 +27,6 @@ from .arguments import (
 from .contenders import SCHEDULES, Case, Contender, compare, read_contender
 from .memory import BOUND_ASSUMPTION
 from .output import Table, print_json, print_report
-from .units import format_bytes, format_ms, format_share
 
 _DESCRIPTION = """
 Simulate one training step under several schedules. GPipe, 1F1B, interleaved 1F1B and looped BFS bind stages to devices;

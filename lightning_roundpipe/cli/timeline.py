@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_roundpipe.planning import Span, Timeline
+from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
 
 from .arguments import (
     Subparsers,
@@ -21,7 +22,6 @@ from .arguments import (
     save_picture,
 )
 from .output import Table, print_json, print_report
-from .units import format_bytes, format_ms, format_share
 
 _EXAMPLES = """
 examples:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_roundpipe.cli.units import (
+from lightning_roundpipe.planning.quantities import (
     format_bandwidth,
     format_bytes,
     format_ms,
