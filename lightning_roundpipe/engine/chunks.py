@@ -1,0 +1,89 @@
+"""The copies of a virtual lane: poisoned destinations, and the pieces that they are made in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .transfer import num_bytes_of, poison
+
+# A destination and its source, or parts of both of the same shape.
+Pair = tuple[Tensor, Tensor]
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Tensors made here can be written by any thread: those of inference mode could not."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The numbers in a tensor: its values if it is sparse. Where they belong is known on the host, and not modelled."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor
+
+
+def pairs_of(sources: Sequence[Tensor]) -> list[Pair]:
+    """Poisoned destinations and their sources; the sources are not read yet."""
+    with _plain_mode():
+        return [(_destination(source), source.detach()) for source in sources]
+
+
+def _destination(source: Tensor) -> Tensor:
+    if source.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(
+            source._indices().clone(),
+            _destination(source._values()),
+            source.shape,
+            check_invariants=False,
+            is_coalesced=source.is_coalesced(),
+        )
+    if source.dtype is torch.bool:  # has no value that says "poison"; nothing is true before it arrives
+        return torch.zeros_like(source)
+    destination = torch.empty_like(source.detach())
+    poison(destination)
+    return destination
+
+
+def pieces_of(pairs: Sequence[Pair], max_bytes: float) -> deque[list[Pair]]:
+    """Cuts a transfer into pieces of at most ``max_bytes``; small tensors share one. There is at least one piece."""
+    pieces: deque[list[Pair]] = deque([[]])
+    filled = 0
+    with _plain_mode():
+        for pair in pairs:
+            for copy, source in _cut(stored(pair[0]), stored(pair[1]), max_bytes):
+                num_bytes = num_bytes_of([copy])
+                if pieces[-1] and filled + num_bytes > max_bytes:
+                    pieces.append([])
+                    filled = 0
+                pieces[-1].append((copy, source))
+                filled += num_bytes
+    return pieces
+
+
+def _cut(copy: Tensor, source: Tensor, max_bytes: float) -> Iterator[Pair]:
+    """Parts of both tensors, of at most ``max_bytes``; a single element is never cut."""
+    num_bytes = num_bytes_of([copy])
+    if num_bytes <= max_bytes or copy.numel() == 1:
+        yield copy, source
+        return
+    if copy.is_contiguous() and source.is_contiguous():
+        copy, source = copy.view(-1), source.view(-1)
+    # Along the outermost dimension, so that parts are next to each other in memory.
+    dimension = max((d for d in range(copy.dim()) if copy.shape[d] > 1), key=copy.stride)
+    length = copy.shape[dimension]
+    step = max(1, int(max_bytes * length // num_bytes))
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        yield from _cut(copy.narrow(dimension, start, size), source.narrow(dimension, start, size), max_bytes)
+
+
+def copy_all(pairs: Sequence[Pair]) -> None:
+    """Reads the sources and writes the destinations."""
+    with _plain_mode():
+        for copy, source in pairs:
+            stored(copy).copy_(stored(source))
