@@ -7,6 +7,9 @@ Every other module that owns parameters is a candidate, at every level: which le
 that arrives from glue, because inside a unit nothing is intercepted. So the unit is the coarsest module that is
 really called, without guessing, and a module that is never called (an embedding whose weight a decoder uses by
 itself) needs no rule: its parameters are used by glue.
+
+What can never fit on a device is looked into all the same, blocks included, if it has several parts to run one after
+the other: then its own forward is glue.
 """
 
 from __future__ import annotations
@@ -89,13 +92,21 @@ class UnitTable:
         root: the user's model; never a unit itself.
         unit_classes: classes (or class names) whose instances are blocks, wherever they are; overrides the rules.
         exempt: classes that are never units (metrics).
+        max_unit_bytes: modules whose weights and gradients take more are looked into; None for no limit.
 
     Raises:
         ValueError: if a class of ``unit_classes`` does not occur in ``root``.
     """
 
-    def __init__(self, root: nn.Module, unit_classes: UnitClasses | None = None, exempt: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        unit_classes: UnitClasses | None = None,
+        exempt: tuple[type, ...] = (),
+        max_unit_bytes: int | None = None,
+    ) -> None:
         self.root = root
+        self._max_unit_bytes = max_unit_bytes
         self._exempt = exempt
         self._chosen = tuple(unit_classes or ())
         self._no_split = self._no_split_names()
@@ -157,8 +168,8 @@ class UnitTable:
         if self._chosen:
             return self._is_chosen(module)
         if type(module).__name__ in self._no_split:
-            return True
-        if isinstance(module, _CONTAINERS) or not isinstance(parent, _CONTAINERS):
+            return not self._must_be_divided(module)
+        if isinstance(module, _CONTAINERS) or not isinstance(parent, _CONTAINERS) or self._must_be_divided(module):
             return False
         return not any(type(m).__name__ in self._no_split for m in module.modules())
 
@@ -167,6 +178,8 @@ class UnitTable:
         inside = [m for m in module.modules() if m is not module]
         if self._chosen:
             return any(self._is_chosen(m) for m in inside)
+        if self._must_be_divided(module):
+            return True
         if any(type(m).__name__ in self._no_split for m in inside):
             return True
         if any(_has_repeated_members(m) for m in module.modules() if isinstance(m, _CONTAINERS)):
@@ -175,6 +188,29 @@ class UnitTable:
         if _is_torch_module(module) or len(children) < 2:
             return False
         return _repeats_class(children) or _num_parameters(module) > _MAX_SHARE * self._total
+
+    def _must_be_divided(self, module: nn.Module) -> bool:
+        """Whether it is too large for a device, and can be divided."""
+        if self._max_unit_bytes is None or self._chosen or state_bytes(module) <= self._max_unit_bytes:
+            return False
+        return _is_divisible(module)
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Bytes of the weights of a module, and of the gradients of those that are trained."""
+    parameters = [p for p in module.parameters() if not nn.parameter.is_lazy(p)]
+    return sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in parameters)
+
+
+def _is_divisible(module: nn.Module) -> bool:
+    """Whether it has several parts that own parameters; one part counts as far as it has several itself.
+
+    Modules of torch use the weights of their parts themselves, without calling them.
+    """
+    if _is_torch_module(module) and not isinstance(module, _CONTAINERS):
+        return False
+    children = [child for child in module.children() if _num_parameters(child)]
+    return len(children) > 1 or any(map(_is_divisible, children))
 
 
 def _is_torch_module(module: nn.Module) -> bool:

@@ -46,7 +46,15 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StageMemoryError(ValueError):
-    """A call that does not fit on a device, whatever the plan."""
+    """A call that does not fit on a device, whatever the plan.
+
+    Attributes:
+        fits_if_split: Whether its weights and gradients alone would fit, so that smaller micro-batches help.
+    """
+
+    def __init__(self, message: str, *, fits_if_split: bool = True) -> None:
+        super().__init__(message)
+        self.fits_if_split = fits_if_split
 
 
 def plan_training(
@@ -126,7 +134,8 @@ def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: b
     for position, (call, working) in enumerate(zip(profile.calls, activations, strict=True)):
         needed = call.weight_bytes + (call.gradient_bytes if is_training else 0) + working
         if needed > memory:
-            raise StageMemoryError(_too_large(position, call, needed, working, memory))
+            fits_if_split = needed - working <= memory
+            raise StageMemoryError(_too_large(position, call, needed, working, memory), fits_if_split=fits_if_split)
     return max(0, memory - max(activations, default=0)) // 2
 
 

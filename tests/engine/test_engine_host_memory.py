@@ -1,0 +1,160 @@
+"""What a run needs on the host: compared with what torch really allocates, and what the system says there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_roundpipe.engine.host_memory import (
+    HostMemory,
+    activation_bytes,
+    allocated_bytes,
+    available_bytes,
+    model_memory,
+    optimizer_state_bytes,
+)
+from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind
+
+MIB = 2**20
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].requires_grad_(False)
+    return model
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.LBFGS, {"history_size": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_guess_for_an_optimizer_is_what_its_state_becomes(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    model = make_model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = kind(trained, lr=1e-3, **options)
+    optimizer.state.clear()  # some make theirs at once
+    guess = optimizer_state_bytes(optimizer)
+    optimizer = kind(trained, lr=1e-3, **options)
+    x = torch.randn(16, 64)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    if kind is torch.optim.LBFGS:  # keeps lists of tensors, which only its class tells
+        state = optimizer.state[trained[0]]
+        kept = [*state["old_dirs"], *state["old_stps"], state["d"], state["prev_flat_grad"]]
+        assert guess == pytest.approx(sum(t.numel() * 4 for t in kept), rel=0.01)
+    else:
+        weight_bytes = sum(p.numel() * 4 for p in trained)
+        # Step counters are tensors of one number.
+        assert guess <= optimizer_state_bytes(optimizer) <= guess + 0.02 * weight_bytes
+
+
+def test_an_unknown_optimizer_counts_as_adam_and_a_derived_one_as_its_base() -> None:
+    class Mine(torch.optim.Optimizer):
+        pass
+
+    class Plain(torch.optim.SGD):
+        pass
+
+    weights = [nn.Parameter(torch.zeros(100))]
+    assert optimizer_state_bytes(Mine(weights, {})) == 800
+    assert optimizer_state_bytes(Plain(weights, lr=1.0)) == 0
+    assert optimizer_state_bytes(Plain(weights, lr=1.0, momentum=0.9)) == 400
+
+
+def test_a_model_is_counted_once_with_gradients_of_what_is_trained() -> None:
+    model = make_model()
+    model.append(model[0])  # shared
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0, momentum=0.9)
+    linear, norm = 4 * (64 * 64 + 64), 4 * 2 * 64
+    statistics = 4 * 2 * 64 + 8
+    memory = model_memory(model, [optimizer])
+    assert memory == HostMemory(2 * linear + norm + statistics, linear + norm, linear + norm)
+    assert allocated_bytes(model, [optimizer]) == memory.weights
+    model(torch.randn(4, 64)).sum().backward()
+    assert allocated_bytes(model, [optimizer]) == memory.weights + memory.gradients
+    optimizer.step()
+    assert allocated_bytes(model, [optimizer]) == memory.total
+
+
+def test_activations_that_wait_are_those_of_recomputed_calls() -> None:
+    calls = [CallCost(f"call {i}", 1.0, 2.0, input_bytes=10**i) for i in range(4)]
+    stages = [(StageKind.FORWARD, 0, 2), (StageKind.FUSED, 2, 4), (StageKind.BACKWARD, 0, 2)]
+    partition = Partition(4, tuple(Stage(i, *stage) for i, stage in enumerate(stages)))
+    # Call 3 gets its input from call 2, in the same stage.
+    assert activation_bytes(partition, CostProfile(tuple(calls)), 5) == 5 * 111
+
+
+def test_the_report_names_what_takes_most_first() -> None:
+    memory = HostMemory(weights=3 * MIB, gradients=2 * MIB, activations=5 * MIB)
+    assert memory.total == 10 * MIB
+    assert memory.describe() == "10.0 MiB (activations 5.00 MiB, weights 3.00 MiB, gradients 2.00 MiB)"
+    assert HostMemory().describe() == "0 B (nothing)"
+
+
+def test_this_machine_has_memory() -> None:
+    available = available_bytes()
+    assert available is None or available > 0
+
+
+def write_limits(folder: Path, meminfo: str | None, limit: str = "", used: int = 0, cache: int = 0) -> int | None:
+    if meminfo is not None:
+        (folder / "meminfo").write_text(meminfo)
+    if limit:
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\nactive_file 7\n")
+    return available_bytes(folder / "meminfo", folder)
+
+
+MEMINFO = "MemTotal:  4096 kB\nMemAvailable:    1024 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((None,), None),
+        (("MemTotal: 1 kB\n",), None),
+        (("MemAvailable: much kB\n",), None),
+        ((MEMINFO,), MIB),
+        ((MEMINFO, "max", MIB), MIB),
+        ((MEMINFO, str(3 * MIB), 3 * MIB - 500, 100), 600),
+        ((MEMINFO, str(9 * MIB), MIB), MIB),
+        ((MEMINFO, "1000", 2000), 0),
+        ((None, "1000", 100, 50), 950),
+    ],
+)
+def test_available_is_what_system_and_container_leave(
+    tmp_path: Path, limits: tuple[Any, ...], expected: int | None
+) -> None:
+    assert write_limits(tmp_path, *limits) == expected
