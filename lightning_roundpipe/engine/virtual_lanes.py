@@ -18,7 +18,7 @@ from .transfer import Done, Edge, Lane, Transfer, num_bytes_of
 
 
 class TransferGivenUp(RuntimeError):
-    """A step ended before this transfer was made."""
+    """A step ended before this transfer could be made."""
 
 
 class Clock:
@@ -71,6 +71,15 @@ class VirtualTransfer(Transfer):
                 return
         then()
 
+    def make(self) -> None:
+        """Makes the copies on this thread; an error is kept for who waits."""
+        error: BaseException | None = None
+        try:
+            copy_all(self.pairs)
+        except BaseException as raised:
+            error = raised
+        self.end(error)
+
     def end(self, error: BaseException | None = None) -> None:
         """It is over; the first call counts."""
         with self._lock:
@@ -106,17 +115,21 @@ class VirtualLane(Lane):
         with self._mutex:
             self._is_open = True
 
-    def close(self) -> None:
+    def _end_pending(self, can_move: Callable[[VirtualTransfer], bool]) -> None:
+        """Makes at once what is under way and can move, because weights may stay for the next step.
+
+        The rest is given up.
+        """
         with self._mutex:
             self._is_open = False
             pending, self._pending = list(self._pending), {}
-        error = TransferGivenUp(f"the step ended before a transfer was made ({self.name})")
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
             for transfer in reversed(pending):
-                stack.callback(self._give_up, transfer, error)
-
-    def _give_up(self, transfer: VirtualTransfer, error: BaseException) -> None:
-        transfer.end(error)
+                if can_move(transfer):
+                    stack.callback(transfer.make)
+                else:
+                    error = TransferGivenUp(f"{self.name}: the step ended before {transfer.label or 'a copy'} was made")
+                    stack.callback(transfer.end, error)
 
     def _admit(self, transfer: VirtualTransfer) -> None:
         """Enters a new transfer into the books.
@@ -150,37 +163,36 @@ class LazyTransfer(VirtualTransfer):
 
     def __init__(self, lane: LazyLane, pairs: list[Pair], after: Transfer | None, label: str) -> None:
         super().__init__(pairs, label)
-        self.making = threading.Lock()
+        self._making = threading.Lock()
         self._lane = lane
         self._after = after
 
     def await_done(self) -> None:
         if not self.is_done():
-            self._make()
+            self.make()
         super().await_done()
 
-    def _make(self) -> None:
-        error: BaseException | None = None
-        with self.making:
+    def make(self) -> None:
+        with self._making:
             if self.is_done():
                 return
             start = self._lane._start_note()
+            self._lane._forget(self)
             try:
                 if self._after is not None:
                     self._after.wait(Edge.OFFLOADED)
-                copy_all(self.pairs)
-            except BaseException as raised:  # goes to all who wait
-                error = raised
+            except BaseException as error:
+                self.end(error)
+            else:
+                # What it calls may wait for other transfers, but not for this one's lock: it is over by then.
+                super().make()
+                if self._error is None:
+                    self._lane._note(start, self.label)
             self._after = None
-            self._lane._forget(self)
-            if error is None:
-                self._lane._note(start, self.label)
-            # A callback may wait for other transfers, but not for this one's lock: it is over when they are called.
-            self.end(error)
 
 
 class LazyLane(VirtualLane):
-    """Makes copies when somebody waits for them; what nobody waits for in a step is given up at its end."""
+    """Makes copies when somebody waits for them; what nobody waited for in a step is made at its end."""
 
     def submit(
         self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
@@ -191,10 +203,8 @@ class LazyLane(VirtualLane):
         self._admit(transfer)
         return transfer
 
-    def _give_up(self, transfer: VirtualTransfer, error: BaseException) -> None:
-        assert isinstance(transfer, LazyTransfer)
-        with transfer.making:  # a thread that makes it finishes first
-            transfer.end(error)
+    def close(self) -> None:
+        self._end_pending(lambda transfer: True)
 
 
 class _Job:
@@ -265,9 +275,11 @@ class TimedLane(VirtualLane):
             self._work.notify_all()
         if thread is not None:
             thread.join()
+        ready = {job.transfer for job in (*self._urgent, *self._bulk)}
         self._urgent.clear()
         self._bulk.clear()
-        super().close()
+        # What waits for another lane does not become ready any more: that may take long.
+        self._end_pending(ready.__contains__)
 
     def submit(
         self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
@@ -302,8 +314,9 @@ class TimedLane(VirtualLane):
             is_urgent = self._prioritised and not is_bulk
             (self._urgent if is_urgent else self._bulk).append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._work.notify_all()
         if self._broken is not None:
             self._fail_all(self._broken)
