@@ -68,6 +68,7 @@ class Turnstile:
         self._head = [0] * schedule.num_devices
         self._left: set[Action] = set()
         self._waiting: dict[Action, _Signal] = {}
+        self._nearing: dict[Action, _Signal] = {}
         self._gated: dict[int, tuple[int, int, _Signal]] = {}  # waiter -> (for whom, position, event)
         self._passed: dict[int, int] = {}  # micro-batch -> call positions it has passed
         self._live = 0
@@ -138,6 +139,26 @@ class Turnstile:
         self.check()
         return True
 
+    def approach(self, action: Action) -> bool:
+        """Blocks until ``action`` is at most the second in its device's list, when it is time to fetch what it needs;
+        whether it was not already."""
+        with self._lock:
+            self.check()
+            if self._is_near(action):
+                return False
+            event = self._nearing[action] = _Signal()
+            self._detect_stall()
+        try:
+            while not event.wait(_RECHECK_S):
+                with self._lock:
+                    if self._is_near(action):
+                        break
+        finally:
+            with self._lock:
+                self._nearing.pop(action, None)
+        self.check()
+        return True
+
     def leave(self, action: Action) -> None:
         """Releases the ticket of ``action``, entered or not."""
         with self._lock:
@@ -181,7 +202,7 @@ class Turnstile:
             at = actions[head] if head < len(actions) else None
             state = "done" if at is None else f"waits for stage {at.stage_index} of micro-batch {at.microbatch_index}"
             lines.append(f"device {device}: {head} of {len(actions)} actions done, {state}")
-        for action in sorted(self._waiting):
+        for action in sorted((*self._waiting, *self._nearing)):
             lines.append(
                 f"micro-batch {action.microbatch_index} waits for its turn in stage {action.stage_index} "
                 f"on device {self.schedule.device_of(action)}"
@@ -194,6 +215,11 @@ class Turnstile:
         device = self.schedule.device_of(action)
         actions, head = self.schedule.devices[device], self._head[device]
         return not self._closing[device] and head < len(actions) and actions[head] == action
+
+    def _is_near(self, action: Action) -> bool:
+        device = self.schedule.device_of(action)
+        head = self._head[device]
+        return action in self._left or action in self.schedule.devices[device][head : head + 2]
 
     def _advance(self, device: int) -> None:
         """Moves the head past actions that were left; a device between two stages is closed to everybody."""
@@ -226,6 +252,10 @@ class Turnstile:
         actions, head = self.schedule.devices[device], self._head[device]
         if head < len(actions) and (event := self._waiting.get(actions[head])) is not None:
             event.set()
+        if self._nearing:
+            for action in actions[head : head + 2]:
+                if (event := self._nearing.get(action)) is not None:
+                    event.set()
 
     def _open_gates(self, microbatch_index: int) -> None:
         passed = self._passed[microbatch_index]
@@ -234,9 +264,10 @@ class Turnstile:
                 event.set()
 
     def _detect_stall(self) -> None:
-        if self._live <= 0 or any(self._closing) or len(self._waiting) + len(self._gated) < self._live or self._aborted:
+        num_waiting = len(self._waiting) + len(self._gated) + len(self._nearing)
+        if self._live <= 0 or any(self._closing) or num_waiting < self._live or self._aborted:
             return
-        if any(self._is_head(action) for action in self._waiting):
+        if any(self._is_head(action) for action in self._waiting) or any(map(self._is_near, self._nearing)):
             return
         if any(self._passed.get(other, 0) > position for other, position, _ in self._gated.values()):
             return
@@ -247,7 +278,7 @@ class Turnstile:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        for event in self._waiting.values():
+        for event in (*self._waiting.values(), *self._nearing.values()):
             event.set()
         for _, _, event in self._gated.values():
             event.set()

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .devices import Device
-from .footprint import graph_bytes
+from .footprint import graph_bytes, tensor_bytes
+from .offload import Cargo, version_of
 from .parameters import Replica
 from .randomness import ForeignRandomness
-from .recompute import Call, Entry, Facts, SavedInputs, Slot, version_of
+from .recompute import Call, Entry, Facts, Slot
+from .transfer import Edge
 from .unit_run import UnitResult, UnitRunner
 
 _MAX_FACTS = 64
@@ -44,7 +45,7 @@ class ForwardRunner:
     """Forward runs of one micro-batch; see [Note: facts] in :mod:`recompute`."""
 
     runner: UnitRunner
-    saved: SavedInputs
+    cargo: Cargo
     anchor: Tensor
 
     def run(self, call: Call, replica: Replica, leaves: list[Any], *, records: bool, key: Hashable) -> ForwardResult:
@@ -107,15 +108,16 @@ class ForwardRunner:
         foreign = foreign or (facts is not None and facts.foreign)
         call.facts = facts
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        device, name = replica.device, call.unit.name
-        given = to_device(leaves, device, name)
-        versions = [version_of(leaves[i]) for i in tensors]
+        label = f"inputs {call.unit.name}"
+        before = torch.is_grad_enabled()
+        given = self.cargo.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+        arrived = list(given)
+        versions = [version_of(given[i]) for i in tensors]
         # Which of several outputs require a gradient may depend on the data: only the graph can tell.
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
         if records and not call.kept:
-            call.leaves = [self.saved.save(x, device, name) if isinstance(x, Tensor) else x for x in leaves]
+            call.leaves = [self.cargo.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
         learning = ForeignRandomness.watched() if facts is None and not foreign else None
-        before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(graph if records else before)
         try:
             if graph:
@@ -124,8 +126,12 @@ class ForwardRunner:
         finally:
             torch._C._set_grad_enabled(before)
         done.unit.draws_foreign = foreign or (learning is not None and learning.has_moved())
-        done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(leaves[i]) != v]
+        done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
         call.changed = done.changed
+        for i in done.changed:
+            if arrived[i] is not leaves[i]:  # glue has another tensor than the one that was changed
+                with torch.no_grad():
+                    leaves[i].copy_(arrived[i])
         add_changed(call, done.unit, given)
         if graph and facts is None:
             slots = done.unit.slots
@@ -135,18 +141,6 @@ class ForwardRunner:
             j: identity[id(x)] for j, x in enumerate(done.unit.leaves) if isinstance(x, Tensor) and id(x) in identity
         }
         return done
-
-
-def to_device(leaves: list[Any], device: Device, unit: str) -> list[Any]:
-    """A new list with tensors moved to ``device``, for the unit of this name."""
-    target = device.torch_device
-    given = list(leaves)
-    away = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device != target]
-    if away:
-        moved = device.upload([leaves[i] for i in away], unit, "inputs", keep_graph=True).wait()
-        for i, tensor in zip(away, moved, strict=True):
-            given[i] = tensor
-    return given
 
 
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
@@ -190,7 +184,8 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
             assert master is not None
             changed.append((master, name))
     num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
-    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), done.graph_bytes)
+    sizes = done.graph_bytes, tensor_bytes(slots.values())
+    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), *sizes)
 
 
 def _restore(before: Snapshot) -> None:

@@ -1,18 +1,17 @@
-"""Host masters, device copies of units, and the way of gradients back home.
+"""Host masters, and the copies of units that run on devices.
 
 [Note: weights and gradients]
 The user's parameters are the *master weights*; they never leave the host and their ``.grad`` is not touched while a
 step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
-leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, made
-when a stage starts and dropped when it ends. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
+leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, which
+come and go as :mod:`loading` decides. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
 and go home to a :class:`GradientStore` when the stage's last micro-batch leaves.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from .devices import Device
 from .glue import assign
-from .transfer import poison
+from .gradients import GradientStore
+from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
@@ -29,48 +29,24 @@ Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-# (order of the unit, position of the call), or less where that says enough.
-Source = tuple[int, ...]
-
-
-class GradientStore:
-    """Gradients of master weights that have come home, on the host, in the masters' dtype and shape."""
+class MasterWeights:
+    """Where device copies are made from: the masters themselves."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
+        self._step = 0
 
-    def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
-        """Adds ``gradient`` to what is there; takes ownership of it.
+    def begin_step(self) -> None:
+        """Trainable masters may have changed."""
+        self._step += 1
 
-        Args:
-            source: where it comes from. Parts of a shared weight are added up per source, and the sums in the order
-                of the sources, so that the result does not depend on which of them comes home first.
-        """
-        with self._lock:
-            parts = self._gradients.setdefault(master, {})
-            parts[source] = _sum(parts.get(source), gradient)
+    def source(self, master: nn.Parameter) -> Tensor:
+        """What to upload, on the host."""
+        return master.detach()
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """All gradients; the store is empty afterwards."""
-        with self._lock:
-            stored, self._gradients = self._gradients, {}
-        gradients = {}
-        for master, parts in stored.items():
-            total: Tensor | None = None
-            for source in sorted(parts):
-                total = _sum(total, parts[source])
-            assert total is not None
-            gradients[master] = total
-        return gradients
-
-
-def _sum(known: Tensor | None, gradient: Tensor) -> Tensor:
-    if known is None:
-        return gradient
-    if known.is_sparse or gradient.is_sparse:
-        return known + gradient
-    return known.add_(gradient)
+    def generation(self, master: nn.Parameter) -> Hashable:
+        """Equal as long as a copy that was made of :meth:`source` is still right."""
+        step = self._step if master.requires_grad else -1
+        return step, id(master), master.data_ptr(), master._version, master.shape, master.dtype
 
 
 class Replica:
@@ -92,10 +68,16 @@ class Replica:
         self._leaf_of: dict[int, nn.Parameter] = {}
         self.leaves: dict[nn.Parameter, nn.Parameter] = {}
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
-        self.resident = False
+        self.is_active = False
         self.has_gradients = False
-        self._owns_buffers = False
+        self.last_use = 0
         self.num_hooks = 0
+        self._owns_buffers = False
+        self._upload: Transfer | None = None  # of weights that are on the device, or on their way
+        self._is_waited_for = False
+        self._generations: list[Hashable] = []
+        self._weight_bytes = 0
+        self._gradient_bytes = 0
         for module in unit.module.modules():
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
@@ -162,21 +144,82 @@ class Replica:
         if master is not self.unit.module and master._forward_hooks:
             state.update(self._relay(master))
 
-    def load(self, baseline: Callable[[], Attributes]) -> None:
-        """Makes the device copies (or aliases) of weights and buffers."""
+    # --- weights on the device -----------------------------------------------------------------------------------
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are on the device, or on their way."""
+        return self._upload is not None
+
+    def is_fresh(self, weights: MasterWeights) -> bool:
+        """Whether what is loaded is what the masters are now."""
+        return self._generations == [weights.generation(master) for master in self.leaves.values()]
+
+    def load(self, weights: MasterWeights, *, must: bool) -> bool:
+        """Starts the upload of the weights, on a device that has copies; whether there was room.
+
+        Args:
+            must: whether to make room for them; then there was.
+
+        Raises:
+            DeviceOutOfMemoryError: if they must be there and cannot.
+        """
+        masters = list(self.leaves.values())
+        sources = [weights.source(master) for master in masters]
+        num_bytes = num_bytes_of(sources)
+        if must:
+            self.device.memory.reserve("weights", num_bytes)
+        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+            return False
+        self._weight_bytes = num_bytes
+        self._generations = [weights.generation(master) for master in masters]
+        self._upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        self._is_waited_for = False
+        return True
+
+    def unload(self) -> None:
+        """Frees the device copies; what still reads them sees NaN on a virtual device."""
+        self.deactivate()
+        if self._upload is None:
+            return
+        copies = self._upload.tensors
+        # Memory that is still written must not be freed.
+        passing = self.device.free(copies, None if self._is_waited_for else self._upload)
+        self.device.memory.release("weights", self._weight_bytes, passing)
+        self._upload = None
+        for leaf in self.leaves:
+            leaf.data = torch.empty(0, dtype=leaf.dtype)
+
+    def activate(self, baseline: Callable[[], Attributes]) -> None:
+        """Makes the replica ready to run: up-to-date attributes, weights, buffers."""
         self.refresh(baseline)
-        leaves = list(self.leaves)
         if self.device.aliases_host:
-            for leaf in leaves:
-                data = self.leaves[leaf].data
+            for leaf, master in self.leaves.items():
+                data = master.data
                 if _layout(leaf) != _layout(data):
                     leaf.data = data
         else:
-            moved = self.device.upload([self.leaves[leaf] for leaf in leaves], self.unit.name, "weights").wait()
-            for leaf, data in zip(leaves, moved, strict=True):
+            assert self._upload is not None
+            for leaf, data in zip(self.leaves, self._upload.wait(Edge.WEIGHTS), strict=True):
                 leaf.data = data
+            self._is_waited_for = True
         self.load_buffers()
-        self.resident = True
+        self.is_active = True
+
+    def deactivate(self) -> None:
+        """Ends the use of the replica; gradients that were not harvested are lost."""
+        if not self.is_active:
+            return
+        self.is_active = False
+        self.has_gradients = False
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.book_gradients(False)
+        if not self.device.aliases_host:
+            for _, copy, name in self.buffers:
+                copy._buffers[name] = None
+
+    # --- buffers and gradients -----------------------------------------------------------------------------------
 
     def load_buffers(self, *, own: bool = False) -> None:
         """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'.
@@ -191,7 +234,8 @@ class Replica:
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
         found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
-        moved = self.device.upload([b for _, _, b in found if b is not None], self.unit.name, "buffers").wait()
+        sources = [b for _, _, b in found if b is not None]
+        moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
         for (copy, name, _), tensor in zip(found, moved, strict=True):
             copy._buffers[name] = tensor
 
@@ -205,45 +249,47 @@ class Replica:
                 master._buffers[name] = value.detach()
                 continue
             if not self.device.aliases_host:
-                (value,) = self.device.download([value], self.unit.name, "buffers").wait()
+                (value,) = self.device.download([value], f"buffers {self.unit.name}").wait(Edge.BUFFERS)
             if home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:
                 master._buffers[name] = value.detach()
 
-    def harvest(self, store: GradientStore, *position: int) -> None:
-        """Moves the gradients of the leaves to ``store``, as those of the call at ``position`` if it is given."""
-        if not self.has_gradients:
+    def book_gradients(self, are_there: bool, after: Any = None) -> None:
+        """Notes that gradients of this unit are on the device, before they are made; or that they are gone."""
+        memory = self.device.memory
+        if self.device.aliases_host or are_there == (self._gradient_bytes > 0):
             return
+        if are_there:
+            num_bytes = num_bytes_of([leaf for leaf in self.leaves if leaf.requires_grad])
+            memory.reserve("gradients", num_bytes)
+            self._gradient_bytes = num_bytes
+        else:
+            memory.release("gradients", self._gradient_bytes, after)
+            self._gradient_bytes = 0
+
+    def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
+        """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""
+        if not self.has_gradients:
+            return None
         self.has_gradients = False
         found = [(leaf, master) for leaf, master in self.leaves.items() if leaf.grad is not None]
-        gradients = [leaf.grad for leaf, _ in found]
-        if not self.device.aliases_host:
-            gradients = list(
-                self.device.download([g for g in gradients if g is not None], self.unit.name, "gradients").wait()
-            )
-        for (leaf, master), gradient in zip(found, gradients, strict=True):
+        gradients = [leaf.grad for leaf, _ in found if leaf.grad is not None]
+        for leaf, _ in found:
             leaf.grad = None
-            assert gradient is not None
-            store.add(master, gradient, (self.unit.order, *position))
+        masters = [master for _, master in found]
+        if self.device.aliases_host:
+            return masters, Done(gradients)
+        arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
+        self.book_gradients(False, self.device.free(gradients, after=arriving))
+        return masters, arriving
 
-    def drop(self) -> None:
-        """Frees the device copies; what still reads them sees NaN on a virtual device."""
-        if not self.resident:
-            return
-        self.resident = False
-        self.has_gradients = False
-        for leaf in self.leaves:
-            leaf.grad = None
-            if not self.device.aliases_host:
-                if self.device.torch_device.type == "cpu":
-                    with torch.no_grad():
-                        poison(leaf.data)
-                leaf.data = torch.empty(0, dtype=leaf.dtype)
-        if not self.device.aliases_host:
-            for _, copy, name in self.buffers:
-                copy._buffers[name] = None
+    def harvest_now(self, store: GradientStore, *position: int) -> None:
+        """Brings the gradients home at once, as those of the call at ``position`` if it is given."""
+        if (harvested := self.harvest()) is not None:
+            for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
+                store.add(master, gradient, (self.unit.order, *position))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -258,63 +304,3 @@ def _own_forward(module: nn.Module) -> Any:
     """The ``forward`` a user set on the instance, looking through the interceptor of the engine."""
     forward = module.__dict__.get("forward")
     return getattr(forward, "roundpipe_original", forward) if forward is not None else None
-
-
-class ReplicaCache:
-    """Replicas of units on devices, kept across steps (building one costs more than refreshing it).
-
-    Not thread-safe by itself: a replica is only used by the thread that holds the compute lane of its device.
-    """
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._num_hooks = 0
-        self._replicas: dict[tuple[int, int], Replica] = {}
-
-    def note_hook(self) -> None:
-        """A forward hook was registered during the step: loaded replicas are out of date."""
-        self._num_hooks += 1
-
-    def get(self, unit: Unit, device: Device, baseline: Callable[[], Attributes]) -> Replica:
-        """The replica of ``unit`` on ``device``, loaded.
-
-        Args:
-            baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
-                else.
-        """
-        key = (id(unit), device.index)
-        replica = self._replicas.get(key)
-        if replica is None or (not replica.resident and not replica.is_current()):
-            replica = self._replicas[key] = Replica(unit, device, self._relay)
-        if not replica.resident:
-            replica.load(baseline)
-        elif replica.num_hooks != self._num_hooks:
-            replica.refresh(baseline)
-            replica.load_buffers()
-        replica.num_hooks = self._num_hooks
-        return replica
-
-    def on_device(self, device: Device) -> Iterator[Replica]:
-        """Resident replicas on ``device``."""
-        return (r for (_, index), r in list(self._replicas.items()) if index == device.index and r.resident)
-
-    def finish_stage(self, device: Device, store: GradientStore) -> None:
-        """Gradients of what ran on ``device`` go home; device copies are dropped where they cost memory."""
-        for replica in self.on_device(device):
-            replica.harvest(store)
-            if not device.aliases_host:
-                replica.drop()
-
-    def leaf_names(self) -> dict[int, str]:
-        """Id of every replica parameter -> name of its unit."""
-        return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
-
-    def drop_all(self) -> None:
-        """Ends a step: nothing stays on any device, gradients that were not harvested are lost."""
-        for replica in list(self._replicas.values()):
-            replica.drop()
-
-    def clear(self) -> None:
-        """Forgets all replicas."""
-        self.drop_all()
-        self._replicas.clear()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..planning.builders import next_first_device, round_robin
 from ..planning.costs import CostProfile
@@ -90,6 +90,7 @@ class Plans:
         plan = self._make(tuple(walk.sequence), estimates.profile, num_microbatches, is_training)
         # Only now: the first plan is the same in every run.
         estimates.add([walk.runs])
+        plan = replace(plan, workspace_bytes=_workspaces(plan.partition, estimates.profile))
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
         return plan
 
@@ -142,8 +143,8 @@ class Plans:
         return simulate(schedule, stage_costs(partition, costs), self._machine).step_ms
 
     def _make(self, sequence: tuple[Unit, ...], costs: CostProfile, num_microbatches: int, is_training: bool) -> Plan:
-        partition = self._planner(costs, num_microbatches, is_training)
-        return Plan(sequence, keep_together(partition, ordered_spans(sequence)))
+        partition = keep_together(self._planner(costs, num_microbatches, is_training), ordered_spans(sequence))
+        return Plan(sequence, partition, workspace_bytes=_workspaces(partition, costs))
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the calls of steps with this key, as they are known now; None if nothing is known."""
@@ -174,6 +175,10 @@ class Plans:
     def clear(self) -> None:
         """Forgets the plans and what was measured; the units are other ones from now on."""
         self._known.clear()
+
+
+def _workspaces(partition: Partition, costs: CostProfile) -> tuple[int, ...]:
+    return tuple(cost.workspace_bytes for cost in stage_costs(partition, costs))
 
 
 def round_robin_scheduler(

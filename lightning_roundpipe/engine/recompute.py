@@ -18,7 +18,6 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from .devices import Device
 from .profiler import Run
 from .units import Unit
 
@@ -164,6 +162,7 @@ class Facts:
         foreign: whether Python's or NumPy's global generator was used.
         buffers: buffers that were written: (master module, name).
         graph_bytes: what the local graph held, besides parameters, arguments and results.
+        output_bytes: of all slots.
     """
 
     flagged: frozenset[Slot]
@@ -172,6 +171,7 @@ class Facts:
     foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
     graph_bytes: int
+    output_bytes: int
 
 
 class Call:
@@ -182,7 +182,7 @@ class Call:
         index: ordinal of the call in its micro-batch; seeds its random numbers.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
-        leaves, structure: the arguments, see :mod:`trees`; tensors are saved copies if the call is recomputed.
+        leaves, structure: the arguments, see :mod:`trees`; tensors are :class:`Offloaded` if the call is recomputed.
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.
@@ -195,10 +195,11 @@ class Call:
         relays: per relay of the forward, whether its hooks changed the output; None before the forward.
         gradients: gradients that have arrived per slot.
         ran: what was noted about the forward, see :class:`profiler.Run`.
+        booked: bytes of a kept graph on the books of its device.
     """
 
     __slots__ = (
-        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "facts",
+        "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
         "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
         "ran", "receivers", "relayed", "relays", "side", "structure", "unit",
     )  # fmt: skip
@@ -226,11 +227,12 @@ class Call:
         self.relayed: dict[Slot, Tensor] = {}
         self.relays: list[bool] | None = None
         self.ran: Run | None = None
+        self.booked = 0
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere."""
         known = self.gradients.get(slot)
-        self.gradients[slot] = gradient if known is None else known + gradient
+        self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
 
     def set_receivers(self, tensors: list[Tensor]) -> None:
         """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
@@ -249,53 +251,6 @@ class Call:
         self.hooked = {}
 
 
-class SavedInputs:
-    """Host copies of the tensors that recomputed calls of one micro-batch need.
-
-    Copies, because glue may change the original later (``x += position``), which would give wrong gradients without
-    an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
-
-    def save(self, tensor: Tensor, device: Device, unit: str) -> Tensor:
-        """A host copy of ``tensor`` as it is now; expanded dimensions stay expanded.
-
-        Args:
-            device, unit: where and for which unit the tensor was wanted, for the books.
-        """
-        version = version_of(tensor)
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
-            return saved
-        saved = _host_copy(tensor.detach(), device, unit)
-        self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
-        return saved
-
-    def clear(self) -> None:
-        """Forgets which tensors were saved."""
-        self._known.clear()
-
-
-def _host_copy(tensor: Tensor, device: Device, unit: str) -> Tensor:
-    narrow = tensor
-    if tensor.layout is torch.strided and 0 in tensor.stride():
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[dim] > 1:
-                narrow = narrow.narrow(dim, 0, 1)
-    if narrow.device.type == "cpu":  # it stays on the host: nothing travels
-        copy = narrow.to("cpu", copy=True)
-    else:
-        (copy,) = device.download([narrow], unit, "inputs").wait()
-    return copy if narrow is tensor else copy.expand(tensor.shape)
-
-
-def version_of(tensor: Tensor) -> int:
-    """The version counter, or -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class PendingGradients:
     """Gradients that wait at the inputs of calls, until the glue graph is flushed.
 
@@ -308,13 +263,13 @@ class PendingGradients:
 
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
         """Takes the gradient of one input of a call, on whatever device it was computed."""
-        gradient = gradient.to(receiver.device)
         edge = receiver.edge
         if edge is None:
             assert receiver.owner is not None
             call, slot = receiver.owner
             call.add_gradient(slot, gradient)
             return
+        gradient = gradient.to(receiver.device)
         key = (edge.node, edge.output_nr)
         known = self._waiting.get(key)
         self._waiting[key] = (edge, gradient if known is None else known[1] + gradient)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -28,12 +27,13 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Span, Timeline
 from .checkpointing import checkpoints_passed_through
-from .devices import DevicePool
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
-from .parameters import GradientStore, ReplicaCache
+from .gradients import GradientStore
+from .loading import Loader, ReplicaCache
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .plans import Planner, Plans, Scheduler, scheduler_of
+from .pool import DevicePool
 from .recompute import find_escaped
 from .step_context import Plan, StepContext
 from .strays import StrayOperands
@@ -90,6 +90,7 @@ class StepResult:
         step_ms: wall-clock time of the step, without the planning of the next one.
         bytes_up, bytes_down: per device, bytes that were copied to it and from it: weights, buffers, gradients, and
             inputs of calls. Gradients on their way through glue are not counted.
+        saved_bytes: bytes of activations that were kept on the host at most, if all micro-batches had theirs there.
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
@@ -105,6 +106,7 @@ class StepResult:
     step_ms: float = 0.0
     bytes_up: tuple[int, ...] = ()
     bytes_down: tuple[int, ...] = ()
+    saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
 
@@ -174,7 +176,7 @@ class Engine:
         self._num_threads = num_threads
         self._table: UnitTable | None = None
         self._modules: list[int] = []
-        self._replicas = ReplicaCache(relay_hooks)
+        self._replicas = ReplicaCache(relay_hooks, pool)
         self._glue_parameters: set[nn.Parameter] = set()
         self._glue_is_user_code = threading.Event()
         self.trace = False
@@ -223,6 +225,7 @@ class Engine:
             tuple(n - m for n, m in zip(*counts, strict=True))
             for counts in zip(self._pool.bytes_moved, before, strict=True)
         )
+        result.saved_bytes = sum(walk.saved_bytes for walk in step.walks)
         result.peak_memory_bytes = tuple(device.peak_memory_bytes for device in self._pool.devices)
         result.replanned = self._plans.note_step(request.key, step.planned, len(request.microbatches))
         return result
@@ -239,6 +242,8 @@ class Engine:
         step = _Step(request, lock, states, [None] * len(states), GradientStore(), aborted, trace)
         lists = GrowingContainers(table.glue)
         succeeded = False
+        self._replicas.weights.begin_step()
+        self._pool.open()
         try:
             with contextlib.ExitStack() as stack:
                 take_strays = stack.enter_context(gradients_aside(self._root))
@@ -260,7 +265,8 @@ class Engine:
                 return step, result
         finally:
             lock.close(states, keep_writes=succeeded)
-            self._replicas.drop_all()
+            self._replicas.end_step()
+            self._pool.close()
             if trace is not None:
                 trace.close()
 
@@ -314,17 +320,18 @@ class Engine:
             step.gradients.add(parameter, gradient)
 
     def _run_schedule(self, step: _Step, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
-        end_stage = functools.partial(self._end_stage, step.gradients)
+        loader = Loader(plan, schedule, self._pool, self._replicas, step.gradients)
         if step.trace is None:
-            turnstile = Turnstile(schedule, end_stage)
+            turnstile = Turnstile(schedule, loader.end_slot)
         else:
             step.trace.begin(schedule, indices)
-            turnstile = TracedTurnstile(step.trace, schedule, end_stage)
+            turnstile = TracedTurnstile(step.trace, schedule, loader.end_slot)
         shared = StepContext(
             plan=plan,
             turnstile=turnstile,
             pool=self._pool,
             replicas=self._replicas,
+            loader=loader,
             lock=step.lock,
             training=step.request.loss_of is not None,
             is_measured=self._plans.measures(step.request.key),
@@ -338,6 +345,7 @@ class Engine:
         step.walks += walks
         step.turnstile = turnstile
         turnstile.join(len(walks))
+        loader.begin()
         surroundings = Surroundings.of_this_thread(step.request.autocast_device)
         threads = [
             threading.Thread(
@@ -356,9 +364,6 @@ class Engine:
             finally:
                 del error
         return walks
-
-    def _end_stage(self, gradients: GradientStore, device: int) -> None:
-        self._replicas.finish_stage(self._pool[device], gradients)
 
     def _run_walk(self, step: _Step, walk: Walk, surroundings: Surroundings) -> None:
         """Body of a micro-batch thread."""

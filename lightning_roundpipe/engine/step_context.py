@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..planning.partition import Partition, StageKind
-from .devices import DevicePool
 from .dispatch import Turnstile
 from .glue import GlueLock
-from .parameters import GradientStore, ReplicaCache
+from .gradients import GradientStore
+from .loading import Loader, ReplicaCache
+from .pool import DevicePool
 from .units import Unit
 
 
@@ -25,6 +26,7 @@ class Plan:
     sequence: tuple[Unit, ...]
     partition: Partition
     recording: bool = False
+    workspace_bytes: tuple[int, ...] = ()  # per stage, activations of one micro-batch as far as they are known
 
 
 @dataclass
@@ -35,6 +37,7 @@ class StepContext:
     turnstile: Turnstile
     pool: DevicePool
     replicas: ReplicaCache
+    loader: Loader
     lock: GlueLock
     training: bool
     is_measured: bool

@@ -16,9 +16,10 @@ from typing import Any
 
 from ..planning.schedule import Action, Schedule
 from ..planning.timeline import Span
-from .devices import Device, DevicePool
+from .devices import Device
 from .dispatch import Turnstile
 from .glue import GlueLock, current
+from .pool import DevicePool
 from .profiler import Run
 
 
@@ -101,10 +102,16 @@ class TracedTurnstile(Turnstile):
         super().__init__(schedule, end_stage)
         self._trace = trace
 
+    def approach(self, action: Action) -> bool:
+        return self._noted(super().approach, action)
+
     def enter(self, action: Action) -> bool:
+        return self._noted(super().enter, action)
+
+    def _noted(self, wait: Callable[[Action], bool], action: Action) -> bool:
         self._trace.move(action, self.device_of(action))
         started = time.perf_counter()
-        has_waited = super().enter(action)
+        has_waited = wait(action)
         if has_waited:
             self._trace.waited(self._trace.index_of(action.microbatch_index), started, "its turn on the device")
         return has_waited

@@ -20,19 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from ..planning.partition import StageKind
-from ..planning.schedule import Action
 from . import trees
 from .devices import Device
 from .footprint import tensor_bytes
-from .forward import ForwardResult, ForwardRunner, add_changed, enter, to_device
+from .forward import ForwardResult, ForwardRunner, add_changed, enter
 from .glue import GlueState, read
+from .offload import Offloaded
 from .parameters import Replica
 from .profiler import Run
 from .randomness import derive_seed
-from .recompute import Call, Cut, Flushing, PendingGradients, SavedInputs, Slot, run_backward
+from .recompute import Call, Cut, Flushing, PendingGradients, Slot, run_backward
 from .step_context import StepContext
+from .transfer import Edge
 from .unit_run import UnitRunner, autocast_as, autocast_state
 from .units import Unit
+from .visits import Visits
 
 _ALL_POSITIONS = 1 << 60
 
@@ -59,39 +61,35 @@ class Walk:
     num_off_plan: int = 0
 
     def __post_init__(self) -> None:
-        self._stage = -1
         self._next_position = 0
         self._in_backward = False
         self._flushing = Flushing()
         self._pending = PendingGradients(self._flushing)
-        self._saved = SavedInputs()
         self._anchor = torch.zeros((), requires_grad=True)
         shared = self.shared
         seed_of = functools.partial(derive_seed, shared.seed, self.index)
         self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor)
         self._replayed: dict[Unit, list[int]] = {}
-        self._forward = ForwardRunner(self._runner, self._saved, self._anchor)
+        self._visits = Visits(self.slot, shared.pool, shared.turnstile)
+        self._cargo = self._visits.cargo
+        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor)
         self.state.call_unit = self.call_unit
-        self.device = self._device_of(0)
 
     # --- stages and devices ------------------------------------------------------------------------------------
-
-    def _device_of(self, stage: int) -> Device:
-        return self.shared.pool[self.shared.turnstile.device_of(Action(stage, self.slot))]
 
     def current_torch_device(self) -> torch.device:
         """Where stray operands of glue go, see :mod:`strays`."""
         return self.device.torch_device
 
-    def _move_to(self, stage: int) -> None:
-        """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped."""
-        if stage <= self._stage:
-            return
-        for passed in range(max(self._stage, 0), stage):
-            self.shared.turnstile.leave(Action(passed, self.slot))
-        self._stage = stage
-        self.device = self._device_of(stage)
-        self.shared.turnstile.enter(Action(stage, self.slot))
+    @property
+    def device(self) -> Device:
+        """The worker that the micro-batch is on."""
+        return self._visits.device
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that this micro-batch has put on the host."""
+        return self._visits.saved.num_bytes
 
     def _locate(self, unit: Unit) -> int | None:
         """Position of this call in the plan; None if it is off the plan."""
@@ -139,7 +137,7 @@ class Walk:
         is_trainable = self.shared.is_trainable(call.unit)
         differentiates = self.shared.training and torch.is_grad_enabled()
         records = differentiates and (bool(call.differentiable) or is_trainable)
-        self._go_to_call(call, position)
+        self._go_to_call(call, position, leaves)
         done = self._compute(call, position, leaves, records, is_training)
         if records:
             self._cut(call, done, leaves)
@@ -153,16 +151,18 @@ class Walk:
             call.side = [(m, name) for (key, name), (m, _) in self.state.overlay.items() if key in members]
         return [read(module, name) for module, name in call.side]
 
-    def _go_to_call(self, call: Call, position: int | None) -> None:
+    def _go_to_call(self, call: Call, position: int | None, leaves: list[Any]) -> None:
         partition = self.shared.plan.partition
         if position is None:
-            self._move_to(max(self._stage, 0))
-            stage = self._stage
+            self._visits.move_to(max(self._visits.stage, 0))
+            stage = self._visits.stage
         else:
             stage = partition.forward_stage(position)
-            if stage != self._stage:  # nobody need wait for the calls that were skipped until this one has its turn
+            if (
+                stage != self._visits.stage
+            ):  # nobody need wait for the calls that were skipped until this one has its turn
                 self.shared.turnstile.pass_position(self.slot, position)
-            self._move_to(stage)
+            self._visits.move_to(stage, leaves, f"inputs {call.unit.name}")
             call.backward_stage = partition.backward_stage(position) if partition.is_training else None
         call.kept = partition.stages[stage].kind is StageKind.FUSED and not self.shared.plan.recording
 
@@ -178,15 +178,21 @@ class Walk:
         if position is not None and (unit.has_buffers if facts is None else facts.buffers):
             self._await_buffers(unit, position)
         device = self.device
-        input_bytes = tensor_bytes(leaves) if self.shared.is_measured else 0
+        counts = self.shared.is_measured or device.counts_activations
+        input_bytes = tensor_bytes(leaves) if counts else 0
         with device.computing():
             replica = self._replica(unit)
+            call.facts = facts
+            booked = self._visits.book_forward(call, input_bytes)
             changes_buffers = facts is None or bool(facts.buffers)
             if changes_buffers:
                 replica.load_buffers(own=call.kept)
             started = device.stamp()
             done = self._forward.run(call, replica, leaves, records=records, key=key)
             ended = device.stamp()
+            self._cargo.settle()
+            output_bytes = tensor_bytes(done.outputs.values()) if counts else 0
+            self._visits.rebook_forward(call, input_bytes, booked, has_learned=facts is None)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
             self._free_recorded(replica)
@@ -195,9 +201,8 @@ class Walk:
         elif self.shared.plan.recording:
             position = call.index  # in the plan that will be made of it
         assert call.facts is not None
-        output_bytes = tensor_bytes(done.outputs.values()) if self.shared.is_measured else 0
         call.ran = Run(
-            device, "F", unit.name, started, ended, self._stage, position,
+            device, "F", unit.name, started, ended, self._visits.stage, position,
             call.kept, facts is None, input_bytes, output_bytes, call.facts.graph_bytes,
         )  # fmt: skip
         self.runs.append(call.ran)
@@ -217,13 +222,16 @@ class Walk:
                 self.shared.turnstile.await_position(self.slot, other, last)
 
     def _replica(self, unit: Unit) -> Replica:
-        return self.shared.replicas.get(unit, self.device, self.shared.lock.baseline)
+        replica = self.shared.replicas.get(unit, self.device, self.shared.lock.baseline)
+        if not self.device.aliases_host:
+            self.shared.loader.prefetch(self.device)
+        return replica
 
     def _free_recorded(self, replica: Replica) -> None:
         """The recording runs all units on one device: what takes memory there must go at once."""
         if self.shared.plan.recording and not self.device.aliases_host:
-            replica.harvest(self.shared.gradients)
-            replica.drop()
+            replica.harvest_now(self.shared.gradients)
+            replica.unload()
 
     # --- results -----------------------------------------------------------------------------------------------
 
@@ -254,9 +262,10 @@ class Walk:
         with self.shared.lock.released(self.state), self.device.computing():
             replica = self._replica(unit)
             replica.has_gradients = torch.is_grad_enabled()
+            replica.book_gradients(replica.has_gradients)
             started = self.device.stamp()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
-            self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
+            self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._visits.stage))
         if len(made) > 1 and result.num_draws:
             raise RuntimeError(
                 f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
@@ -273,7 +282,7 @@ class Walk:
         self.shared.turnstile.pass_position(self.slot, _ALL_POSITIONS)
         partition = self.shared.plan.partition
         fused = next(stage.index for stage in partition.stages if stage.kind is StageKind.FUSED)
-        self._move_to(fused)
+        self._visits.move_to(fused)
         self._in_backward = True
         with self._glue_backward("loss"):
             self._pending.run_backward(list(roots), list(gradients))
@@ -282,11 +291,12 @@ class Walk:
             try:
                 self.shared.turnstile.check()
                 if call.backward_stage is not None:
-                    self._move_to(call.backward_stage)
+                    needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
+                    self._visits.move_to(call.backward_stage, needed, what)
                 self._flush()
                 self._backward_call(call)
             finally:
-                call.forget()
+                self._visits.forget(call)
         self._flush()
 
     def _flush(self) -> None:
@@ -315,49 +325,63 @@ class Walk:
                         self.glue_gradients[parameter] = gradient if known is None else known + gradient
             finally:
                 self.shared.lock.release(self.state)
-        self.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))
+        self.runs.append(Run(device, "B", what, started, device.stamp(), self._visits.stage))
 
     def _backward_call(self, call: Call) -> None:
         if not call.gradients:
             return
-        device = self.device
+        device, name = self.device, call.unit.name
+        assert call.ran is not None
         with device.computing():
             replica = self._replica(call.unit)
+            replica.book_gradients(True)
+            sizes = call.ran.input_bytes, call.ran.output_bytes, call.ran.graph_bytes
+            slots = list(call.gradients)
+            gradients = self._cargo.receive(
+                [call.gradients[slot] for slot in slots], Edge.OUTPUT_GRADIENTS, f"gradient {name}"
+            )
+            leaves = None if call.kept else self._cargo.receive(call.leaves, Edge.RELOADED, f"saved {name}")
+            coming = self._drop_all_but_coming(call)
+            booked = self._visits.book(sizes[0] if call.kept else sum(sizes))
+            self._cargo.send(coming, "saved inputs")
             started = device.stamp()
-            local = call.local if call.kept else self._recompute(call, replica)
+            local = call.local if leaves is None else self._recompute(call, replica, leaves)
             assert local is not None
             replica.has_gradients = True
-            roots, gradients = [], []
             now = frozenset(slot for slot, tensor in local.items() if tensor.requires_grad)
             if now != call.flagged:
                 raise RuntimeError(
-                    f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
+                    f"unit {name!r} gave another result when it was recomputed for the backward: outputs "
                     f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
                     "do the same when it is called again with the same arguments."
                 )
-            for slot, gradient in call.gradients.items():
-                root = local[slot]
-                roots.append(root)
-                if gradient.device != root.device:
-                    (gradient,) = device.upload([gradient], call.unit.name, "gradient").wait()
-                gradients.append(gradient.to(root.device))
-            run_backward(roots, gradients)
+            run_backward([local[slot] for slot in slots], gradients)
             ended = device.stamp()
+            self._cargo.settle()
+            self._visits.release(booked)
             if device.aliases_host and call.unit in self.shared.repeated:
-                replica.harvest(self.shared.gradients, call.index)
+                replica.harvest_now(self.shared.gradients, call.index)
             self._free_recorded(replica)
-        ran = call.ran
-        assert ran is not None
-        self.runs.append(Run(device, "B", ran.name, started, ended, self._stage, *ran[6:]))
+        self.runs.append(Run(device, "B", call.ran.name, started, ended, self._visits.stage, *call.ran[6:]))
         for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
             if arrived is not None:
                 self._pending.deliver(receiver, arrived)
 
-    def _recompute(self, call: Call, replica: Replica) -> dict[Slot, Tensor]:
+    def _drop_all_but_coming(self, call: Call) -> list[Any]:
+        """What was brought for this call alone is dropped; what the next one in this stage needs, to be sent for."""
+        if self.device.aliases_host:
+            return []
+        following = self.calls[-1] if self.calls else None
+        is_here = following is not None and following.backward_stage in (None, self._visits.stage)
+        coming = _needed_in_backward(following) if following is not None and is_here else []
+        still = set(map(id, coming))
+        self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
+        return coming
+
+    def _recompute(self, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
         """Runs the unit again with its graph, on what the forward saw."""
         assert call.facts is not None
         target = self.device.torch_device
-        leaves = to_device(call.leaves, self.device, call.unit.name)
         for i in call.changed:  # the saved copy may serve other calls
             leaves[i] = leaves[i].clone()
         swapped = []
@@ -386,12 +410,18 @@ class Walk:
         """Releases tickets, the lock and every reference to tensors of the step."""
         self.shared.lock.release(self.state)
         for call in self.calls:
-            call.forget()
+            self._visits.forget(call)
         self.calls.clear()
         self._pending.clear()
-        self._saved.clear()
+        self._visits.clear()
         self.state.call_unit = None
         self.shared.turnstile.retire(self.slot)
+
+
+def _needed_in_backward(call: Call) -> list[Any]:
+    """Tensors that have to come to the device for the backward of a call, as far as they are known."""
+    saved = [] if call.kept else [x for x in call.leaves if isinstance(x, Offloaded)]
+    return [*call.gradients.values(), *saved] if call.gradients else saved
 
 
 def _version_kept(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.randomness import derive_seed
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind
 
 WIDTH = 3
@@ -95,7 +96,7 @@ class Case:
         self.planner: Callable[[int, bool], Partition] = each_call_its_stage
         self.engine = Engine(
             self.model,
-            DevicePool([torch.device("cpu")] * num_devices, copies=copies),
+            DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None),
             lambda profile, num_microbatches, training: self.planner(len(profile.calls), training),
             scheduler=lambda num_stages, num_microbatches, *_: (scheduler(num_stages, num_microbatches), 0),
             num_threads=1,

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import (
     Action,
     CallCost,
@@ -227,7 +228,7 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
     model = Model(case.times)
     engine = Engine(
         model,
-        DevicePool([torch.device("cpu")] * case.num_devices, copies=case.copies),
+        DevicePool([torch.device("cpu")] * case.num_devices, link=LazyLink() if case.copies else None),
         lambda *_: case.partition,
         scheduler=lambda num_stages, num_microbatches, num_devices, first: case.schedule(first),
         num_threads=1,

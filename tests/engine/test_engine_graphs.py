@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 3
@@ -140,7 +141,7 @@ def everything_recomputed(costs: CostProfile, num_microbatches: int, training: b
 
 
 def make_engine(root: nn.Module, plan: Planner, *, devices: int, round_size: int | None, copies: bool) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, copies=copies)
+    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
     return Engine(root, pool, plan, round_size=round_size, unit_classes=[Cell], num_threads=1)
 
 

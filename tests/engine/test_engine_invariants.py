@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.devices import DevicePool, VirtualDevice
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 3
@@ -115,7 +116,7 @@ def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: boo
 
 
 def make_engine(root: nn.Module, *, devices: int = 2, copies: bool = False, plan: Planner | None = None) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, copies=copies)
+    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
     return Engine(root, pool, plan or each_call_its_stage, num_threads=1, unit_classes=[Block])
 
 
@@ -441,7 +442,7 @@ def test_buffers_are_those_of_microbatches_in_sequence(
     torch.manual_seed(seed)
     model, reference = Layers(depth, writers), Layers(depth, writers)
     reference.load_state_dict(model.state_dict())
-    pool = DevicePool([torch.device("cpu")] * devices, copies=copies)
+    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
     engine = Engine(model, pool, planner(seed), round_size=round_size, num_threads=1)
     for step in range(3):
         rows = torch.randn(7, WIDTH, dtype=torch.float64)

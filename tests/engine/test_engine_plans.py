@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import plans
-from lightning_roundpipe.engine.devices import DevicePool
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
@@ -187,7 +188,12 @@ def test_new_plans_change_no_bit_of_the_results(
         return candidate
 
     def make(root: nn.Module, planner: plans.Planner) -> Engine:
-        return Engine(root, DevicePool([torch.device("cpu")] * num_devices, copies=copies), planner, num_threads=1)
+        return Engine(
+            root,
+            DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None),
+            planner,
+            num_threads=1,
+        )
 
     results = train(model, make(model, always_another), 17, num_microbatches)
     expected = train(reference, make(reference, kept), 17, num_microbatches)

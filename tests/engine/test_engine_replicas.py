@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.parameters import GradientStore
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 
 WIDTH = 4
@@ -46,7 +47,7 @@ def make_engine(model: nn.Module, copies: bool, num_devices: int = 2) -> Engine:
         make: Callable[..., Partition] = partition if training else partition_forward
         return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
 
-    return Engine(model, DevicePool([torch.device("cpu")] * num_devices, copies=copies), plan)
+    return Engine(model, DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None), plan)
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])

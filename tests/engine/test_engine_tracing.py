@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import dispatch, runner
-from lightning_roundpipe.engine.devices import DevicePool
 from lightning_roundpipe.engine.dispatch import Turnstile
 from lightning_roundpipe.engine.glue import GlueLock, GlueState, entered
+from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
+from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import (
     Action,
     CallCost,
@@ -68,7 +69,7 @@ def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: boo
 
 
 def make_engine(model: Model, *, num_devices: int = 2, copies: bool = True) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * num_devices, copies=copies)
+    pool = DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None)
     return Engine(model, pool, each_call_its_stage, num_threads=1)
 
 

@@ -1,0 +1,149 @@
+"""The books on a device's memory: who may put how much there, and what has to go first.
+
+[Note: device memory]
+Everything that the engine puts on a device is booked in its :class:`DeviceMemory` by kind, before it is allocated.
+Where the limit does not allow it, memory comes back in this order: what was freed already and is only read to its end
+by a copy or by queued work (that is waited for); then what merely stays in case it is needed again (weights of units
+that are not in use). If that is not enough, the step fails with :class:`DeviceOutOfMemoryError`. What is only fetched
+ahead of its time does none of this: it stays where it is until there is room.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+Kind = Literal["weights", "gradients", "activations", "other"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
+
+_MIB = 2**20
+
+
+class DeviceOutOfMemoryError(RuntimeError):
+    """What has to be on a device at one time is more than its limit."""
+
+
+class Passing(Protocol):
+    """Something that memory waits for before it may be used again."""
+
+    def is_done(self) -> bool:
+        """Whether it has passed."""
+
+    def await_done(self) -> None:
+        """Blocks the calling thread until it has."""
+
+
+class DeviceMemory:
+    """What is on a device, by kind, in bytes; see [Note: device memory]. May be used from any thread.
+
+    Args:
+        name: of the device, for messages.
+        limit: bytes; None for no limit.
+
+    Attributes:
+        headroom: bytes that activations are going to need: what is fetched ahead of its time leaves them free.
+        evict: asked to give back what nobody uses at the moment; whether anything came back.
+    """
+
+    def __init__(self, name: str, limit: int | None = None) -> None:
+        self.name = name
+        self.limit = limit
+        self.headroom = 0
+        self.evict: Callable[[int], bool] = lambda num_bytes: False
+        self._lock = threading.Lock()
+        self._used: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._peaks: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._peak = 0
+        self._leaving: deque[tuple[Passing, Kind, int]] = deque()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are booked now."""
+        with self._lock:
+            return sum(self._used.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were booked at a time."""
+        return self._peak
+
+    @property
+    def peaks(self) -> dict[Kind, int]:
+        """The most bytes of each kind that were booked at a time; they need not have been there together."""
+        return dict(self._peaks)
+
+    def reserve(self, kind: Kind, num_bytes: int) -> None:
+        """Books ``num_bytes``; waits for memory that is on its way back, and evicts, if need be.
+
+        Raises:
+            DeviceOutOfMemoryError: if the limit does not allow it all the same; the message says what is there.
+        """
+        while not self.try_reserve(kind, num_bytes):
+            if not self._await_leaving() and not self.evict(num_bytes):
+                if self.try_reserve(kind, num_bytes):  # came back meanwhile
+                    return
+                raise DeviceOutOfMemoryError(self._describe(kind, num_bytes))
+
+    def try_reserve(self, kind: Kind, num_bytes: int, *, ahead: bool = False) -> bool:
+        """Books ``num_bytes`` if there is room, without waiting; whether it did.
+
+        Args:
+            ahead: whether it is for later: then the headroom has to stay free.
+        """
+        self._collect()
+        with self._lock:
+            total = sum(self._used.values()) + num_bytes
+            leaving = max(0, self.headroom - self._used["activations"]) if ahead else 0
+            if self.limit is not None and num_bytes and total + leaving > self.limit:
+                return False
+            self._used[kind] += num_bytes
+            self._peaks[kind] = max(self._peaks[kind], self._used[kind])
+            self._peak = max(self._peak, total)
+            return True
+
+    def release(self, kind: Kind, num_bytes: int, after: Passing | None = None) -> None:
+        """Takes ``num_bytes`` off the books: now, or when ``after`` has passed."""
+        with self._lock:
+            if after is not None and not after.is_done():
+                self._leaving.append((after, kind, num_bytes))
+            else:
+                self._used[kind] -= num_bytes
+
+    def _collect(self) -> None:
+        """Takes off the books what has left meanwhile."""
+        if not self._leaving:
+            return
+        with self._lock:
+            staying = deque[tuple[Passing, Kind, int]]()
+            for passing, kind, num_bytes in self._leaving:
+                if passing.is_done():
+                    self._used[kind] -= num_bytes
+                else:
+                    staying.append((passing, kind, num_bytes))
+            self._leaving = staying
+
+    def _await_leaving(self) -> bool:
+        """Waits for the first of what is on its way back; whether there was any."""
+        with self._lock:
+            if not self._leaving:
+                return False
+            passing = self._leaving[0][0]
+        passing.await_done()
+        return True
+
+    def settle(self) -> None:
+        """A step has ended: what was on its way back is back."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, deque()
+            for _, kind, num_bytes in leaving:
+                self._used[kind] -= num_bytes
+
+    def _describe(self, kind: Kind, num_bytes: int) -> str:
+        there = ", ".join(f"{name} {self._used[name] / _MIB:.1f}" for name in KINDS)
+        assert self.limit is not None
+        return (
+            f"{self.name} is out of memory: {num_bytes / _MIB:.1f} MiB of {kind} do not fit beside what is there "
+            f"({there} MiB) within its limit of {self.limit / _MIB:.1f} MiB."
+        )

@@ -1,0 +1,90 @@
+"""The stateless workers of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from .devices import Device
+from .virtual import Link, VirtualDevice
+
+
+class DevicePool:
+    """The workers, in order.
+
+    Args:
+        torch_devices: one entry per worker; ``cpu`` entries become virtual devices. A GPU that is listed several times
+            has several workers, each with streams and a share of the memory of its own.
+        link: over which virtual devices are reached; None if they share the host's memory.
+        memory_limit: bytes that each worker may use; None for what there is.
+
+    Raises:
+        ValueError: if the list is empty or holds a device type that is neither ``cpu`` nor ``cuda``.
+    """
+
+    def __init__(
+        self, torch_devices: Sequence[torch.device], *, link: Link | None = None, memory_limit: int | None = None
+    ) -> None:
+        if not torch_devices:
+            raise ValueError("the device pool is empty: pass at least one device, for instance Trainer(devices=2)")
+        counts = Counter(torch_devices)
+        self.devices: tuple[Device, ...] = tuple(
+            _make_device(i, d, counts[d], link, memory_limit) for i, d in enumerate(torch_devices)
+        )
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __getitem__(self, index: int) -> Device:
+        return self.devices[index]
+
+    def open(self) -> None:
+        """A step begins."""
+        for device in self.devices:
+            device.open()
+
+    def close(self) -> None:
+        """A step has ended: no thread is alive, nothing is under way."""
+        for device in self.devices:
+            device.close()
+
+    def dispose(self) -> None:
+        """The pool is not used any more."""
+        for device in self.devices:
+            device.dispose()
+
+    @property
+    def owners(self) -> dict[torch.device, Device]:
+        """GPU -> its worker, where it has one."""
+        return {d.torch_device: d for d in self.devices if not d.is_shared and not d.aliases_host}
+
+    @property
+    def bytes_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes copied (to each device, from each device) since the pool was made."""
+        return tuple(d.h2d.num_bytes for d in self.devices), tuple(d.d2h.num_bytes for d in self.devices)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that every worker may use; None if there is no limit."""
+        limits = [device.memory.limit for device in self.devices if device.memory.limit is not None]
+        return min(limits) if limits else None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether all workers are on the host's cores."""
+        return all(isinstance(device, VirtualDevice) for device in self.devices)
+
+
+def _make_device(
+    index: int, torch_device: torch.device, num_workers: int, link: Link | None, memory_limit: int | None
+) -> Device:
+    if torch_device.type == "cpu":
+        return VirtualDevice(index, link=link, memory_limit=memory_limit)
+    if torch_device.type == "cuda":
+        from .cuda import CudaDevice
+
+        ordinal = torch_device.index if torch_device.index is not None else index
+        return CudaDevice(index, ordinal, num_workers=num_workers, memory_limit=memory_limit)
+    raise ValueError(f"device {torch_device} cannot be a worker: RoundPipe runs on 'cuda' and 'cpu' devices")

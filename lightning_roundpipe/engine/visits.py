@@ -1,0 +1,113 @@
+"""A micro-batch's way from worker to worker, what it takes along, and what it has on their books."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..planning.schedule import Action
+from .devices import Device
+from .dispatch import Turnstile
+from .offload import Cargo, SavedInputs
+from .pool import DevicePool
+from .recompute import Call
+
+
+class Visits:
+    """Where one micro-batch is.
+
+    Args:
+        slot: index of the micro-batch in the schedule.
+
+    Attributes:
+        stage: the stage that it is in; -1 before the first.
+        device: the worker of that stage.
+        cargo: what it has brought along.
+        saved: what of it is on the host.
+    """
+
+    def __init__(self, slot: int, pool: DevicePool, turnstile: Turnstile) -> None:
+        self._slot = slot
+        self._pool = pool
+        self._turnstile = turnstile
+        self.stage = -1
+        self.device = self._device_of(0)
+        self.saved = SavedInputs()
+        self.cargo = Cargo(self.saved, pool.owners)
+        self.cargo.go_to(self.device)
+
+    def _device_of(self, stage: int) -> Device:
+        return self._pool[self._turnstile.device_of(Action(stage, self._slot))]
+
+    def move_to(self, stage: int, values: Sequence[Any] = (), what: str = "") -> None:
+        """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped.
+
+        Args:
+            values: what is needed there first: it travels meanwhile.
+            what: that is, for the trace.
+        """
+        if stage <= self.stage:
+            return
+        before, target = self.device, self._device_of(stage)
+        if target is not before:
+            # Before anybody else's work is queued on the device that is left.
+            self.cargo.offload(values, what)
+        for passed in range(max(self.stage, 0), stage):
+            self._turnstile.leave(Action(passed, self._slot))
+        is_first, self.stage, self.device = self.stage < 0, stage, target
+        if target is not before:
+            self.cargo.go_to(target)
+        action = Action(stage, self._slot)
+        if not target.aliases_host:
+            self._turnstile.approach(action)
+            self.cargo.send(values, what)
+        self._turnstile.enter(action)
+        target.enter(None if is_first else before)
+        target.throttle()
+
+    # --- books, on devices whose activations are booked ----------------------------------------------------------
+
+    def book(self, num_bytes: int) -> int:
+        """Books activations of a unit that runs here; the bytes to be released in the end."""
+        if not self.device.counts_activations:
+            return 0
+        self.device.memory.reserve("activations", num_bytes)
+        return num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Ends what :meth:`book` has begun."""
+        if num_bytes:
+            self.device.memory.release("activations", num_bytes)
+
+    def book_forward(self, call: Call, input_bytes: int) -> int:
+        """Books a forward that is about to run, by what is known about it; the bytes booked."""
+        if not self.device.counts_activations:
+            return 0
+        return self.book(self._forward_bytes(call, input_bytes))
+
+    def rebook_forward(self, call: Call, input_bytes: int, booked: int, *, has_learned: bool) -> None:
+        """A forward has run: now all is known about it. What a kept graph holds stays booked until the backward."""
+        if not self.device.counts_activations:
+            return
+        assert call.facts is not None
+        needed = self._forward_bytes(call, input_bytes) + call.facts.graph_bytes * (has_learned and not call.kept)
+        booked += self.book(max(0, needed - booked))
+        call.booked = call.facts.output_bytes + call.facts.graph_bytes if call.kept else 0
+        self.release(booked - call.booked)
+
+    def _forward_bytes(self, call: Call, input_bytes: int) -> int:
+        inputs = max(0, input_bytes - self.cargo.booked_bytes)  # those that were brought are on the books already
+        if call.facts is None:
+            return inputs
+        return inputs + call.facts.output_bytes + call.facts.graph_bytes * call.kept
+
+    def forget(self, call: Call) -> None:
+        """Drops what a call remembers."""
+        self.release(call.booked)
+        call.booked = 0
+        call.forget()
+
+    def clear(self) -> None:
+        """The micro-batch is over."""
+        self.cargo.clear()
+        self.saved.clear()
