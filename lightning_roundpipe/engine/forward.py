@@ -184,8 +184,9 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
             assert master is not None
             changed.append((master, name))
     num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
+    writes = bool(done.unit.written)
     sizes = done.graph_bytes, tensor_bytes(slots.values())
-    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), *sizes)
+    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes)
 
 
 def _restore(before: Snapshot) -> None:

@@ -338,6 +338,17 @@ def entered(state: GlueState) -> Iterator[None]:
         _local.state = None
 
 
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """The calling thread belongs to no micro-batch meanwhile: what it writes on modules is not noted."""
+    state = current()
+    _local.state = None
+    try:
+        yield
+    finally:
+        _local.state = state
+
+
 _original_setattr = nn.Module.__setattr__
 _original_delattr = nn.Module.__delattr__
 _patch_lock = threading.Lock()

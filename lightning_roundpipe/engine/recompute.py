@@ -161,6 +161,7 @@ class Facts:
         draws: whether torch drew random numbers.
         foreign: whether Python's or NumPy's global generator was used.
         buffers: buffers that were written: (master module, name).
+        writes: whether other attributes of modules were written.
         graph_bytes: what the local graph held, besides parameters, arguments and results.
         output_bytes: of all slots.
     """
@@ -170,6 +171,7 @@ class Facts:
     draws: bool
     foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
+    writes: bool
     graph_bytes: int
     output_bytes: int
 

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Span, Timeline
 from .checkpointing import checkpoints_passed_through
+from .compiling import UnitCompiler
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
 from .gradients import GradientStore
@@ -150,6 +151,7 @@ class Engine:
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
+        compile_units: arguments of ``torch.compile`` for units; None runs them as they are. See :mod:`compiling`.
 
     Attributes:
         trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`tracing`.
@@ -167,6 +169,7 @@ class Engine:
         unit_classes: UnitClasses | None = None,
         exempt: tuple[type, ...] = (),
         num_threads: int | None = None,
+        compile_units: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
         self._pool = pool
@@ -174,6 +177,7 @@ class Engine:
         self._unit_classes = unit_classes
         self._exempt = exempt
         self._num_threads = num_threads
+        self._compiler = None if compile_units is None else UnitCompiler(compile_units)
         self._table: UnitTable | None = None
         self._modules: list[int] = []
         self._replicas = ReplicaCache(relay_hooks, pool)
@@ -200,6 +204,10 @@ class Engine:
             ValueError: if steps with this key make other calls; the first step raises it, if none has run yet.
         """
         self._plans.preset(key, profile)
+
+    def forget(self, key: Hashable) -> None:
+        """Plans steps with this key anew, from their next first micro-batch: its size has changed."""
+        self._plans.forget(key)
 
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
@@ -275,7 +283,7 @@ class Engine:
         modules = [id(module) for module in self._root.modules()]
         if self._table is None or modules != self._modules:
             self.close()
-            self._table = UnitTable(self._root, self._unit_classes, self._exempt)
+            self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
             self._modules = modules
         return self._table
 
@@ -340,6 +348,7 @@ class Engine:
             gradients=step.gradients,
             glue_parameters=self._glue_parameters,
             glue_is_user_code=self._glue_is_user_code,
+            compiler=self._compiler,
         )
         walks = [Walk(index, slot, shared, step.states[index]) for slot, index in enumerate(indices)]
         step.walks += walks

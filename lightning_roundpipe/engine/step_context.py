@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..planning.partition import Partition, StageKind
+from .compiling import UnitCompiler
 from .dispatch import Turnstile
 from .glue import GlueLock
 from .gradients import GradientStore
@@ -46,6 +47,7 @@ class StepContext:
     gradients: GradientStore
     glue_parameters: set[nn.Parameter]
     glue_is_user_code: threading.Event
+    compiler: UnitCompiler | None = None
     _trainable: dict[Unit, bool] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 

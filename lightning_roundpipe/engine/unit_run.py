@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import trees
+from .compiling import UnitCompiler
 from .glue import GlueLock, GlueState, UnitWrites, assign, read
 from .parameters import Replica
 from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
@@ -35,6 +36,7 @@ class UnitResult:
         written: plain attributes that the unit wrote: (copy or other module, name, value).
         num_draws: random operators that ran, where they were watched.
         draws_foreign: whether Python's or NumPy's global generator was used.
+        was_compiled: whether the unit was compiled in this run, which took most of the time.
     """
 
     leaves: list[Any]
@@ -43,6 +45,7 @@ class UnitResult:
     written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     num_draws: int = 0
     draws_foreign: bool = False
+    was_compiled: bool = False
 
 
 @dataclass
@@ -53,12 +56,14 @@ class UnitRunner:
         state: the micro-batch's glue state.
         lock: the glue lock of the step.
         seed_of: seed of the random numbers of a call, from its ordinal.
+        compiler: runs units compiled; None to run them as they are.
     """
 
     state: GlueState
     lock: GlueLock
     seed_of: Any
     anchor: Tensor
+    compiler: UnitCompiler | None = None
 
     @staticmethod
     def check_containers(call: Call, leaves: list[Any], args: Any, kwargs: Any) -> None:
@@ -94,11 +99,15 @@ class UnitRunner:
         _active.run = (self, call, relays)
         self.state.unit_writes = writes
         written: list[tuple[nn.Module, str, Any]] = []
+        num_draws, was_compiled = 0, False
         try:
             if watch_randomness or foreign or _has_saved_tensor_hooks():
-                result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
+                with self.compiler.excluded() if self.compiler is not None else contextlib.nullcontext():
+                    result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
+            elif self.compiler is not None:
+                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock.borrowed)
             else:
-                result, num_draws = replica.module.forward(*args, **kwargs), 0
+                result = replica.module.forward(*args, **kwargs)
             if call.facts is None:
                 self.check_containers(call, leaves, args, kwargs)
         finally:
@@ -114,7 +123,7 @@ class UnitRunner:
         for order, (_, name, value) in enumerate(written):
             if isinstance(value, Tensor):
                 slots["attribute", order, name] = value
-        return UnitResult(result_leaves, structure, slots, written, num_draws)
+        return UnitResult(result_leaves, structure, slots, written, num_draws, was_compiled=was_compiled)
 
     def _forward_watched(
         self, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool

@@ -68,7 +68,7 @@ class Walk:
         self._anchor = torch.zeros((), requires_grad=True)
         shared = self.shared
         seed_of = functools.partial(derive_seed, shared.seed, self.index)
-        self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor)
+        self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor, shared.compiler)
         self._replayed: dict[Unit, list[int]] = {}
         self._visits = Visits(self.slot, shared.pool, shared.turnstile)
         self._cargo = self._visits.cargo
@@ -203,7 +203,7 @@ class Walk:
         assert call.facts is not None
         call.ran = Run(
             device, "F", unit.name, started, ended, self._visits.stage, position,
-            call.kept, facts is None, input_bytes, output_bytes, call.facts.graph_bytes,
+            call.kept, facts is None or done.unit.was_compiled, input_bytes, output_bytes, call.facts.graph_bytes,
         )  # fmt: skip
         self.runs.append(call.ran)
         return done
