@@ -1,0 +1,195 @@
+"""Workers on GPUs.
+
+[Note: several workers on one GPU]
+``devices=[0, 0]`` makes two workers of GPU 0, so that everything that happens between workers can happen where there is
+one GPU. Each has lanes, copy streams, books and a share of the memory of its own. They compute on one stream, in
+whatever order they come: user code outside the units may use any tensor on the GPU at any time, and only one stream
+orders all of that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cuda_driver
+from .cuda_driver import CudaDriver
+from .cuda_lanes import CudaLane
+from .devices import Device
+from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
+from .transfer import Transfer
+
+# Beside the tensors: the workspace of libraries, and what the allocator cannot use of its blocks.
+_RESERVE_SHARE = 0.05
+_MIN_RESERVE_BYTES = 512 * 2**20
+# The host is ahead of the GPU by at most so many micro-batches in a stage.
+_MAX_AHEAD = 2
+
+_MIB = 2**20
+
+
+class _Freed:
+    """Tensors that are held until the compute stream, and a transfer, have passed."""
+
+    def __init__(self, tensors: Sequence[Tensor], event: Any, after: Transfer | None) -> None:
+        self._tensors = list(tensors)
+        self._event = event
+        self._after = after
+
+    def is_done(self) -> bool:
+        """Whether they have passed. The tensors are gone then, so that the allocator has their memory."""
+        if self._event is None:
+            return True
+        if self._after is not None and not self._after.is_done():
+            return False
+        if not self._event.query():
+            return False
+        self._let_go()
+        return True
+
+    def await_done(self) -> None:
+        """Waits until they have."""
+        event, after = self._event, self._after
+        if event is None:
+            return
+        try:
+            if after is not None:
+                after.await_done()
+            event.synchronize()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._tensors = []
+        self._after = self._event = None
+
+
+class CudaDevice(Device):
+    """A worker on a GPU; see [Note: streams] in :mod:`cuda_lanes`.
+
+    Args:
+        index: position in the pool.
+        ordinal: of the GPU.
+        num_workers: on this GPU; see [Note: several workers on one GPU].
+        memory_limit: bytes that the worker may use. It holds for the allocator of torch as well, so that nothing of
+            this process exceeds it, until :meth:`dispose`. None for its share of what is free now, less a reserve.
+        driver: what stands for torch.cuda.
+
+    Raises:
+        DeviceOutOfMemoryError: if less than the reserve is free.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ordinal: int,
+        *,
+        num_workers: int = 1,
+        memory_limit: int | None = None,
+        driver: CudaDriver | None = None,
+    ) -> None:
+        self._driver = driver = driver or cuda_driver.DRIVER
+        torch_device = driver.torch_device(ordinal)
+        name = f"GPU {ordinal}" if num_workers == 1 else f"worker {index} on GPU {ordinal}"
+        limit = _limit(driver, torch_device, num_workers, memory_limit)
+        self._compute = driver.default_stream(torch_device)
+        h2d, d2h = (
+            CudaLane(direction, name, torch_device, self._compute, driver, lambda: self.moved)
+            for direction in ("h2d", "d2h")
+        )
+        super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
+        self.is_shared = num_workers > 1
+        self._lock = threading.Lock()
+        self._leaving: deque[_Freed] = deque()
+        self._begun: deque[Any] = deque()  # events where micro-batches began a stage
+        self._is_limited = memory_limit is not None
+        self._is_disposed = False
+        if self._is_limited:
+            driver.limit(torch_device, num_workers * limit)
+        driver.retain()
+
+    def enter(self, before: Device | None) -> None:
+        self._driver.set_device(self.torch_device)
+
+    def throttle(self) -> None:
+        """Memory of work that the GPU has not reached is taken already: without a bound it would be all of it."""
+        with self._lock:
+            self._begun.append(self._driver.record(self._compute))
+            oldest = self._begun.popleft() if len(self._begun) > _MAX_AHEAD else None
+        if oldest is not None:
+            oldest.synchronize()
+        self._collect()
+
+    def stamp(self) -> Any:
+        return self._driver.record(self._compute, is_timed=True)
+
+    def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        # To ask is not to wait; elapsed_time of events that were not reached would raise.
+        return float(start.elapsed_time(end)) if start.query() and end.query() else None
+
+    def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing:
+        freed = _Freed(tensors, self._driver.record(self._compute), after)
+        with self._lock:
+            self._leaving.append(freed)
+        self._collect()
+        return freed
+
+    def _collect(self) -> None:
+        """Lets go of what has passed."""
+        with self._lock:
+            leaving = list(self._leaving)
+        passed = {id(freed) for freed in leaving if freed.is_done()}
+        if passed:
+            with self._lock:
+                self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)
+
+    def close(self) -> None:
+        """Also waits for what this worker computes: nothing of it reaches into the next step."""
+        try:
+            super().close()
+        finally:
+            with self._lock:
+                self._begun.clear()
+                leaving, self._leaving = self._leaving, deque()
+            self._driver.record(self._compute).synchronize()
+            for freed in leaving:
+                freed.await_done()
+
+    def dispose(self) -> None:
+        """The limit of the allocator is what it was before, and with the last worker no memory is page-locked."""
+        if self._is_disposed:
+            return
+        self._is_disposed = True
+        if self._is_limited:
+            self._driver.unlimit(self.torch_device)
+        self._driver.release()
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Of the GPU, all its workers together."""
+        return self._driver.peak_allocated(self.torch_device)
+
+    def statistics(self) -> dict[str, float]:
+        return {**super().statistics(), "peak_memory_bytes": float(self.peak_memory_bytes)}
+
+
+def _limit(driver: CudaDriver, device: torch.device, num_workers: int, memory_limit: int | None) -> int:
+    """Bytes that each of the workers on a GPU may use."""
+    state = driver.memory(device)
+    fraction = driver.fraction(device)
+    allowed = state.total if fraction is None else int(fraction * state.total)
+    if memory_limit is not None:
+        return min(memory_limit, allowed // num_workers)
+    available = min(state.free + state.reserved, allowed) - state.allocated
+    limit = (available - max(int(_RESERVE_SHARE * state.total), _MIN_RESERVE_BYTES)) // num_workers
+    if limit <= 0:
+        raise DeviceOutOfMemoryError(
+            f"{device} has {available / _MIB:.0f} of {state.total / _MIB:.0f} MiB to give: another process, or another "
+            "part of this one, uses the rest. Free it, choose another GPU, or set a memory limit yourself."
+        )
+    return limit

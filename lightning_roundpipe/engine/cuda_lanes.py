@@ -1,0 +1,373 @@
+"""Lanes between the host and a GPU.
+
+[Note: streams]
+A worker on a GPU computes on the default stream of the GPU, and has four streams for copies: in each direction one for
+activations and one for bulk, so that an activation never queues behind bulk on the side of the host. On the bus it
+waits for the chunks of bulk that were issued already, which are two at most, see [Note: transfers]: a thread of the
+lane issues chunk after chunk, and waits for the last but one before each. Activations are issued at once, by whoever
+submits them.
+
+Streams are ordered by events only. A download waits for what the compute stream was given before; an upload of what a
+download brings waits for that; the compute stream waits for an upload. The host itself waits only for what it reads.
+
+Memory that a copy on the device uses belongs to one stream, in whose order the allocator hands it out again:
+- Sources of downloads belong to the compute stream. They are held until the copy has been made.
+- Destinations of activations belong to their lane's stream. The allocator is told that the compute stream uses them.
+- Destinations of bulk belong to the bulk stream. Nothing tells the allocator; they are held by ``Device.free`` until
+  the compute stream has passed, which the books on the memory wait for. So the next weights get exactly their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunks import Pair, pieces_of
+from .cuda_driver import CudaDriver
+from .devices import Moved
+from .transfer import CHUNK_BYTES, Done, Edge, Lane, Transfer, num_bytes_of
+
+MAX_CHUNKS_IN_FLIGHT = 2
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Tensors made here may be written to by any thread, and no mode of glue looks at what is done."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+class CudaTransfer(Transfer):
+    """Copies on a stream of a lane.
+
+    It is queued, then issued (there is an event behind its copies), then over: the event was reached, or it failed.
+
+    Attributes:
+        pairs: destinations and sources, dense; held until it is over.
+        is_bulk: see :meth:`Lane.submit`.
+        is_page_locked: whether its copies lie in page-locked host memory.
+    """
+
+    def __init__(
+        self, lane: CudaLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
+    ) -> None:
+        super().__init__(tensors)
+        self.pairs = pairs
+        self.is_bulk = is_bulk
+        self.is_page_locked = is_page_locked
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._is_issued = threading.Event()
+        self._is_over = False
+        self._event: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def issued(self, event: Any) -> None:
+        """All copies are in the stream, with ``event`` behind them."""
+        self._event = event
+        self._is_issued.set()
+
+    def has_arrived(self) -> bool:
+        """Whether nothing needs to be waited for any more; changes nothing."""
+        if self._is_over:
+            return True
+        if not self._is_issued.is_set():
+            return False
+        try:
+            return bool(self._event.query())
+        except RuntimeError:  # of anything that ran on the GPU before
+            return True
+
+    def is_done(self) -> bool:
+        if not self.has_arrived():
+            return False
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Waits until it is over; an error is kept for those who ask for the copies."""
+        self._is_issued.wait()
+        if self._is_over:
+            return
+        try:
+            self._event.synchronize()
+        except BaseException as error:
+            self.end(error)
+        else:
+            self.end()
+
+    def await_done(self) -> None:
+        self.settle()
+        self._raise()
+
+    def await_on(self, stream: Any) -> None:
+        """Lets ``stream`` wait for the copies; the host waits only until they are issued."""
+        self._is_issued.wait()
+        self._raise()
+        if not self._is_over:
+            stream.wait_event(self._event)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _await_by_reader(self) -> None:
+        self._lane.let_reader_wait(self)
+
+    def _then(self, then: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._callbacks.append(then)
+                return
+        then()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is over; the first call counts. Lets go of what was held, and calls what waited."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._error = error
+            self._is_over = True
+            self.pairs = []
+            callbacks, self._callbacks = self._callbacks, []
+            self._is_issued.set()
+        with contextlib.ExitStack() as stack:  # calls all of them, whatever one of them raises
+            for then in reversed(callbacks):
+                stack.callback(then)
+
+
+class _Job(NamedTuple):
+    """Bulk that waits for its turn."""
+
+    transfer: CudaTransfer
+    ready: Any
+    after: Transfer | None
+    label: str
+
+
+class CudaLane(Lane):
+    """Copies in one direction between the host and a GPU; see [Note: streams].
+
+    Args:
+        direction: "h2d" or "d2h".
+        name: of the worker, for the thread.
+        torch_device: the GPU.
+        compute: its compute stream.
+        moved: gives the list for the trace, or None.
+    """
+
+    def __init__(
+        self,
+        direction: Literal["h2d", "d2h"],
+        name: str,
+        torch_device: torch.device,
+        compute: Any,
+        driver: CudaDriver,
+        moved: Callable[[], list[Moved] | None],
+    ) -> None:
+        super().__init__()
+        self.name = f"{direction} of {name}"
+        self._direction = direction
+        self._device = torch_device
+        self._compute = compute
+        self._driver = driver
+        self._moved = moved
+        self._activations = driver.new_stream(torch_device)
+        self._bulk = driver.new_stream(torch_device)
+        self._work = threading.Condition()
+        self._is_open = False
+        self._queue: deque[_Job] = deque()
+        # What was issued and is not known to be over, per stream.
+        self._under_way: dict[bool, deque[CudaTransfer]] = {False: deque(), True: deque()}
+        self._chunks: deque[Any] = deque()  # the thread's: events behind those in flight
+        self._thread: threading.Thread | None = None
+
+    # --- submitting ----------------------------------------------------------------------------------------------
+
+    def submit(
+        self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
+    ) -> Transfer:
+        if not sources:
+            return Done([])
+        with self._work:
+            if not self._is_open:
+                raise RuntimeError(f"no step is open: {self.name} cannot copy {label or 'anything'}")
+        self.collect()
+        # A download reads what is there now.
+        ready = self._driver.record(self._compute) if self._direction == "d2h" else None
+        transfer = self._transfer(sources, is_bulk)
+        job = _Job(transfer, ready, after, label)
+        if is_bulk:
+            self._enqueue(job)
+        else:
+            self._issue(job, self._activations, [transfer.pairs])
+        return transfer
+
+    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> CudaTransfer:
+        tensors: list[Tensor] = []
+        pairs: list[Pair] = []
+        is_page_locked = True
+        with _plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
+            for source in sources:
+                copies = []
+                for part in _parts(source):
+                    copy, is_locked = self._destination(part)
+                    is_page_locked = is_page_locked and is_locked
+                    copies.append(copy)
+                    pairs.append((copy, part.detach()))
+                tensors.append(_like(source, copies))
+        self.num_bytes += num_bytes_of([copy for copy, _ in pairs])
+        return CudaTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
+
+    def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
+        """Memory for a copy, and whether it is page-locked."""
+        if self._direction == "d2h":
+            return self._driver.host.empty_like(source)
+        return torch.empty_like(source, device=self._device), False
+
+    def let_reader_wait(self, transfer: CudaTransfer) -> None:
+        """What reads the copies waits for them: the compute stream after an upload, the host after a download."""
+        if self._direction == "d2h":
+            transfer.await_done()
+            return
+        transfer.await_on(self._compute)
+        if not transfer.is_bulk:
+            for tensor in transfer.tensors:
+                for part in _parts(tensor):
+                    self._driver.record_stream(part, self._compute)
+
+    def _issue(self, job: _Job, stream: Any, pieces: Iterable[list[Pair]]) -> None:
+        """Gives the copies to a stream.
+
+        Raises:
+            BaseException: of the driver, or of the transfer that it comes after; the transfer is over then.
+        """
+        transfer = job.transfer
+        try:
+            with _plain_mode(), self._driver.on(stream):
+                self._await_sources(job, stream)
+                moved = self._moved()
+                started = None if moved is None else self._driver.record(stream, is_timed=True)
+                for piece in pieces:
+                    for copy, source in piece:
+                        self._driver.copy(copy, source)
+                    if transfer.is_bulk:
+                        self._chunks.append(self._driver.record(stream))
+                event = self._driver.record(stream, is_timed=moved is not None)
+        except BaseException as error:
+            transfer.end(error)
+            raise
+        if moved is not None:
+            moved.append(Moved(self._direction, started, event, job.label))
+        transfer.issued(event)
+        with self._work:
+            self._under_way[transfer.is_bulk].append(transfer)
+
+    def _await_sources(self, job: _Job, stream: Any) -> None:
+        if job.ready is not None:
+            stream.wait_event(job.ready)
+        if isinstance(job.after, CudaTransfer) and job.after.is_page_locked:
+            job.after.await_on(stream)
+        elif job.after is not None:  # from ordinary memory the driver may read at once
+            job.after.wait(Edge.OFFLOADED)
+
+    def collect(self) -> None:
+        """Ends what has arrived meanwhile."""
+        arrived: list[CudaTransfer] = []
+        with self._work:
+            for under_way in self._under_way.values():
+                while under_way and under_way[0].has_arrived():
+                    arrived.append(under_way.popleft())
+        for transfer in arrived:
+            transfer.settle()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, job: _Job) -> None:
+        with self._work:
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._queue.append(job)
+            self._work.notify_all()
+
+    def _serve(self) -> None:
+        """The life of the thread."""
+        self._driver.set_device(self._device)
+        while (job := self._next_job()) is not None:
+            # An error is kept by the transfer, for those who ask for the copies.
+            with contextlib.suppress(BaseException):
+                self._issue(job, self._bulk, self._pieces(job.transfer))
+
+    def _next_job(self) -> _Job | None:
+        """Waits for a job, and ends what arrives meanwhile. None when the step is over and nothing is left to do."""
+        while True:
+            with self._work:
+                under_way = self._under_way[True]
+                while self._is_open and not self._queue and not under_way:
+                    self._work.wait()
+                if self._queue:
+                    return self._queue.popleft()
+                if not self._is_open:
+                    return None
+                first = under_way[0]
+            first.settle()
+            self.collect()
+
+    def _pieces(self, transfer: CudaTransfer) -> Iterator[list[Pair]]:
+        """The chunks, each when it may be issued."""
+        if self._direction == "h2d":
+            for _, source in transfer.pairs:
+                self._driver.host.lock(source)
+        for piece in pieces_of(transfer.pairs, CHUNK_BYTES):
+            if len(self._chunks) == MAX_CHUNKS_IN_FLIGHT:
+                self._chunks.popleft().synchronize()
+                self.collect()
+            yield piece
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        with self._work:
+            self._is_open = True
+
+    def close(self) -> None:
+        """What was submitted is made: weights may stay for the next step."""
+        with self._work:
+            self._is_open = False
+            thread, self._thread = self._thread, None
+            self._work.notify_all()
+        if thread is not None:
+            thread.join()
+        with self._work:
+            left = [transfer for under_way in self._under_way.values() for transfer in under_way]
+            for under_way in self._under_way.values():
+                under_way.clear()
+        self._chunks.clear()
+        with contextlib.ExitStack() as stack:  # all of them, whatever a callback raises
+            for transfer in reversed(left):
+                stack.callback(transfer.settle)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that make up ``tensor``."""
+    return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+
+
+def _like(source: Tensor, parts: list[Tensor]) -> Tensor:
+    """A tensor of the layout of ``source`` made of dense ones."""
+    if source.layout is not torch.sparse_coo:
+        return parts[0]
+    indices, values = parts
+    made: Tensor = torch.sparse_coo_tensor(
+        indices, values, source.shape, check_invariants=False, is_coalesced=source.is_coalesced()
+    )
+    return made
