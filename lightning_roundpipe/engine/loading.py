@@ -252,6 +252,10 @@ class Loader:
 
     def _harvest(self, device: Device, slot: Slot) -> None:
         """Gradients go home, unit by unit, in the order of the slots of their stage."""
+        if self._is_recording:
+            for replica in self._replicas.active_on(device):
+                replica.harvest_now(self._gradients)
+            return
         harvested = {replica.unit: replica.harvest() for replica in self._replicas.active_on(device)}
         planned = slot.units if slot.has_gradients else ()
         for unit in planned:
