@@ -12,20 +12,26 @@ from lightning.pytorch.strategies import StrategyRegistry
 from .__about__ import __version__
 from .accelerator import RoundPipeAccelerator
 from .engine.dispatch import PipelineStalled
+from .engine.memory import DeviceOutOfMemoryError
 from .engine.microbatch import BatchSplitError
 from .engine.recompute import GradientCutError
 from .engine.runner import UnitEscapeError
+from .options import VirtualLink
+from .planning.plan import StageMemoryError
 from .strategy import RoundPipeStrategy
 from .timeline_callback import RoundPipeTimeline
 
 __all__ = [
     "BatchSplitError",
+    "DeviceOutOfMemoryError",
     "GradientCutError",
     "PipelineStalled",
     "RoundPipeAccelerator",
     "RoundPipeStrategy",
     "RoundPipeTimeline",
+    "StageMemoryError",
     "UnitEscapeError",
+    "VirtualLink",
     "__version__",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,49 @@ from pathlib import Path
 from typing import Any
 
 from .planning.costs import CostProfile
+from .planning.quantities import parse_bytes
 
 LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens", "sum")
+
+# A bare number below that was meant as GiB or MiB.
+_LEAST_MEMORY_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class VirtualLink:
+    """The link between the host and a virtual device: copies take as long as they would over this one.
+
+    Each device has a link of its own, with the given speed in each direction. The defaults are what PCIe 4.0 x16
+    gives in practice.
+
+    Args:
+        gb_per_s: bandwidth in GB/s (1e9 bytes per second); ``inf`` for copies that take no time.
+        latency_us: time in microseconds until a copy begins to move.
+
+    Raises:
+        ValueError: for numbers out of range, naming the field.
+    """
+
+    gb_per_s: float = 25.0
+    latency_us: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.gb_per_s) or not self.gb_per_s > 0:
+            raise ValueError(f"VirtualLink(gb_per_s={self.gb_per_s!r}): pass a number of GB/s > 0, for instance 25.0")
+        if not _is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
+            raise ValueError(
+                f"VirtualLink(latency_us={self.latency_us!r}): pass a number of microseconds >= 0, for instance 10.0"
+            )
+
+    @property
+    def bytes_per_ms(self) -> float:
+        """Bandwidth in bytes per ms."""
+        return self.gb_per_s * 1e6
+
+    @property
+    def latency_ms(self) -> float:
+        """Latency in ms."""
+        return self.latency_us / 1e3
 
 
 @dataclass(frozen=True)
@@ -27,7 +69,8 @@ class RoundPipeOptions:
     loss_weight: str | Callable[[Any], float] = "samples"
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     threads_per_device: int | None = None
-    virtual_copies: bool = False
+    device_memory_limit: int | str | None = None
+    virtual_copies: bool | VirtualLink = False
     cost_profile: CostProfile | None = None
     save_profile: str | Path | None = None
     trace: str | Path | None = None
@@ -57,6 +100,7 @@ class RoundPipeOptions:
         for unit in self.units or ():
             if not isinstance(unit, (str, type)):
                 raise TypeError(f"units contains {unit!r}: every entry must be a module class or the name of one")
+        self._check_devices()
         if self.cost_profile is not None and self.save_profile is not None:
             raise ValueError(
                 f"save_profile={os.fspath(self.save_profile)!r} would get the given cost_profile again, as nothing is "
@@ -66,6 +110,32 @@ class RoundPipeOptions:
             if getattr(self, name) is not None:
                 check_writable(name, getattr(self, name))
 
+    def _check_devices(self) -> None:
+        if not isinstance(self.virtual_copies, (bool, VirtualLink)):
+            raise TypeError(
+                f"virtual_copies={self.virtual_copies!r}: use True, False, or VirtualLink(gb_per_s=..., latency_us=...)"
+            )
+        if self.device_memory_bytes is not None and self.device_memory_bytes < _LEAST_MEMORY_BYTES:
+            raise ValueError(
+                f"device_memory_limit={self.device_memory_limit!r} is {self.device_memory_bytes} bytes, on which "
+                "nothing can run: an integer counts bytes, and '24GiB' says which unit is meant"
+            )
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """``device_memory_limit`` in bytes."""
+        limit = self.device_memory_limit
+        if limit is None:
+            return None
+        if isinstance(limit, str):
+            try:
+                return parse_bytes(limit)
+            except ValueError as error:
+                raise ValueError(f"device_memory_limit: {error}") from error
+        if isinstance(limit, bool) or not isinstance(limit, int):
+            raise TypeError(f"device_memory_limit={limit!r}: use a size like '24GiB', an integer of bytes, or None")
+        return limit
+
     def microbatches_for(self, num_devices: int) -> int:
         """The wanted number of micro-batches on a pool of ``num_devices``."""
         return 2 * num_devices if isinstance(self.num_microbatches, str) else self.num_microbatches
@@ -73,6 +143,10 @@ class RoundPipeOptions:
     def round_size_for(self, num_devices: int) -> int:
         """Micro-batches per round on a pool of ``num_devices``."""
         return 2 * num_devices if self.round_size is None else self.round_size
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: object, otherwise: str = "", *, at_least: int = 1) -> None:

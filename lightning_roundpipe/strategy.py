@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -15,38 +15,36 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
 from .batches import Batches, microbatches_of
-from .engine.devices import DevicePool
 from .engine.microbatch import merge_outputs
+from .engine.pool import DevicePool
 from .engine.randomness import derive_seed
 from .engine.runner import Engine, StepRequest, StepResult
+from .host_report import HostReport
 from .log_merging import LogCapture, MetricTwins
 from .loss import hand_over, loss_of
 from .model_settings import training_settings
-from .options import RoundPipeOptions, read_profile
+from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
-from .planning.machine import Machine
 from .planning.partition import Partition
 from .planning.plan import plan_evaluation, plan_training
+from .retry import Retry
+from .single_process import SingleProcessStrategy
 from .tracing import TraceWriter, run_traced
+from .workers import machine_of, make_pool
 
-if TYPE_CHECKING:
-    from torch.distributed import ReduceOp
-
-T = TypeVar("T")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class RoundPipeStrategy(Strategy):
+class RoundPipeStrategy(SingleProcessStrategy):
     """Trains any LightningModule over a pool of devices whose weights live on the host.
 
     The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
@@ -54,12 +52,14 @@ class RoundPipeStrategy(Strategy):
     batch, up to floating-point order, for losses that are means over samples.
 
     Args:
-        num_microbatches: micro-batches per batch; ``"auto"`` is two per device. A batch with fewer rows is split into
-            as many micro-batches as it has rows. 1 makes batch-coupled modules (BatchNorm, in-batch negatives) exact.
+        num_microbatches: micro-batches per batch; ``"auto"`` is two per device, and more if a step does not fit on
+            the devices otherwise. A number that is given is doubled where that does not change what is computed, see
+            the tuning guide. A batch with fewer rows is split into as many micro-batches as it has rows. 1 makes
+            batch-coupled modules (BatchNorm, in-batch negatives) exact.
         round_size: micro-batches that walk through the stages together (the paper's ``M_R``), at least the number of
             devices for full use; None is two per device.
         units: classes (or class names) of the modules to run whole; by default the repeated blocks of the model and
-            what surrounds them.
+            what surrounds them, divided where they are too large for a device.
         loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
             (entries of ``labels`` that are not -100), ``"causal_label_tokens"`` (the same without the first position,
             which causal language models do not predict), ``"sum"`` (for losses that are sums over samples: every
@@ -67,8 +67,11 @@ class RoundPipeStrategy(Strategy):
         split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be
             inferred. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the same.
         threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
-        virtual_copies: virtual devices make real copies of weights and poison them when freed, as a check of the
-            engine; slower.
+        device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
+            the GPU has free, less a reserve; virtual devices have no limit then.
+        virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
+            which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
+            take as long as over a link of that speed.
         cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
             a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
@@ -96,7 +99,8 @@ class RoundPipeStrategy(Strategy):
         | Callable[[Any], float] = "samples",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         threads_per_device: int | None = None,
-        virtual_copies: bool = False,
+        device_memory_limit: int | str | None = None,
+        virtual_copies: bool | VirtualLink = False,
         cost_profile: str | Path | CostProfile | None = None,
         save_profile: str | Path | None = None,
         trace: str | Path | None = None,
@@ -112,6 +116,7 @@ class RoundPipeStrategy(Strategy):
             loss_weight=loss_weight,
             split_batch=split_batch,
             threads_per_device=threads_per_device,
+            device_memory_limit=device_memory_limit,
             virtual_copies=virtual_copies,
             cost_profile=read_profile(cost_profile),
             save_profile=save_profile,
@@ -127,6 +132,8 @@ class RoundPipeStrategy(Strategy):
         self._writers: list[TraceWriter] = []
         self._pool: DevicePool | None = None
         self._engine: Engine | None = None
+        self._retry: Retry | None = None
+        self._host_report: HostReport | None = None
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class RoundPipeStrategy(Strategy):
     def pool(self) -> DevicePool:
         """The workers."""
         if self._pool is None:
-            self._pool = DevicePool(self.parallel_devices or [self.root_device], copies=self.options.virtual_copies)
+            self._pool = make_pool(self.parallel_devices or [self.root_device], self.options)
         return self._pool
 
     @override
@@ -176,7 +183,9 @@ class RoundPipeStrategy(Strategy):
     @override
     def setup_environment(self) -> None:
         """Makes the device pool."""
-        self._pool = None
+        if self._pool is not None:
+            self._pool.dispose()
+            self._pool = None
         _ = self.pool
         # An attribute of the instance, as the accelerator may be any of Lightning's.
         vars(self.accelerator)["get_device_stats"] = self.device_statistics
@@ -201,6 +210,9 @@ class RoundPipeStrategy(Strategy):
             for writer in self._writers:
                 writer.start()
         super().setup(trainer)
+        if trainer.training:
+            self._host_report = HostReport(module, self.optimizers)
+            self._host_report.check()
 
     @override
     def model_to_device(self) -> None:
@@ -215,6 +227,7 @@ class RoundPipeStrategy(Strategy):
             writer.finish()
         self._save_profile()
         self._close_engine()
+        self.pool.dispose()  # stays, for its statistics
         vars(self.accelerator).pop("get_device_stats", None)
         super().teardown()
 
@@ -233,10 +246,11 @@ class RoundPipeStrategy(Strategy):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        self._retry = self._host_report = None
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_engine": None}
+        return {**self.__dict__, "_pool": None, "_engine": None, "_retry": None, "_host_report": None}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -255,6 +269,7 @@ class RoundPipeStrategy(Strategy):
                 self.pool,
                 self._plan,
                 round_size=self.options.round_size_for(len(self.pool)),
+                machine=machine_of(self.pool, self.options),
                 unit_classes=self.options.units,
                 exempt=(Metric,),
                 num_threads=num_threads,
@@ -286,12 +301,27 @@ class RoundPipeStrategy(Strategy):
 
     def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
         """Called by the engine with what is known about the costs of the calls."""
-        limit = self.pool.stage_memory_limit
-        # Half of a device is for the weights and gradients of the current stage and the next one.
-        machine = Machine(len(self.pool), None if limit is None else 2 * limit)
+        machine = machine_of(self.pool, self.options)
         search = plan_training if training else plan_evaluation
         round_size = self.options.round_size_for(len(self.pool))
-        return search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
+        partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
+        if training and self._host_report is not None:
+            self._host_report.note_plan(partition, costs, min(num_microbatches, 2 * round_size))
+        return partition
+
+    @property
+    def retry(self) -> Retry:
+        """What runs steps that do not fit again."""
+        if self._retry is None:
+            is_limited = self.pool.memory_limit is not None
+            self._retry = Retry(
+                self._module,
+                self.options.microbatches_for(len(self.pool)),
+                is_auto=self.options.num_microbatches == "auto",
+                devices=[device.torch_device for device in self.pool.devices] if is_limited else None,
+                forget=self.engine.forget,
+            )
+        return self._retry
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -337,17 +367,24 @@ class RoundPipeStrategy(Strategy):
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batches, StepResult]:
         """Splits the batch, runs the user's step on every micro-batch, replays what it logged."""
-        module = self._module
-        function = getattr(module, name)
+        function = getattr(self._module, name)
         (key, batch), rest = _first_argument(args, kwargs)
-        batches = self._split(batch)
-        logs = LogCapture(module, len(batches.microbatches), self._metric_twins)
 
         def call(microbatch: Any) -> Any:
             if key is not None:
                 return function(**{**kwargs, key: microbatch})
             return function(microbatch, *rest, **kwargs)
 
+        batches, (logs, result) = self.retry.run(name, batch, self._split, lambda b: self._attempt(name, call, b))
+        logs.replay(batches.weights, batches.batch_size)
+        self.last_step = replace(result, outputs=[], gradients={})
+        if name == "training_step" and self._host_report is not None:
+            self._host_report.note_step(0)
+        return batches, result
+
+    def _attempt(self, name: str, call: Callable[[Any], Any], batches: Batches) -> tuple[LogCapture, StepResult]:
+        """Runs the step on these micro-batches; what they log is held back."""
+        logs = LogCapture(self._module, len(batches.microbatches), self._metric_twins)
         request = StepRequest(
             function=call,
             microbatches=batches.microbatches,
@@ -361,16 +398,14 @@ class RoundPipeStrategy(Strategy):
         with logs.capturing():
             traced = name == "training_step" and self._writers
             result = run_traced(self.engine, request, self._writers) if traced else self.engine.run(request)
-        logs.replay(batches.weights, batches.batch_size)
-        self.last_step = replace(result, outputs=[], gradients={})
-        return batches, result
+        return logs, result
 
-    def _split(self, batch: Any) -> Batches:
+    def _split(self, batch: Any, num_microbatches: int) -> Batches:
         """Micro-batches of ``batch``; batch norm refuses a single row, so it gets two at least."""
         norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
         return microbatches_of(
             batch,
-            self.options.microbatches_for(len(self.pool)),
+            num_microbatches,
             min_rows=2 if norms else 1,
             loss_weight=self.options.loss_weight,
             split=self.options.split_batch or getattr(self._module, "roundpipe_split_batch", None),
@@ -385,35 +420,6 @@ class RoundPipeStrategy(Strategy):
             loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
             place = (trainer.global_step, loop.batch_progress.total.ready)
         return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
-
-    # --- one process -------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        """Always: there is one process."""
-        return True
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """The value itself: there is one process."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The value itself: there is one process."""
-        return tensor
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Returns at once: there is one process."""
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object itself: there is one process."""
-        return obj
 
 
 def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:

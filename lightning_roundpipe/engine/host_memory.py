@@ -6,7 +6,7 @@ it, the state of the optimizer after it, and inputs of calls that are run again 
 step. So the most that a run will ever need can be told when the first micro-batch has shown the calls, before the other
 ones fill the memory. Two numbers are estimates. The state of an optimizer that has not made a step is guessed from its
 class. And the inputs are counted for every micro-batch and call, as if all were there together and none was shared:
-an upper bound.
+an upper bound. (Two rounds of micro-batches may be under way at a time: one ends while the next one begins.)
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ def _num_state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
     return _UNKNOWN_STATE_TENSORS
 
 
-def activation_bytes(partition: Partition, profile: CostProfile, num_microbatches: int) -> int:
+def activation_bytes(partition: Partition, profile: CostProfile, num_in_flight: int) -> int:
     """The most that inputs of calls take on the host while they wait for the backward; an upper bound.
 
     Args:
         partition: the stages, for training.
         profile: the costs of the calls.
-        num_microbatches: of a step.
+        num_in_flight: micro-batches whose backward may be awaited at a time.
     """
     waiting: set[int] = set()
     for stage in partition.stages:
@@ -131,7 +131,7 @@ def activation_bytes(partition: Partition, profile: CostProfile, num_microbatche
             waiting.update(range(stage.start, stage.stop))
         elif stage.kind is StageKind.FUSED and stage.start < stage.stop:
             waiting.add(stage.start)  # comes from another device
-    return num_microbatches * sum(profile.calls[position].input_bytes for position in waiting)
+    return num_in_flight * sum(profile.calls[position].input_bytes for position in waiting)
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

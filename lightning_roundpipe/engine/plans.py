@@ -172,6 +172,10 @@ class Plans:
         schedule, self._first_device = known
         return schedule
 
+    def forget(self, key: Hashable) -> None:
+        """Forgets the plan of a key and what was measured for it; not costs that were preset."""
+        self._known.pop(key, None)
+
     def clear(self) -> None:
         """Forgets the plans and what was measured; the units are other ones from now on."""
         self._known.clear()

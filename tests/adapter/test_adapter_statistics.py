@@ -18,6 +18,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.accelerator import pool_statistics
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
+PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
 
 
 def fit(make_trainer: Any, module: Any, loader: Any, tmp_path: Path, **kwargs: Any) -> list[dict[str, str]]:
@@ -56,7 +57,7 @@ def test_without_psutil(
     monkeypatch.setattr(lightning.pytorch.accelerators.cpu, "_PSUTIL_AVAILABLE", False)
     callbacks = [DeviceStatsMonitor(cpu_stats=True)]
     rows = fit(make_trainer, small(), make_loader(), tmp_path, callbacks=callbacks)
-    assert {f"device{device}.{name}" for device in (0, 1) for name in NAMES} == set(rows[-1])
+    assert {f"device{device}.{name}" for device in (0, 1) for name in NAMES + PEAKS} == set(rows[-1])
 
 
 def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:

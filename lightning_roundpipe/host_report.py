@@ -1,0 +1,76 @@
+"""Tells the user what a training run needs on the host: once, and before it is missing. See [Note: host memory]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from .engine.host_memory import activation_bytes, allocated_bytes, available_bytes, model_memory
+from .planning.costs import CostProfile
+from .planning.partition import Partition
+from .planning.quantities import format_bytes
+
+
+class HostReport:
+    """What one ``fit`` needs on the host.
+
+    Args:
+        root: the user's module.
+        optimizers: all of them.
+        available: bytes that can still be allocated on the host, None if unknown.
+
+    Attributes:
+        memory: what is needed, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        available: Callable[[], int | None] = available_bytes,
+    ) -> None:
+        self._root = root
+        self._optimizers = optimizers
+        self._available = available
+        self._has_warned = False
+        self._has_reported = False
+        self.memory = model_memory(root, optimizers)
+
+    def check(self) -> None:
+        """Warns, once, if what is still to be allocated is more than what is left."""
+        left = self._available()
+        missing = self.memory.total - allocated_bytes(self._root, self._optimizers)
+        if self._has_warned or left is None or missing <= left:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"this run may need {self.memory.describe()} on the host. {format_bytes(missing)} of that are still to be "
+            f"allocated, and {format_bytes(left)} are available: the process may be killed. Fewer rows per batch or a "
+            "smaller round_size take less for activations, fewer weights to train or an optimizer with less state for "
+            "the rest."
+        )
+
+    def note_plan(self, partition: Partition, costs: CostProfile, num_in_flight: int) -> None:
+        """The calls are known, and so are the sizes of their inputs, but most of them are not there yet.
+
+        Args:
+            num_in_flight: micro-batches whose backward may be awaited at a time.
+        """
+        self.memory = replace(self.memory, activations=activation_bytes(partition, costs, num_in_flight))
+        self.check()
+
+    def note_step(self, working_copies: int) -> None:
+        """A training step has ended: reports once.
+
+        Args:
+            working_copies: their bytes on the host.
+        """
+        if self._has_reported:
+            return
+        self._has_reported = True
+        self.memory = replace(self.memory, working_copies=working_copies)
+        rank_zero_info(f"this run needs up to {self.memory.describe()} on the host")

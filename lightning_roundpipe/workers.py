@@ -1,0 +1,48 @@
+"""The devices that the options ask for, and the same as the planner sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from .engine.pool import DevicePool
+from .engine.virtual import TimedLink
+from .options import RoundPipeOptions, VirtualLink
+from .planning.machine import Machine
+
+
+def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) -> DevicePool:
+    """The workers on ``torch_devices``, as ``options`` want them.
+
+    Raises:
+        ValueError: for devices that cannot be workers.
+    """
+    limit = options.device_memory_bytes
+    if limit is not None and not options.virtual_copies and any(device.type == "cpu" for device in torch_devices):
+        rank_zero_warn(
+            f"device_memory_limit={options.device_memory_limit!r} has no effect on virtual devices that share the "
+            "host's memory: set virtual_copies=True to let them have a memory of their own"
+        )
+        limit = None
+    link = None
+    if isinstance(options.virtual_copies, VirtualLink):
+        link = TimedLink(options.virtual_copies.bytes_per_ms, options.virtual_copies.latency_ms)
+    elif options.virtual_copies:
+        link = TimedLink()
+    return DevicePool(torch_devices, link=link, memory_limit=limit)
+
+
+def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
+    """What is known about the pool: its memory, and the links of virtual devices. Nothing measures those of GPUs."""
+    if not pool.is_virtual or not isinstance(options.virtual_copies, VirtualLink):
+        return Machine(len(pool), pool.memory_limit)
+    link = options.virtual_copies
+    return Machine(
+        len(pool),
+        pool.memory_limit,
+        h2d_bytes_per_ms=link.bytes_per_ms,
+        d2h_bytes_per_ms=link.bytes_per_ms,
+        transfer_latency_ms=link.latency_ms,
+    )
