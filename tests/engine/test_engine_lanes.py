@@ -1,0 +1,765 @@
+"""Lanes of virtual devices: what goes first, what may be read when, and what happens when something fails."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine import virtual_lanes
+from lightning_roundpipe.engine.chunks import Pair, pairs_of, pieces_of
+from lightning_roundpipe.engine.transfer import DirectLane, Edge, Lane, Transfer, num_bytes_of
+from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink, VirtualDevice
+from lightning_roundpipe.engine.virtual_lanes import Clock, TransferGivenUp
+
+JOIN_S = 60.0
+
+
+class FlyingClock(Clock):
+    """Time that passes only while a lane waits, and then at once; it stands still until :meth:`start`.
+
+    Args:
+        late_ms: how late each wait returns.
+    """
+
+    def __init__(self, late_ms: float = 0.0) -> None:
+        self.ms = 0.0
+        self._late_ms = late_ms
+        self._is_going = threading.Event()
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+
+    def start(self) -> None:
+        """From now on lanes move."""
+        self._is_going.set()
+
+    def at(self, ms: float, do: Callable[[], object]) -> None:
+        """Call ``do`` at that time, on the lane's thread: before what the lane itself does then."""
+        heapq.heappush(self._events, (ms, next(self._numbers), do))
+
+    def now_ms(self) -> float:
+        return self.ms
+
+    def wait_until(self, time_ms: float, interrupt: threading.Event) -> None:
+        assert self._is_going.wait(JOIN_S)
+        until = max(time_ms, self.ms) + self._late_ms
+        while self._events and self._events[0][0] <= until:
+            ms, _, do = heapq.heappop(self._events)
+            self.ms = max(self.ms, ms)
+            do()
+        self.ms = until
+
+
+class Held(Transfer):
+    """A transfer that is over when the test says so."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__(tensors)
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def is_done(self) -> bool:
+        return self._over.is_set()
+
+    def await_done(self) -> None:
+        assert self._over.wait(JOIN_S)
+        if self._error is not None:
+            raise self._error
+
+    def _await_by_reader(self) -> None:
+        self.await_done()
+
+    def _then(self, then: Callable[[], None]) -> None:
+        if self.is_done():
+            then()
+        else:
+            self._callbacks.append(then)
+
+    def let_go(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._over.set()
+        for then in self._callbacks:
+            then()
+
+
+@contextmanager
+def opened(link: Link, **arguments: int) -> Iterator[VirtualDevice]:
+    """A device in a step."""
+    device = VirtualDevice(0, link=link, **arguments)
+    device.open()
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def bulk_of(num_bytes: int) -> Tensor:
+    return (torch.arange(num_bytes) % 251).to(torch.uint8)
+
+
+def timed_link(
+    clock: Clock, *, prioritised: bool = True, latency_ms: float = 0.0, chunk_bytes: int = 1000
+) -> TimedLink:
+    """1000 bytes in a ms."""
+    return TimedLink(1000.0, latency_ms, chunk_bytes, prioritised=prioritised, clock=clock)
+
+
+def lane_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if " of virtual device " in thread.name]
+
+
+# ---------------------------------------------------------------------------------------------------------- priorities
+
+
+def delay_of_activation(num_chunks: int, *, prioritised: bool, arrives_ms: float) -> float:
+    """How long an activation waits that is submitted while a stage's bulk moves, before it moves itself, in ms."""
+    clock = FlyingClock()
+    ended: list[float] = []
+    activations: list[Transfer] = []
+    with opened(timed_link(clock, prioritised=prioritised)) as device:
+
+        def submit() -> None:
+            activations.append(device.upload([bulk_of(100)], "x"))
+            activations[0].when_done(Edge.INPUTS, lambda: ended.append(clock.ms))
+
+        clock.at(arrives_ms, submit)
+        stage = device.upload([bulk_of(1000 * num_chunks)], "weights", is_bulk=True)
+        clock.start()
+        (copy,) = stage.wait(Edge.WEIGHTS)
+        assert torch.equal(copy, bulk_of(1000 * num_chunks))
+        activations[0].await_done()
+    (end,) = ended
+    return end - arrives_ms - 0.1
+
+
+@pytest.mark.parametrize("num_chunks", [2, 20, 2000])
+def test_an_activation_waits_for_at_most_two_chunks_however_large_the_stage(num_chunks: int) -> None:
+    chunk_ms = 1.0
+    delay = delay_of_activation(num_chunks, prioritised=True, arrives_ms=0.25)
+    assert delay <= 2 * chunk_ms
+    assert delay == pytest.approx(0.75)  # the rest of the one that moves
+
+
+@pytest.mark.parametrize("num_chunks", [2, 20, 2000])
+def test_without_priorities_an_activation_waits_for_the_whole_stage(num_chunks: int) -> None:
+    delay = delay_of_activation(num_chunks, prioritised=False, arrives_ms=0.25)
+    assert delay == pytest.approx(num_chunks - 0.25)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    bulk=st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=4), min_size=1, max_size=5),
+    activations=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, 3000)), max_size=6),
+    chunk_bytes=st.integers(200, 2000),
+    latency_ms=st.sampled_from([0.0, 0.01, 1.0]),
+)
+def test_any_activation_waits_for_two_chunks_and_the_activations_before_it(
+    bulk: list[list[int]], activations: list[tuple[float, int]], chunk_bytes: int, latency_ms: float
+) -> None:
+    clock = FlyingClock()
+    link = timed_link(clock, latency_ms=latency_ms, chunk_bytes=chunk_bytes)
+    total_ms = sum(link.duration_ms(size) for sizes in bulk for size in sizes)
+    arrivals = sorted((share * total_ms, size) for share, size in activations)
+    ended: dict[int, float] = {}
+    transfers: list[tuple[Transfer, list[Tensor]]] = []
+    with opened(link) as device:
+
+        def submit(sizes: list[int], key: int) -> None:
+            sources = [bulk_of(size) for size in sizes]
+            transfer = device.upload(sources, "", is_bulk=key < 0)
+            transfers.append((transfer, sources))
+            transfer.when_done(Edge.INPUTS, lambda: ended.__setitem__(key, clock.ms))
+
+        for i, sizes in enumerate(bulk[1:]):
+            clock.at(0.0, functools.partial(submit, sizes, -2 - i))
+        for i, (ms, size) in enumerate(arrivals):
+            clock.at(ms, functools.partial(submit, [size], i))
+        submit(bulk[0], -1)
+        clock.start()
+        for transfer, _ in transfers:  # grows while the lane moves, and always before it is idle
+            transfer.await_done()
+    for transfer, sources in transfers:
+        assert all(map(torch.equal, transfer.tensors, sources))
+    for i, (ms, size) in enumerate(arrivals[: len([key for key in ended if key >= 0])]):
+        before = sum(link.duration_ms(n) for j, (_, n) in enumerate(arrivals[:i]) if ended[j] > ms)
+        assert ended[i] - ms <= 2 * link.duration_ms(chunk_bytes) + before + link.duration_ms(size) + 1e-9
+    bulk_ended = [ended[-1 - i] for i in range(len(bulk))]
+    assert bulk_ended == sorted(bulk_ended)
+
+
+def test_bulk_goes_on_where_it_was_after_an_activation() -> None:
+    clock = FlyingClock()
+    ended: list[tuple[str, float]] = []
+    transfers: list[Transfer] = []
+    with opened(timed_link(clock)) as device:
+
+        def submit(name: str, num_bytes: int, *, is_bulk: bool = False) -> None:
+            transfers.append(device.upload([bulk_of(num_bytes)], name, is_bulk=is_bulk))
+            transfers[-1].when_done(Edge.INPUTS, lambda: ended.append((name, clock.ms)))
+
+        clock.at(0.5, lambda: submit("next stage", 1000, is_bulk=True))
+        clock.at(0.5, lambda: submit("x", 500))
+        clock.at(0.6, lambda: submit("y", 250))
+        clock.at(3.0, lambda: submit("z", 250))
+        submit("stage", 3000, is_bulk=True)
+        clock.start()
+        for transfer in transfers:
+            transfer.await_done()
+    assert [name for name, _ in ended] == ["x", "y", "stage", "z", "next stage"]
+    assert [ms for _, ms in ended] == pytest.approx([1.5, 1.75, 3.75, 4.0, 5.0])
+
+
+def test_modelled_time_does_not_add_up_late_wake_ups() -> None:
+    clock = FlyingClock(late_ms=0.4)
+    clock.start()
+    with opened(timed_link(clock, latency_ms=0.5)) as device:
+        device.upload([bulk_of(10_000)], "weights", is_bulk=True).await_done()
+    assert clock.ms == pytest.approx(10 * 1.5 + 0.4)
+
+
+def test_a_lane_that_was_idle_begins_when_a_transfer_is_submitted() -> None:
+    clock = FlyingClock()
+    clock.start()
+    with opened(timed_link(clock)) as device:
+        device.upload([bulk_of(500)], "x").await_done()
+        clock.ms = 10.0
+        device.upload([bulk_of(500)], "x").await_done()
+    assert clock.ms == pytest.approx(10.5)
+
+
+def test_what_waits_for_another_lane_holds_nobody_up() -> None:
+    held = Held([torch.ones(3)])
+    with opened(TimedLink()) as device:
+        behind = device.upload(held.tensors, "x", after=held)
+        device.upload([torch.ones(2)], "y").await_done()
+        assert not behind.is_done()
+        assert behind.tensors[0].isnan().all()
+        held.let_go()
+        (copy,) = behind.wait(Edge.INPUTS)
+        assert copy.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_hosts_clock_waits_until_then_or_an_interrupt() -> None:
+    clock, interrupt = Clock(), threading.Event()
+    until = clock.now_ms() + 2.0
+    clock.wait_until(until, interrupt)
+    assert clock.now_ms() >= until
+    interrupt.set()
+    clock.wait_until(clock.now_ms() + 1e9, interrupt)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"bytes_per_ms": 0.0}, {"bytes_per_ms": float("nan")}, {"latency_ms": -1.0}, {"chunk_bytes": 0}]
+)
+def test_a_link_with_senseless_figures_is_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="a link needs bytes_per_ms > 0"):
+        TimedLink(**arguments)
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6),
+    dtype=st.sampled_from([torch.uint8, torch.float32, torch.complex128]),
+    layout=st.sampled_from(["contiguous", "transposed", "strided", "expanded"]),
+    max_bytes=st.integers(1, 400),
+)
+def test_pieces_are_small_and_make_every_element_once(
+    shapes: list[list[int]], dtype: torch.dtype, layout: str, max_bytes: int
+) -> None:
+    sources = [make(shape, dtype, layout) for shape in shapes]
+    pairs = pairs_of(sources)
+    pieces = pieces_of(pairs, max_bytes)
+    for piece in pieces:
+        num_bytes = num_bytes_of([copy for copy, _ in piece])
+        assert num_bytes <= max_bytes or [copy.numel() for copy, _ in piece] == [1]
+    assert sum(copy.numel() for piece in pieces for copy, _ in piece) == sum(s.numel() for s in sources)
+    for piece in pieces:
+        for copy, source in piece:
+            copy.copy_(source)
+    assert all(torch.equal(copy, source) for (copy, _), source in zip(pairs, sources, strict=True))
+
+
+def make(shape: list[int], dtype: torch.dtype, layout: str) -> Tensor:
+    """A tensor with numbers that differ."""
+    if layout == "expanded":
+        return torch.arange(1, 1 + shape[-1]).to(dtype).expand(shape) if shape else torch.ones((), dtype=dtype)
+    if layout == "strided":
+        shape = [2 * n for n in shape]
+    numbers = torch.arange(1, 1 + torch.Size(shape).numel()).to(dtype).reshape(shape)
+    if layout == "strided":
+        return numbers[tuple(slice(None, None, 2) for _ in shape)]
+    return numbers.permute(tuple(reversed(range(len(shape))))) if layout == "transposed" else numbers
+
+
+def test_small_tensors_share_a_chunk() -> None:
+    pieces = pieces_of(pairs_of([bulk_of(n) for n in (300, 300, 300, 2500, 400, 600, 1)]), 1000)
+    assert [[len(copy) for copy, _ in piece] for piece in pieces] == [
+        [300, 300, 300],
+        [1000],
+        [1000],
+        [500, 400],
+        [600, 1],
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of tensors
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "plain": lambda: torch.randn(3, 4),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "every other": lambda: torch.randn(3, 8)[:, ::2],
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "empty": lambda: torch.empty(0, 3),
+    "0-dim": lambda: torch.tensor(3.0),
+    "bool": lambda: torch.tensor([True, False, True]),
+    "int": lambda: torch.arange(5),
+    "uint8": lambda: torch.arange(5, dtype=torch.uint8),
+    "bf16": lambda: torch.randn(5).bfloat16(),
+    "complex": lambda: torch.randn(4, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(4, dtype=torch.complex64).conj(),
+    "parameter": lambda: nn.Parameter(torch.randn(3)),
+    "part of a graph": lambda: torch.randn(3, requires_grad=True) * 2,
+}
+LINKS: dict[str, Callable[[], Link]] = {
+    "timed": lambda: TimedLink(chunk_bytes=16),
+    "modelled": lambda: TimedLink(25e6, 0.01),
+    "lazy": LazyLink,
+}
+
+
+@pytest.mark.parametrize("is_bulk", [True, False], ids=["bulk", "activation"])
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_copies_equal_their_sources_and_share_nothing_with_them(kind: str, link: str, is_bulk: bool) -> None:
+    source = TENSORS[kind]()
+    with opened(LINKS[link]()) as device:
+        (copy,) = device.upload([source], "x", is_bulk=is_bulk).wait(Edge.WEIGHTS)
+        assert torch.equal(copy, source)
+        assert (copy.dtype, copy.shape, copy.requires_grad) == (source.dtype, source.shape, False)
+        assert copy.numel() == 0 or copy.data_ptr() != source.data_ptr()
+        if kind in ("plain", "transposed", "channels last"):
+            assert copy.stride() == source.stride()
+        assert device.h2d.num_bytes == source.numel() * source.element_size()
+        assert device.d2h.num_bytes == 0
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("is_coalesced", [True, False])
+def test_sparse_gradients_travel_as_they_are(link: str, is_coalesced: bool) -> None:
+    gradient = torch.sparse_coo_tensor(
+        [[1, 2 if is_coalesced else 1]], torch.randn(2, 3), (4, 3), check_invariants=True
+    )
+    if is_coalesced:
+        gradient = gradient.coalesce()
+    with opened(LINKS[link]()) as device:
+        (copy,) = device.download([gradient], "gradients", is_bulk=True).wait(Edge.GRADIENTS)
+        assert copy.layout is torch.sparse_coo
+        assert copy.is_coalesced() is is_coalesced
+        assert torch.equal(copy.to_dense(), gradient.to_dense())
+        assert torch.equal(copy._values(), gradient._values())
+        assert device.d2h.num_bytes == 2 * 3 * 4
+        device.free([copy])
+        assert copy._values().isnan().all()
+
+
+def test_sparse_copies_are_poisoned_until_they_are_made() -> None:
+    gradient = torch.sparse_coo_tensor([[1]], torch.randn(1, 3), (4, 3), check_invariants=True)
+    with opened(LazyLink()) as device:
+        transfer = device.download([gradient], "gradients")
+        assert transfer.tensors[0].to_dense()[1].isnan().all()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_tensors_of_inference_mode_travel_and_are_freed(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        with torch.inference_mode():
+            source = torch.ones(10)
+            (copy,) = device.upload([source], "x").wait(Edge.INPUTS)
+            snapshot = device.snapshot(copy)
+        assert copy.tolist() == [1.0] * 10
+        device.free([copy, snapshot])
+        assert copy.isnan().all()
+        assert snapshot.isnan().all()
+
+
+def test_nothing_takes_no_time() -> None:
+    for link in (TimedLink(), LazyLink()):
+        with opened(link) as device:
+            assert device.upload([], "nothing").is_done()
+        assert lane_threads() == []
+
+
+# -------------------------------------------------------------------------------------------------------------- poison
+
+
+@pytest.mark.parametrize(
+    ("source", "is_poisoned"),
+    [
+        (torch.ones(2), lambda t: bool(t.isnan().all())),
+        (torch.ones(2, dtype=torch.complex64), lambda t: bool(t.isnan().all())),
+        (torch.ones(2, dtype=torch.int64), lambda t: t.tolist() == [-(2**63)] * 2),
+        (torch.ones(2, dtype=torch.bool), lambda t: t.tolist() == [False] * 2),
+    ],
+)
+def test_a_copy_is_poisoned_until_somebody_waits_for_it(source: Tensor, is_poisoned: Callable[[Tensor], bool]) -> None:
+    with opened(LazyLink()) as device:
+        transfer = device.upload([source], "x")
+        assert not transfer.is_done()
+        assert is_poisoned(transfer.tensors[0])
+        assert torch.equal(transfer.wait(Edge.INPUTS)[0], source)
+        assert transfer.is_done()
+
+
+def test_bulk_arrives_chunk_by_chunk() -> None:
+    clock = FlyingClock()
+    seen: list[list[float]] = []
+    with opened(timed_link(clock, chunk_bytes=8)) as device:
+        transfer = device.upload([torch.ones(6)], "weights", is_bulk=True)
+        clock.at(0.012, lambda: seen.append(transfer.tensors[0].tolist()))
+        clock.start()
+        transfer.await_done()
+    assert [x == 1.0 for x in seen[0]] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_memory_is_poisoned_when_it_is_freed_and_not_before_its_last_reader(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        on_device = torch.ones(1000)
+        transfer = device.download([on_device], "output", is_bulk=True)
+        assert device.free([on_device], after=transfer) is transfer
+        (copy,) = transfer.wait(Edge.OFFLOADED)
+    assert copy.tolist() == [1.0] * 1000
+    assert on_device.isnan().all()
+
+
+def test_a_source_is_read_when_the_copy_is_made() -> None:
+    with opened(LazyLink()) as device:
+        source = torch.ones(2)
+        transfer = device.download([source], "output")
+        assert device.free([source]) is None  # too early: nobody waits for the reader
+        assert transfer.wait(Edge.OFFLOADED)[0].isnan().all()
+
+
+def test_freeing_poisons_expanded_tensors_too() -> None:
+    with opened(LazyLink()) as device:
+        tensor = torch.ones(3, 1).expand(3, 4)
+        device.free([tensor])
+        assert tensor.isnan().all()
+
+
+# -------------------------------------------------------------------------------------------------------------- chains
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_chain_over_two_devices_needs_a_wait_at_its_end_only(link: str) -> None:
+    shared = LINKS[link]()
+    with opened(shared) as first, opened(shared) as second:
+        x = torch.randn(100)
+        transfer = first.upload([x], "x")
+        for device, lane in [(first, "d2h"), (second, "h2d"), (second, "d2h"), (first, "h2d")]:
+            transfer = getattr(device, lane).submit(transfer.tensors, is_bulk=False, after=transfer)
+        assert torch.equal(transfer.wait(Edge.INPUTS)[0], x)
+
+
+def test_a_lazy_chain_without_its_wait_carries_poison() -> None:
+    with opened(LazyLink()) as device:
+        down = device.download([torch.ones(2)], "output")
+        up = device.upload(down.tensors, "input")  # without "after"
+        assert up.wait(Edge.INPUTS)[0].isnan().all()
+
+
+def test_lazy_transfers_are_made_once_when_many_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    copy_all = virtual_lanes.copy_all
+
+    def counting(pairs: list[Pair]) -> None:
+        made.append(len(pairs))
+        copy_all(pairs)
+
+    monkeypatch.setattr(virtual_lanes, "copy_all", counting)
+    num_threads = 8
+    barrier = threading.Barrier(num_threads)
+    found: list[float] = []
+    with opened(LazyLink()) as device:
+        down = device.download([torch.ones(1000)] * 3, "output")
+        up = device.upload(down.tensors, "input", after=down)
+
+        def wait(transfer: Transfer) -> None:
+            barrier.wait(JOIN_S)
+            found.append(sum(float(t.sum()) for t in transfer.wait(Edge.INPUTS)))
+
+        run_threads([functools.partial(wait, (up, down)[i % 2]) for i in range(num_threads)])
+    assert made == [3, 3]
+    assert found == [3000.0] * num_threads
+
+
+def run_threads(works: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+class CopyFailure(RuntimeError):
+    """Raised in place of a copy."""
+
+
+@pytest.fixture
+def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of 13 elements fail."""
+    copy_all = virtual_lanes.copy_all
+
+    def failing(pairs: list[Pair]) -> None:
+        if any(source.numel() == 13 for _, source in pairs):
+            raise CopyFailure("13")
+        copy_all(pairs)
+
+    monkeypatch.setattr(virtual_lanes, "copy_all", failing)
+
+
+@pytest.mark.usefixtures("failing_copies")
+@pytest.mark.parametrize("link", LINKS)
+def test_an_error_in_a_copy_reaches_all_who_wait_and_nobody_else(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        bad = device.download([torch.ones(13)], "output")
+        behind = device.upload(bad.tensors, "input", after=bad)
+        good = device.download([torch.ones(2)], "output")
+        on_device = torch.ones(1)
+        device.free([on_device], after=bad)
+        device.memory.release("activations", 0, bad)
+        for _ in range(2):
+            with pytest.raises(CopyFailure):
+                bad.wait(Edge.OFFLOADED)
+            with pytest.raises(CopyFailure):
+                behind.wait(Edge.INPUTS)
+        assert bad.is_done()
+        assert behind.is_done()
+        assert good.wait(Edge.OFFLOADED)[0].tolist() == [1.0, 1.0]
+        device.memory.settle()
+    assert on_device.isnan().all()
+
+
+@pytest.mark.usefixtures("failing_copies")
+@pytest.mark.parametrize("link", LINKS)
+def test_an_error_that_nobody_waits_for_does_not_disturb_the_end_of_a_step(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        bad = device.upload([torch.ones(13)], "x")
+        good = device.upload([torch.ones(2)], "y")
+    assert good.wait(Edge.INPUTS)[0].tolist() == [1.0, 1.0]
+    with pytest.raises(CopyFailure):
+        bad.await_done()
+
+
+def test_an_error_behind_a_copy_fails_the_lane_for_the_rest_of_the_step() -> None:
+    def fail() -> None:
+        raise CopyFailure("behind")
+
+    called: list[str] = []
+    with opened(TimedLink()) as device:
+        held = Held([torch.ones(1)])
+        transfer = device.upload(held.tensors, "x", after=held)
+        transfer.when_done(Edge.FREED, fail)
+        transfer.when_done(Edge.FREED, lambda: called.append("the next one"))
+        held.let_go()
+        transfer.await_done()  # it was made
+        with pytest.raises(CopyFailure):
+            device.upload([torch.ones(1)], "y").await_done()
+        assert called == ["the next one"]
+        device.close()
+        device.open()
+        device.upload([torch.ones(1)], "y").await_done()
+
+
+# ------------------------------------------------------------------------------------------------- the end of a step
+
+
+def test_threads_live_as_long_as_a_step_and_only_where_something_moves() -> None:
+    with opened(TimedLink()) as device:
+        assert lane_threads() == []
+        device.upload([torch.ones(1)], "x").await_done()
+        assert lane_threads() == ["h2d of virtual device 0"]
+    assert lane_threads() == []
+
+
+def test_what_is_under_way_at_the_end_is_made_without_delay() -> None:
+    with opened(TimedLink(latency_ms=1e9, chunk_bytes=1000)) as device:
+        sources = [bulk_of(5000), bulk_of(10)]
+        transfers = [device.upload([source], "x", is_bulk=len(source) > 1000) for source in sources]
+        freed = [torch.ones(1), torch.ones(1)]
+        for tensor, transfer in zip(freed, transfers, strict=True):
+            device.free([tensor], after=transfer)
+            device.memory.reserve("other", 4)
+            device.memory.release("other", 4, transfer)
+        waiter = threading.Thread(target=transfers[0].await_done)
+        waiter.start()
+    waiter.join(JOIN_S)
+    assert not waiter.is_alive()
+    for source, transfer in zip(sources, transfers, strict=True):
+        assert torch.equal(transfer.wait(Edge.WEIGHTS)[0], source)
+    assert all(tensor.isnan().all() for tensor in freed)
+    device.memory.settle()
+    assert device.memory.used == 0
+    assert lane_threads() == []
+
+
+def test_lazy_copies_that_nobody_waited_for_are_made_at_the_end() -> None:
+    with opened(LazyLink()) as device:
+        down = device.download([torch.ones(2)], "output")
+        up = device.upload(down.tensors, "input", after=down)
+        freed = torch.ones(1)
+        device.free([freed], after=up)
+    assert up.is_done()
+    assert up.tensors[0].tolist() == [1.0, 1.0]
+    assert freed.isnan().all()
+
+
+def test_what_waits_for_something_else_at_the_end_is_given_up() -> None:
+    held = Held([torch.ones(2)])
+    with opened(TimedLink()) as device:
+        transfer = device.upload(held.tensors, "inputs of unit 3", after=held)
+        freed = torch.ones(1)
+        device.free([freed], after=transfer)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                transfer.wait(Edge.INPUTS)
+            except TransferGivenUp as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+    waiter.join(JOIN_S)
+    assert [str(error) for error in errors] == [
+        "h2d of virtual device 0: the step ended before inputs of unit 3 was made"
+    ]
+    assert freed.isnan().all()
+    held.let_go()  # too late, and without effect
+    assert transfer.tensors[0].isnan().all()
+    assert lane_threads() == []
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_between_steps_a_lane_is_closed(link: str) -> None:
+    device = VirtualDevice(0, link=LINKS[link]())
+    with pytest.raises(RuntimeError, match="no step is open: h2d of virtual device 0 cannot copy weights of a"):
+        device.upload([torch.ones(1)], "weights of a")
+    for _ in range(2):
+        device.open()
+        assert device.upload([torch.ones(1)], "x").wait(Edge.INPUTS)[0].item() == 1.0
+        device.close()
+        device.close()
+    with pytest.raises(RuntimeError, match="no step is open"):
+        device.download([torch.ones(1)], "x")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_lanes_do_not_keep_what_was_copied_alive(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        left: list[weakref.ref[Any]] = []
+        for is_bulk in (True, False):
+            memory = np.ones(100, dtype=np.float32)  # lives as long as a tensor that shares it
+            transfer = device.upload([torch.from_numpy(memory)], "x", is_bulk=is_bulk)
+            transfer.await_done()
+            left += [weakref.ref(memory), weakref.ref(transfer)]
+            del memory, transfer
+        device.upload([torch.ones(1)], "y").await_done()  # the lane has let go of what came before
+        assert [reference() for reference in left] == [None] * 4
+
+
+# --------------------------------------------------------------------------------------------------- the device itself
+
+
+class ClockedDevice(VirtualDevice):
+    """Its stamps are of a clock that the lane moves."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(0, link=timed_link(clock))
+        self._clock = clock
+
+    def stamp(self) -> float:
+        return self._clock.now_ms()
+
+
+def test_traced_transfers_have_the_time_in_which_they_moved() -> None:
+    clock = FlyingClock()
+    clock.start()
+    device = ClockedDevice(clock)
+    device.open()
+    device.upload([bulk_of(100)], "before").await_done()
+    device.moved = []
+    device.upload([bulk_of(2500)], "weights of a", is_bulk=True).await_done()
+    device.upload([], "nothing")
+    device.close()
+    ((lane, start, end, label),) = device.moved
+    assert (lane, label) == ("h2d", "weights of a")
+    assert (start, end) == pytest.approx((0.1, 2.6))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_both_lanes_are_traced(link: str) -> None:
+    with opened(LINKS[link]()) as device:
+        device.moved = []
+        up = device.upload([torch.ones(2)], "x")
+        device.download(up.wait(Edge.INPUTS), "y").await_done()
+    assert [(moved.lane, moved.label) for moved in device.moved] == [("h2d", "x"), ("d2h", "y")]
+    assert all(device.elapsed_ms(moved.start, moved.end) >= 0 for moved in device.moved)
+
+
+def test_the_fast_mode_has_no_copies_of_its_own() -> None:
+    device = VirtualDevice(1)
+    assert device.aliases_host
+    assert not device.is_shared
+    assert not device.counts_activations
+    assert all(isinstance(lane, DirectLane) for lane in (device.h2d, device.d2h))
+    tensor = torch.ones(2)
+    assert device.free([tensor]) is None
+    assert tensor.tolist() == [1.0, 1.0]
+    assert device.peak_memory_bytes is None
+    with device.computing():
+        assert device._busy.locked()
+    with device.occupied():
+        assert device._busy.locked()
+    assert device.statistics() == {"unit_runs": 1, "h2d_bytes": 0, "d2h_bytes": 0}
+
+
+def test_a_linked_device_says_what_it_is_and_what_it_had() -> None:
+    with opened(LazyLink(), memory_limit=100) as device:
+        assert not device.aliases_host
+        assert device.is_shared
+        assert device.counts_activations
+        assert isinstance(device.h2d, Lane)
+        device.memory.reserve("weights", 60)
+        device.memory.reserve("gradients", 40)
+        device.memory.release("weights", 60)
+        device.memory.reserve("activations", 10)
+        assert device.peak_memory_bytes == 100
+        statistics = device.statistics()
+    assert {kind: statistics[f"peak_{kind}_bytes"] for kind in ("weights", "gradients", "activations", "other")} == {
+        "weights": 60.0,
+        "gradients": 40.0,
+        "activations": 10.0,
+        "other": 0.0,
+    }
