@@ -1,9 +1,20 @@
-"""Runs of the same training in plain Lightning and pipelined, and their comparison."""
+"""Runs of the same training in plain Lightning and pipelined, and their comparison.
+
+[Note: ways to copy]
+Every test here runs on virtual devices in these ways, which ``--devices=NAME`` (or ``all``) chooses from:
+
+- ``aliases``: weights are shared with the host and nothing travels, which is the default of the strategy.
+- ``lazy``: everything travels, and a copy is made when somebody waits for it and no sooner. Where a wait is missing,
+  the test reads poison, in every run.
+- ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
+
+Without the option it is the first two.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink
 
 MakeModule = Callable[[], L.LightningModule]
 MakeData = Callable[[], Iterable[Any]]
@@ -33,6 +46,19 @@ _TRAINER_OPTIONS = {
 }
 _SEED = 1234
 _RTOL, _ATOL = 1e-4, 1e-6
+# See [Note: ways to copy]. 25 GB/s and 10 microseconds are what PCIe 4.0 x16 gives.
+_LINKS: dict[str, Callable[[], Link | None]] = {
+    "aliases": lambda: None,
+    "lazy": LazyLink,
+    "copies": lambda: TimedLink(bytes_per_ms=25e6, latency_ms=0.01),
+}
+_BY_DEFAULT = ("aliases", "lazy")
+# Devices and micro-batches that every kind of model is tried on.
+_PIPELINES: dict[str, dict[str, Any]] = {
+    "2x3": {"devices": 2, "num_microbatches": 3},
+    "4x5": {"devices": 4, "num_microbatches": 5},
+    "2x3-copies": {"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}},
+}
 
 
 @dataclass
@@ -187,6 +213,46 @@ def _assert_pipelined(outcome: Outcome, *, devices: int, num_microbatches: int, 
     assert outcome.num_off_plan == 0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = [*_LINKS, "all"]
+    parser.addoption("--devices", choices=choices, help="ways to copy in the parity tests; default: aliases and lazy")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs every test in the chosen ways to copy, and on all pipelines if it asks for one."""
+    chosen = metafunc.config.getoption("--devices", None)  # only there if pytest was given this folder
+    ways = list(_LINKS) if chosen == "all" else [chosen] if chosen else _BY_DEFAULT
+    if "pipeline" not in metafunc.fixturenames:
+        metafunc.parametrize("way_to_copy", ways, indirect=True)
+        return
+    both = [
+        pytest.param(way, pipeline, id=f"{way}-{name}")
+        for way in ways
+        for name, pipeline in _PIPELINES.items()
+        # Where everything is copied anyhow, a pipeline that copies is another one once more.
+        if way == "aliases" or "strategy_options" not in pipeline
+    ]
+    metafunc.parametrize(("way_to_copy", "pipeline"), both, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """See [Note: ways to copy]."""
+    link = _LINKS[request.param]()
+    made: list[DevicePool] = []
+    if link is not None:
+        make = DevicePool.__init__
+
+        def make_with_link(pool: DevicePool, *args: Any, **kwargs: Any) -> None:
+            make(pool, *args, **{**kwargs, "link": link})
+            made.append(pool)
+
+        monkeypatch.setattr(DevicePool, "__init__", make_with_link)
+    yield str(request.param)
+    for device in (device for pool in made for device in pool.devices):
+        assert device.h2d.num_bytes or not device.num_unit_runs, "units ran, and nothing had been copied for them"
+
+
 @pytest.fixture(autouse=True)
 def one_thread_per_operator() -> None:
     """Threads would split sums differently in the reference than in a virtual device, and these models are tiny."""
@@ -211,14 +277,7 @@ def assert_pipelined() -> Callable[..., None]:
     return _assert_pipelined
 
 
-@pytest.fixture(
-    params=[
-        {"devices": 2, "num_microbatches": 3},
-        {"devices": 4, "num_microbatches": 5},
-        {"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}},
-    ],
-    ids=["2x3", "4x5", "2x3-copies"],
-)
+@pytest.fixture
 def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Devices and micro-batches that every kind of model is tried on, as arguments of ``assert_parity``.
 
