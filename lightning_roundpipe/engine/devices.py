@@ -145,7 +145,7 @@ class Device(ABC):
         """A step has ended, well or not: lanes have no thread and nothing under way afterwards."""
         self.h2d.close()
         self.d2h.close()
-        self.memory.settle()
+        self.memory.end_step()
 
     def dispose(self) -> None:  # noqa: B027
         """The pool is given up: what was changed in the process for it is put back."""

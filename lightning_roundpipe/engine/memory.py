@@ -133,12 +133,15 @@ class DeviceMemory:
         passing.await_done()
         return True
 
-    def settle(self) -> None:
-        """A step has ended: what was on its way back is back."""
+    def end_step(self) -> None:
+        """A step has ended, well or not: what was on its way back is back, and only weights are still there."""
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
             for _, kind, num_bytes in leaving:
                 self._used[kind] -= num_bytes
+            for kind in KINDS:
+                if kind != "weights":
+                    self._used[kind] = 0
 
     def _describe(self, kind: Kind, num_bytes: int) -> str:
         there = ", ".join(f"{name} {self._used[name] / _MIB:.1f}" for name in KINDS)
