@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from .randomness import ForeignRandomness
 from .recompute import Call, Entry, Facts, Slot
 from .transfer import Edge
 from .unit_run import UnitResult, UnitRunner
+from .working_copies import WorkingCopies
 
 _MAX_FACTS = 64
 Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
@@ -27,6 +29,7 @@ class ForwardResult:
 
     Attributes:
         unit: the unit's own result.
+        replica: on which it was made: the one given, or one of the unit's full form, if there was something to learn.
         passed_through: index of a result leaf -> index of the argument leaf that it is.
         changed: argument leaves that the unit changed in place.
         outputs: tensors for glue, by slot; never views of device copies, which are freed when the stage ends.
@@ -34,6 +37,7 @@ class ForwardResult:
     """
 
     unit: UnitResult
+    replica: Replica
     outputs: dict[Slot, Tensor] = field(default_factory=dict)
     passed_through: dict[int, int] = field(default_factory=dict)
     changed: list[int] = field(default_factory=list)
@@ -47,19 +51,35 @@ class ForwardRunner:
     runner: UnitRunner
     cargo: Cargo
     anchor: Tensor
+    weights: WorkingCopies
 
-    def run(self, call: Call, replica: Replica, leaves: list[Any], *, records: bool, key: Hashable) -> ForwardResult:
+    def run(
+        self,
+        call: Call,
+        replica: Replica,
+        leaves: list[Any],
+        *,
+        records: bool,
+        key: Hashable,
+        full: Callable[..., Replica],
+    ) -> ForwardResult:
         """Runs the unit on ``leaves`` (tensors anywhere); must be called on the replica's device.
 
         A recorded call leaves in ``call`` what its backward needs. If the unit returns other tensors than the facts
         promise, or draws foreign random numbers for the first time, it is run once more.
+
+        Args:
+            full: called as ``full(call, learns=True)``, gives the unit's replica in its full form.
         """
         unit = call.unit
         facts: Facts | None = unit.facts.get(key)
+        if facts is None and replica.is_low:
+            replica = full(call, learns=True)
         before = _snapshot(replica) if facts is None or facts.buffers else []
         done = self._attempt(call, replica, leaves, records, facts)
         if facts is not None and records and done.unit.slots.keys() != facts.slots:
             _restore(before)
+            replica = full(call, learns=True) if replica.is_low else replica
             facts, before = None, _snapshot(replica)
             done = self._attempt(call, replica, leaves, records, None)
         if facts is None:
@@ -122,9 +142,13 @@ class ForwardRunner:
         try:
             if graph:
                 enter(call, given, self.anchor)
-            done = ForwardResult(self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign))
+            with self.weights.learning(call.autocast, replica) if facts is None else contextlib.nullcontext() as casts:
+                result = self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign)
+                if casts is not None:
+                    casts.note_results(result.slots.values())
         finally:
             torch._C._set_grad_enabled(before)
+        done = ForwardResult(result, replica)
         done.unit.draws_foreign = foreign or (learning is not None and learning.has_moved())
         done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
         call.changed = done.changed

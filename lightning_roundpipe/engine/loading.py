@@ -18,11 +18,13 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
 from .gradients import GradientStore
-from .parameters import Attributes, MasterWeights, Relay, Replica
+from .parameters import Attributes, Relay, Replica
 from .pool import DevicePool
 from .units import Unit
+from .working_copies import WorkingCopies
 
 if TYPE_CHECKING:
+    from .recompute import Call
     from .step_context import Plan
 
 _NEVER = 1 << 60
@@ -87,10 +89,10 @@ class ReplicaCache:
         self._relay = relay
         self._num_hooks = 0
         self._num_uses = 0
-        self._replicas: dict[tuple[int, int], Replica] = {}
+        self._replicas: dict[tuple[int, int, bool], Replica] = {}
         self._by_device: list[list[Replica]] = [[] for _ in pool.devices]
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
-        self.weights = MasterWeights()
+        self.weights = WorkingCopies()
         for device in pool.devices:
             device.memory.evict = _Evict(self, device.index)
 
@@ -102,13 +104,16 @@ class ReplicaCache:
         """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
         self._next_use[device.index] = next_use
 
-    def load(self, unit: Unit, device: Device) -> Replica:
+    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
         """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
+
+        Args:
+            is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room to be made.
         """
-        replica = self._find(unit, device)
+        replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
         if not device.aliases_host and not self._is_there(replica):
             replica.load(self.weights, must=True)
         return replica
@@ -116,7 +121,7 @@ class ReplicaCache:
     def prefetch(self, unit: Unit, device: Device) -> bool:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
         on its way."""
-        replica = self._find(unit, device)
+        replica = self._find(unit, device, self.weights.is_low(unit))
         needed = self._next_use[device.index].get(unit, _NEVER)
         while not self._is_there(replica) and not replica.load(self.weights, must=False):
             if not self.evict(device.index, later_than=needed):
@@ -128,14 +133,17 @@ class ReplicaCache:
             replica.unload()
         return replica.is_loaded
 
-    def get(self, unit: Unit, device: Device, baseline: Callable[[], Attributes]) -> Replica:
-        """The replica of ``unit`` on ``device``, active.
+    def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
+        """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
         Args:
+            learns: whether something is to be learned about the unit, which takes the full form.
             baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
                 else.
         """
-        replica = self.load(unit, device)
+        if call.local is None:  # a graph that was kept is part of the replica that it was made on
+            call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
+        replica = self.load(call.unit, device, is_low=call.is_low)
         self._num_uses += 1
         replica.last_use = self._num_uses
         if not replica.is_active:
@@ -146,14 +154,17 @@ class ReplicaCache:
         replica.num_hooks = self._num_hooks
         return replica
 
-    def _find(self, unit: Unit, device: Device) -> Replica:
-        key = (id(unit), device.index)
+    def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
+        key = (id(unit), device.index, is_low)
         replica = self._replicas.get(key)
+        other = self._replicas.get((id(unit), device.index, not is_low))
+        if other is not None and not other.is_active:
+            other.unload()
         if replica is None or (not replica.is_active and not replica.is_current()):
             if replica is not None:
                 replica.unload()
                 self._by_device[device.index].remove(replica)
-            replica = self._replicas[key] = Replica(unit, device, self._relay)
+            replica = self._replicas[key] = Replica(unit, device, self._relay, is_low=is_low)
             self._by_device[device.index].append(replica)
         return replica
 
@@ -165,8 +176,7 @@ class ReplicaCache:
         """Ends the use of what is active on ``device``. Copies that cannot be used again are freed, others may stay."""
         for replica in self.active_on(device):
             replica.deactivate()
-            is_frozen = not any(master.requires_grad for master in replica.leaves.values())
-            if replica.unit not in self._next_use[device.index] and not is_frozen:
+            if replica.unit not in self._next_use[device.index] and not self.weights.outlast_step(replica.masters):
                 replica.unload()
 
     def evict(self, device_index: int, *, later_than: int = 0) -> bool:
@@ -192,7 +202,7 @@ class ReplicaCache:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
         for replica in list(self._replicas.values()):
             replica.deactivate()
-            if any(master.requires_grad for master in replica.leaves.values()):
+            if not self.weights.outlast_step(replica.masters):
                 replica.unload()
 
     def clear(self) -> None:
@@ -200,6 +210,7 @@ class ReplicaCache:
         for replica in list(self._replicas.values()):
             replica.unload()
         self._replicas.clear()
+        self.weights.clear()
         for row in self._by_device:
             row.clear()
 
@@ -256,15 +267,16 @@ class Loader:
             for replica in self._replicas.active_on(device):
                 replica.harvest_now(self._gradients)
             return
-        harvested = {replica.unit: replica.harvest() for replica in self._replicas.active_on(device)}
+        harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
         planned = slot.units if slot.has_gradients else ()
         for unit in planned:
-            masters, arriving = harvested.pop(unit, None) or ((), None)
-            self._gradients.add_later(masters, arriving, (unit.order, slot.stage), slot.ordinal)
-        for unit, found in harvested.items():
+            for is_low in (False, True):
+                masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
+                self._gradients.add_later(masters, arriving, (unit.order, slot.stage, is_low), slot.ordinal)
+        for (unit, is_low), found in harvested.items():
             if found is not None:  # calls off the plan
                 ordinal = self._now[device.index]
-                self._gradients.add_later(*found, (unit.order, _NEVER, device.index), ordinal)
+                self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
 
     def _load_slot(self, device: Device) -> None:
         """The weights of the slot that begins must come; those of the next one as far as there is room."""

@@ -5,7 +5,9 @@ The user's parameters are the *master weights*; they never leave the host and th
 step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
 leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, which
 come and go as :mod:`loading` decides. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
-and go home to a :class:`GradientStore` when the stage's last micro-batch leaves.
+and go home to a :class:`GradientStore` when the stage's last micro-batch leaves. A unit that has a low form (see
+[Note: working copies] in :mod:`working_copies`) has a replica of each form; in the low one, gradients are added up in
+the masters' dtype beside the leaves.
 """
 
 from __future__ import annotations
@@ -22,31 +24,12 @@ from .glue import assign
 from .gradients import GradientStore
 from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
+from .working_copies import WorkingCopies
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-
-
-class MasterWeights:
-    """Where device copies are made from: the masters themselves."""
-
-    def __init__(self) -> None:
-        self._step = 0
-
-    def begin_step(self) -> None:
-        """Trainable masters may have changed."""
-        self._step += 1
-
-    def source(self, master: nn.Parameter) -> Tensor:
-        """What to upload, on the host."""
-        return master.detach()
-
-    def generation(self, master: nn.Parameter) -> Hashable:
-        """Equal as long as a copy that was made of :meth:`source` is still right."""
-        step = self._step if master.requires_grad else -1
-        return step, id(master), master.data_ptr(), master._version, master.shape, master.dtype
 
 
 class Replica:
@@ -55,11 +38,12 @@ class Replica:
     Attributes:
         module: the copy that runs.
         leaves: leaf parameter of the copy -> master weight.
-        copies: master module -> its copy.
+        is_low: whether it has the low form of the unit.
     """
 
-    def __init__(self, unit: Unit, device: Device, relay: Relay) -> None:
+    def __init__(self, unit: Unit, device: Device, relay: Relay, *, is_low: bool = False) -> None:
         self.unit = unit
+        self.is_low = is_low
         self._relay = relay
         self.device = device
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
@@ -78,6 +62,7 @@ class Replica:
         self._generations: list[Hashable] = []
         self._weight_bytes = 0
         self._gradient_bytes = 0
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
         for module in unit.module.modules():
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
@@ -92,6 +77,11 @@ class Replica:
             leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
+
+    @property
+    def masters(self) -> Iterable[nn.Parameter]:
+        """The master weights of the unit."""
+        return self.leaves.values()
 
     def is_current(self) -> bool:
         """Whether modules and parameter objects of the unit are still the ones that were copied."""
@@ -151,11 +141,17 @@ class Replica:
         """Whether the weights are on the device, or on their way."""
         return self._upload is not None
 
-    def is_fresh(self, weights: MasterWeights) -> bool:
+    def is_fresh(self, weights: WorkingCopies) -> bool:
         """Whether what is loaded is what the masters are now."""
-        return self._generations == [weights.generation(master) for master in self.leaves.values()]
+        return self._generations == [weights.generation(*wanted) for wanted in self._wanted(weights)]
 
-    def load(self, weights: MasterWeights, *, must: bool) -> bool:
+    def _wanted(self, weights: WorkingCopies) -> list[tuple[nn.Parameter, torch.dtype]]:
+        """The masters, and in which dtype they are to be on the device."""
+        if not self.is_low:
+            return [(master, master.dtype) for master in self.masters]
+        return [(master, weights.dtype_of(self.unit, master)) for master in self.masters]
+
+    def load(self, weights: WorkingCopies, *, must: bool) -> bool:
         """Starts the upload of the weights, on a device that has copies; whether there was room.
 
         Args:
@@ -164,15 +160,15 @@ class Replica:
         Raises:
             DeviceOutOfMemoryError: if they must be there and cannot.
         """
-        masters = list(self.leaves.values())
-        sources = [weights.source(master) for master in masters]
-        num_bytes = num_bytes_of(sources)
+        wanted = self._wanted(weights)
+        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in wanted)
         if must:
             self.device.memory.reserve("weights", num_bytes)
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
         self._weight_bytes = num_bytes
-        self._generations = [weights.generation(master) for master in masters]
+        self._generations = [weights.generation(*one) for one in wanted]
+        sources = [weights.source(*one) for one in wanted]
         self._upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
         self._is_waited_for = False
         return True
@@ -212,6 +208,7 @@ class Replica:
             return
         self.is_active = False
         self.has_gradients = False
+        self._sums.clear()
         for leaf in self.leaves:
             leaf.grad = None
         self.book_gradients(False)
@@ -262,23 +259,39 @@ class Replica:
         if self.device.aliases_host or are_there == (self._gradient_bytes > 0):
             return
         if are_there:
-            num_bytes = num_bytes_of([leaf for leaf in self.leaves if leaf.requires_grad])
+            trained = [(leaf, master) for leaf, master in self.leaves.items() if leaf.requires_grad]
+            # Of a low leaf the sum, and the gradient of one call that is going to be added to it.
+            num_bytes = num_bytes_of([master for _, master in trained])
+            num_bytes += num_bytes_of([leaf for leaf, master in trained if leaf.dtype != master.dtype])
             memory.reserve("gradients", num_bytes)
             self._gradient_bytes = num_bytes
         else:
             memory.release("gradients", self._gradient_bytes, after)
             self._gradient_bytes = 0
 
+    def add_up(self) -> None:
+        """A backward has run: adds gradients in the low dtype to their sums."""
+        if not self.is_low:
+            return
+        for leaf, master in self.leaves.items():
+            if leaf.grad is not None and leaf.dtype != master.dtype:
+                gradient, leaf.grad = leaf.grad, None
+                known = self._sums.get(leaf)
+                self._sums[leaf] = gradient.to(master.dtype) if known is None else known.add_(gradient)
+
     def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
         """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""
         if not self.has_gradients:
             return None
         self.has_gradients = False
-        found = [(leaf, master) for leaf, master in self.leaves.items() if leaf.grad is not None]
-        gradients = [leaf.grad for leaf, _ in found if leaf.grad is not None]
-        for leaf, _ in found:
+        self.add_up()
+        masters, gradients = [], []
+        for leaf, master in self.leaves.items():
+            gradient = self._sums.pop(leaf, leaf.grad)
             leaf.grad = None
-        masters = [master for _, master in found]
+            if gradient is not None:
+                masters.append(master)
+                gradients.append(gradient)
         if self.device.aliases_host:
             return masters, Done(gradients)
         arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)

@@ -191,6 +191,7 @@ class Call:
         hooked: slots that carry hooks of the user in glue, with the edges at which the hooks sit.
         side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
+        is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`working_copies`.
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
         local: slots of the kept graph.
@@ -202,7 +203,7 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "kept", "leaves", "local",
+        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "kept", "leaves", "local",
         "ran", "receivers", "relayed", "relays", "side", "structure", "unit",
     )  # fmt: skip
 
@@ -221,6 +222,7 @@ class Call:
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.is_low = False
         self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
         self.facts: Facts | None = None
         self.local: dict[Slot, Tensor] | None = None

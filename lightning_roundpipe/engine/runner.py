@@ -250,7 +250,7 @@ class Engine:
         step = _Step(request, lock, states, [None] * len(states), GradientStore(), aborted, trace)
         lists = GrowingContainers(table.glue)
         succeeded = False
-        self._replicas.weights.begin_step()
+        self._replicas.weights.begin_step(training=request.loss_of is not None)
         self._pool.open()
         try:
             with contextlib.ExitStack() as stack:

@@ -72,7 +72,7 @@ class Walk:
         self._replayed: dict[Unit, list[int]] = {}
         self._visits = Visits(self.slot, shared.pool, shared.turnstile)
         self._cargo = self._visits.cargo
-        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor)
+        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor, shared.replicas.weights)
         self.state.call_unit = self.call_unit
 
     # --- stages and devices ------------------------------------------------------------------------------------
@@ -158,9 +158,7 @@ class Walk:
             stage = self._visits.stage
         else:
             stage = partition.forward_stage(position)
-            if (
-                stage != self._visits.stage
-            ):  # nobody need wait for the calls that were skipped until this one has its turn
+            if stage != self._visits.stage:  # nobody need wait for calls that were skipped until this one has its turn
                 self.shared.turnstile.pass_position(self.slot, position)
             self._visits.move_to(stage, leaves, f"inputs {call.unit.name}")
             call.backward_stage = partition.backward_stage(position) if partition.is_training else None
@@ -171,7 +169,7 @@ class Walk:
     ) -> ForwardResult:
         unit = call.unit
         key = (
-            records, torch.is_grad_enabled(), is_training, position, len(leaves),
+            self.shared.training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
             tuple(call.differentiable), call.autocast, tuple(x for x in leaves if x is None or type(x) in (bool, str)),
         )  # fmt: skip
         facts = unit.facts.get(key)
@@ -181,17 +179,18 @@ class Walk:
         counts = self.shared.is_measured or device.counts_activations
         input_bytes = tensor_bytes(leaves) if counts else 0
         with device.computing():
-            replica = self._replica(unit)
+            replica = self._replica(call, learns=facts is None)
             call.facts = facts
             booked = self._visits.book_forward(call, input_bytes)
             changes_buffers = facts is None or bool(facts.buffers)
             if changes_buffers:
                 replica.load_buffers(own=call.kept)
             started = device.stamp()
-            done = self._forward.run(call, replica, leaves, records=records, key=key)
+            done = self._forward.run(call, replica, leaves, records=records, key=key, full=self._replica)
             ended = device.stamp()
             self._cargo.settle()
             output_bytes = tensor_bytes(done.outputs.values()) if counts else 0
+            replica = done.replica
             self._visits.rebook_forward(call, input_bytes, booked, has_learned=facts is None)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
@@ -221,8 +220,8 @@ class Walk:
             for other in before:
                 self.shared.turnstile.await_position(self.slot, other, last)
 
-    def _replica(self, unit: Unit) -> Replica:
-        replica = self.shared.replicas.get(unit, self.device, self.shared.lock.baseline)
+    def _replica(self, call: Call, *, learns: bool = False) -> Replica:
+        replica = self.shared.replicas.get(call, self.device, self.shared.lock.baseline, learns=learns)
         if not self.device.aliases_host:
             self.shared.loader.prefetch(self.device)
         return replica
@@ -260,7 +259,7 @@ class Walk:
         leaves: list[Any] = []
         call.structure = trees.flatten_call(args, kwargs, [], leaves)
         with self.shared.lock.released(self.state), self.device.computing():
-            replica = self._replica(unit)
+            replica = self._replica(call, learns=True)
             replica.has_gradients = torch.is_grad_enabled()
             replica.book_gradients(replica.has_gradients)
             started = self.device.stamp()
@@ -333,7 +332,7 @@ class Walk:
         device, name = self.device, call.unit.name
         assert call.ran is not None
         with device.computing():
-            replica = self._replica(call.unit)
+            replica = self._replica(call)
             replica.book_gradients(True)
             sizes = call.ran.input_bytes, call.ran.output_bytes, call.ran.graph_bytes
             slots = list(call.gradients)
@@ -356,6 +355,7 @@ class Walk:
                     "do the same when it is called again with the same arguments."
                 )
             run_backward([local[slot] for slot in slots], gradients)
+            replica.add_up()
             ended = device.stamp()
             self._cargo.settle()
             self._visits.release(booked)

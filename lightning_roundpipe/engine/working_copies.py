@@ -1,0 +1,207 @@
+"""What device copies of weights are made from: the masters, or copies of them in the dtype that autocast computes in.
+
+[Note: working copies]
+Under mixed precision a device gets the *low* parameters of a unit (see [Note: low parameters] in :mod:`casts`) in the
+low dtype, which halves what travels. The cast is made on the host, once per step and weight, into a *working copy*
+that is kept: a buffer of the low dtype. The masters stay as they are, and gradients of low parameters add up in the
+masters' dtype.
+
+Which parameters are low is learned in runs in the masters' dtypes, for training and evaluation apart, and holds for
+one state of autocast. So a unit has two *forms*: low and full. It takes its full form
+
+- in every run that learns something about it, and from there to the end of the step,
+- in steps that begin with nothing known about it, or after it was switched to another behaviour,
+- for good, in training or in evaluation, as soon as it was called in another state of autocast there.
+
+Both forms give the same values, so that a forward in one and a recomputation in the other agree.
+
+A copy is right as long as its master does not change. Trainable masters may change between a training step and the
+next step. All others count as changed if their version, address, shape or dtype says so, or if a loop of the Trainer
+begins or ends: writes through ``.data`` leave no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .casts import CastWatch, Use, in_doubt
+from .units import Unit
+
+if TYPE_CHECKING:
+    from .parameters import Replica
+
+Autocast = tuple[bool, torch.dtype]
+# (number of elements, dtype) -> flat host tensor; its content does not matter.
+Allocate = Callable[[int, torch.dtype], Tensor]
+
+
+@dataclass
+class _Evidence:
+    """What is known about a unit.
+
+    Attributes:
+        autocast: the state in which it was called; None if there were several.
+        uses: of its parameters, the worst of all runs.
+    """
+
+    autocast: Autocast | None
+    uses: dict[nn.Parameter, Use] = field(default_factory=dict)
+
+
+@dataclass
+class _Copy:
+    """A working copy and what it was made of."""
+
+    data: Tensor
+    generation: Hashable = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype)
+
+
+class WorkingCopies:
+    """See [Note: working copies]. May be used from any thread.
+
+    Args:
+        allocate: gives the memory of the copies, for example page-locked.
+    """
+
+    def __init__(self, allocate: Allocate = _allocate) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
+        self._forms: dict[Unit, bool] = {}
+        self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
+        self._num_updates = 0
+        self._num_loops = 0
+        self._trains = False
+
+    # --- what the masters are now --------------------------------------------------------------------------------
+
+    def begin_step(self, training: bool) -> None:
+        """A step begins; a training step before it may have been followed by an update."""
+        with self._lock:
+            if self._trains:
+                self._num_updates += 1
+            self._trains = training
+            self._forms.clear()
+
+    def outlast_step(self, masters: Iterable[nn.Parameter]) -> bool:
+        """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
+        return not self._trains or not any(master.requires_grad for master in masters)
+
+    def masters_may_have_changed(self) -> None:
+        """Any master may have another value now, without a trace."""
+        with self._lock:
+            self._num_loops += 1
+
+    def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
+        if dtype == master.dtype:
+            return master.detach()
+        with self._lock:
+            copy = self._copies.get((master, dtype))
+            if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
+                copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+        generation = self.generation(master, dtype)
+        with copy.lock:  # not the other one: different weights are converted at the same time
+            if copy.generation != generation:
+                copy.data.copy_(master.detach())
+                copy.generation = generation
+        return copy.data
+
+    def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
+
+    def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
+        """Equal as long as a device copy that was made of :meth:`source` is still right."""
+        updates = self._num_updates if master.requires_grad else -1
+        now = (id(master), master.data_ptr(), master._version, master.shape, master.stride(), master.dtype)
+        return dtype, updates, self._num_loops, *now
+
+    @property
+    def host_bytes(self) -> int:
+        """What the working copies take on the host."""
+        with self._lock:
+            return sum(copy.data.numel() * copy.data.element_size() for copy in self._copies.values())
+
+    def clear(self) -> None:
+        """Forgets everything, copies included."""
+        with self._lock:
+            self._evidence.clear()
+            self._forms.clear()
+            self._copies.clear()
+
+    # --- which form a unit takes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def learning(self, autocast: Autocast, replica: Replica) -> Iterator[CastWatch | None]:
+        """Around a run of ``replica``, in the full form of its unit, in this state of autocast: learns from it."""
+        if replica.device.aliases_host or not autocast[0]:
+            yield None
+            return
+        watch = CastWatch(replica.leaves, autocast[1])
+        with watch:
+            yield watch
+        uses = {master: use for leaf, master in replica.leaves.items() if (use := watch.use_of(leaf)) is not None}
+        for leaf in in_doubt(replica.module):
+            uses[replica.leaves[leaf]] = Use.OTHER
+        self.note_run(replica.unit, autocast, uses)
+
+    def note_run(self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use]) -> None:
+        """Notes what a run of ``unit`` in its full form has made of its parameters."""
+        with self._lock:
+            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast))
+            if evidence.autocast != autocast:
+                evidence.autocast = None
+            for master, use in uses.items():
+                evidence.uses[master] = max(use, evidence.uses.get(master, use))
+            self._forms[unit] = False
+
+    def is_low(self, unit: Unit, autocast: Autocast | None = None) -> bool:
+        """Whether ``unit`` takes its low form at the moment.
+
+        Args:
+            autocast: its state at the call that is to be run; None if that is not known yet.
+        """
+        with self._lock:
+            evidence = self._evidence.get((unit, self._trains))
+            if evidence is None:
+                return False
+            if autocast is not None and evidence.autocast != autocast:
+                evidence.autocast = None
+                self._forms[unit] = False
+            form = self._forms.get(unit)
+            if form is None:
+                # Without facts its next run learns.
+                form = bool(unit.facts) and any(self._dtype_of(unit, p) != p.dtype for p in evidence.uses)
+                self._forms[unit] = form
+            return form
+
+    def dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
+        """In which dtype ``master`` travels for the low form of ``unit``."""
+        with self._lock:
+            return self._dtype_of(unit, master)
+
+    def _dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
+        evidence = self._evidence.get((unit, self._trains))
+        if evidence is None or evidence.autocast is None:
+            return master.dtype
+        dtype = evidence.autocast[1]
+        worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
+        is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
+        return dtype if is_low else master.dtype
+
+
+def _strides_for(master: Tensor) -> tuple[int, ...]:
+    """Strides that a cast of ``master`` has: its own, if it fills its memory without overlap."""
+    return torch.empty_like(master, device="meta").stride()
