@@ -43,11 +43,10 @@ class _Freed:
 
     def is_done(self) -> bool:
         """Whether they have passed. The tensors are gone then, so that the allocator has their memory."""
-        if self._event is None:
+        event, after = self._event, self._after  # another thread may let go meanwhile
+        if event is None:
             return True
-        if self._after is not None and not self._after.is_done():
-            return False
-        if not self._event.query():
+        if (after is not None and not after.is_done()) or not event.query():
             return False
         self._let_go()
         return True
@@ -65,8 +64,8 @@ class _Freed:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._tensors = []
         self._after = self._event = None
+        self._tensors = []
 
 
 class CudaDevice(Device):
