@@ -1,0 +1,364 @@
+"""The books on a device's memory: limits, what is waited for, what is evicted, and what is said when nothing helps."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.engine.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
+from lightning_roundpipe.engine.transfer import Done, Edge
+from lightning_roundpipe.engine.virtual import LazyLink, TimedLink, VirtualDevice
+
+JOIN_S = 60.0
+MIB = 2**20
+
+
+class Leaving:
+    """Something that memory waits for.
+
+    Args:
+        on_wait: called when somebody waits for it, before it has passed.
+    """
+
+    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        self.has_passed = False
+        self.num_waits = 0
+        self._on_wait = on_wait
+
+    def is_done(self) -> bool:
+        return self.has_passed
+
+    def await_done(self) -> None:
+        self.num_waits += 1
+        self._on_wait()
+        self.has_passed = True
+
+
+def test_the_limit_may_be_used_to_the_last_byte() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 60)
+    memory.reserve("activations", 40)
+    assert memory.used == 100
+    assert not memory.try_reserve("other", 1)
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve("other", 1)
+    assert memory.used == 100  # nothing was booked
+    memory.release("weights", 1)
+    assert memory.try_reserve("other", 1)
+
+
+def test_without_a_limit_everything_fits_and_is_counted() -> None:
+    memory = DeviceMemory("device")
+    memory.reserve("weights", 1 << 50)
+    assert memory.try_reserve("other", 1 << 50, ahead=True)
+    assert memory.used == memory.peak == 1 << 51
+
+
+def test_nothing_always_fits() -> None:
+    memory = DeviceMemory("device", 10)
+    memory.reserve("weights", 10)
+    memory.reserve("activations", 0)
+    assert memory.try_reserve("activations", 0, ahead=True)
+
+
+def test_the_message_says_what_is_there_and_what_does_not_fit() -> None:
+    memory = DeviceMemory("virtual device 1", 10 * MIB)
+    memory.reserve("weights", 6 * MIB)
+    memory.reserve("gradients", 2 * MIB)
+    memory.reserve("activations", MIB // 2)
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        memory.reserve("activations", 3 * MIB)
+    assert str(caught.value) == (
+        "virtual device 1 is out of memory: 3.0 MiB of activations do not fit beside what is there "
+        "(weights 6.0, gradients 2.0, activations 0.5, other 0.0 MiB) within its limit of 10.0 MiB."
+    )
+
+
+def test_peaks_are_kept_by_kind_and_together() -> None:
+    memory = DeviceMemory("device")
+    memory.reserve("weights", 60)
+    memory.release("weights", 60)
+    memory.reserve("activations", 50)
+    memory.reserve("weights", 20)
+    memory.release("activations", 50)
+    assert memory.used == 20
+    assert memory.peak == 70
+    assert memory.peaks == {"weights": 60, "gradients": 0, "activations": 50, "other": 0}
+
+
+def test_what_is_fetched_ahead_leaves_the_headroom_free() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 30
+    assert not memory.try_reserve("weights", 71, ahead=True)
+    assert memory.try_reserve("weights", 60, ahead=True)
+    memory.reserve("activations", 20)  # part of what the headroom is for
+    assert not memory.try_reserve("weights", 11, ahead=True)
+    assert memory.try_reserve("weights", 10, ahead=True)
+    memory.reserve("activations", 10)  # what is needed now may have all of it
+    assert memory.used == 100
+
+
+# ----------------------------------------------------------------------------------------------------------- leaving
+
+
+def test_what_is_read_to_its_end_counts_until_then() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 100)
+    leaving = Leaving()
+    memory.release("weights", 100, leaving)
+    assert not memory.try_reserve("other", 1)
+    assert memory.used == 100
+    assert leaving.num_waits == 0  # to try is not to wait
+    leaving.has_passed = True
+    assert memory.try_reserve("other", 100)
+    assert memory.used == memory.peak == 100
+
+
+def test_what_has_passed_already_is_taken_off_at_once() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 100)
+    memory.release("weights", 60, Done([]))
+    memory.release("weights", 40)
+    assert memory.used == 0
+
+
+def test_memory_on_its_way_back_is_waited_for_in_order_and_no_longer_than_needed() -> None:
+    memory = DeviceMemory("device", 100)
+    leaving = [Leaving() for _ in range(3)]
+    for each in leaving:
+        memory.reserve("weights", 30)
+        memory.release("weights", 30, each)
+    memory.evict = lambda num_bytes: pytest.fail("nothing had to be evicted")
+    memory.reserve("activations", 50)
+    assert [each.num_waits for each in leaving] == [1, 1, 0]
+    assert memory.used == 80
+
+
+def test_what_leaves_is_waited_for_before_anything_is_evicted() -> None:
+    memory = DeviceMemory("device", 100)
+    order: list[str] = []
+    memory.reserve("weights", 100)
+    memory.release("weights", 50, Leaving(lambda: order.append("waited")))
+
+    def evict(num_bytes: int) -> bool:
+        order.append(f"evicted for {num_bytes}")
+        memory.release("weights", 25)
+        return True
+
+    memory.evict = evict
+    memory.reserve("gradients", 100)
+    assert order == ["waited", "evicted for 100", "evicted for 100"]
+    assert memory.used == 100
+
+
+def test_what_is_evicted_may_have_to_be_waited_for_too() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 100)
+    leaving = Leaving()
+    idle = [leaving]
+
+    def evict(num_bytes: int) -> bool:
+        if idle:
+            memory.release("weights", 100, idle.pop())
+            return True
+        return False
+
+    memory.evict = evict
+    memory.reserve("weights", 70)
+    assert leaving.num_waits == 1
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve("weights", 70)
+
+
+def test_room_that_comes_back_while_nothing_is_evicted_is_used() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 100)
+
+    def evict(num_bytes: int) -> bool:
+        memory.release("weights", 100)  # by another thread
+        return False
+
+    memory.evict = evict
+    memory.reserve("activations", 100)
+    assert memory.used == 100
+
+
+def test_nothing_is_evicted_for_what_is_fetched_ahead_or_may_fail() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 100)
+    memory.evict = lambda num_bytes: pytest.fail("not for this")
+    assert not memory.try_reserve("weights", 1)
+    assert not memory.try_reserve("weights", 1, ahead=True)
+
+
+def test_at_the_end_of_a_step_only_weights_are_left() -> None:
+    memory = DeviceMemory("device")
+    leaving = [Leaving() for _ in range(3)]
+    for each, kind in zip(leaving, KINDS, strict=False):
+        memory.reserve(kind, 1)
+        memory.release(kind, 1, each)
+    for kind in KINDS:  # a step that failed left these
+        memory.reserve(kind, 5)
+    memory.end_step()
+    assert [each.num_waits for each in leaving] == [0, 0, 0]  # lanes have seen to that
+    assert memory.used == 5
+    for each in leaving:
+        each.has_passed = True
+    memory.reserve("weights", 5)
+    assert memory.used == 10  # and it leaves once only
+
+
+def test_an_error_in_what_is_waited_for_is_raised_and_the_books_stay_right() -> None:
+    def fail() -> None:
+        leaving.has_passed = True
+        raise OSError("the copy failed")
+
+    memory = DeviceMemory("device", 100)
+    leaving = Leaving(fail)
+    memory.reserve("weights", 100)
+    memory.release("weights", 100, leaving)
+    with pytest.raises(OSError, match="the copy failed"):
+        memory.reserve("weights", 50)
+    memory.reserve("weights", 50)
+    assert memory.used == 50
+
+
+# ------------------------------------------------------------------------------------------------------- with devices
+
+
+def test_room_comes_from_a_copy_that_is_made_for_it() -> None:
+    device = VirtualDevice(0, link=LazyLink(), memory_limit=400)
+    device.open()
+    on_device = torch.ones(100)
+    device.memory.reserve("activations", 400)
+    transfer = device.download([on_device], "output")
+    device.memory.release("activations", 400, device.free([on_device], after=transfer))
+    assert not device.memory.try_reserve("weights", 4)
+    device.memory.reserve("weights", 400)
+    assert transfer.is_done()
+    assert on_device.isnan().all()
+    assert transfer.tensors[0].tolist() == [1.0] * 100
+    device.close()
+
+
+def test_a_lane_that_moves_gives_room_to_a_thread_that_waits() -> None:
+    device = VirtualDevice(0, link=TimedLink(bytes_per_ms=1e4, latency_ms=0.1, chunk_bytes=1000), memory_limit=4000)
+    device.open()
+    kept = []
+    for step in range(20):
+        device.memory.reserve("activations", 3000)  # waits for the one before
+        on_device = torch.full((750,), float(step))
+        kept.append(device.download([on_device], "output", is_bulk=step % 2 == 0))
+        device.memory.release("activations", 3000, device.free([on_device], after=kept[-1]))
+    copies = [transfer.wait(Edge.OFFLOADED)[0] for transfer in kept]
+    assert device.peak_memory_bytes == 3000
+    assert device.memory.try_reserve("other", 4000)  # everything has come back
+    device.close()
+    assert [copy.tolist() for copy in copies] == [[float(step)] * 750 for step in range(20)]
+    assert device.memory.used == 0
+
+
+# -------------------------------------------------------------------------------------------------------- properties
+
+Operation = tuple[str, Kind, int]
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["reserve", "try", "ahead", "release", "leave", "pass"]),
+            st.sampled_from(KINDS),
+            st.integers(0, 60),
+        ),
+        max_size=40,
+    ),
+    headroom=st.integers(0, 40),
+)
+def test_the_books_agree_with_a_plain_count(operations: list[Operation], headroom: int) -> None:
+    limit = 100
+    memory = DeviceMemory("device", limit)
+    memory.headroom = headroom
+    booked: list[tuple[Kind, int]] = []  # in use
+    leaving: list[tuple[Leaving, int]] = []
+    peak = 0
+    for name, kind, num_bytes in operations:
+        there = sum(n for _, n in booked) + sum(n for each, n in leaving if not each.has_passed)
+        if name in ("reserve", "try", "ahead"):
+            if name == "reserve":
+                try:
+                    memory.reserve(kind, num_bytes)
+                    was_booked = True
+                except DeviceOutOfMemoryError:
+                    was_booked = False
+                must_fit = num_bytes == 0 or sum(n for _, n in booked) + num_bytes <= limit
+            else:
+                was_booked = memory.try_reserve(kind, num_bytes, ahead=name == "ahead")
+                active = sum(n for k, n in booked if k == "activations")
+                free = max(0, headroom - active) if name == "ahead" else 0
+                must_fit = num_bytes == 0 or there + num_bytes + free <= limit
+            assert was_booked == must_fit
+            if was_booked:
+                booked.append((kind, num_bytes))
+        elif name == "pass" and leaving:
+            leaving[num_bytes % len(leaving)][0].has_passed = True
+        elif booked and name in ("release", "leave"):
+            kind, size = booked.pop(num_bytes % len(booked))
+            each = Leaving() if name == "leave" and kind != "activations" else None
+            memory.release(kind, size, each)
+            if each is not None:
+                leaving.append((each, size))
+        memory.try_reserve("other", 0)  # takes off what has passed
+        there = sum(n for _, n in booked) + sum(n for each, n in leaving if not each.has_passed)
+        peak = max(peak, there)
+        assert memory.used == there <= limit
+        assert memory.peak == peak
+        assert max(memory.peaks.values()) <= memory.peak <= sum(memory.peaks.values())
+
+
+def test_threads_never_have_more_than_the_limit_together() -> None:
+    limit, num_threads, num_rounds = 1000, 8, 300
+    memory = DeviceMemory("device", limit)
+    counting = threading.Lock()
+    there = [0]
+    most = [0]
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(num_threads)
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            barrier.wait(JOIN_S)
+            for _ in range(num_rounds):
+                kind, num_bytes = rng.choice(KINDS), rng.randrange(1, 400)
+                if not memory.try_reserve(kind, num_bytes, ahead=rng.random() < 0.3):
+                    continue
+                with counting:
+                    there[0] += num_bytes
+                    most[0] = max(most[0], there[0])
+                with counting:  # before the books, so that the count is never above them
+                    there[0] -= num_bytes
+                leaving = rng.choice([None, Leaving(), Done([])])
+                memory.release(kind, num_bytes, leaving)
+                if isinstance(leaving, Leaving):
+                    leaving.has_passed = True
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+    assert errors == []
+    assert memory.try_reserve("other", limit)  # everything has come back
+    memory.release("other", limit)
+    assert memory.used == 0
+    assert 0 < most[0] <= memory.peak <= limit
