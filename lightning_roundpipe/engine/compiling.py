@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
 
 from .glue import left
 from .parameters import Replica
@@ -250,11 +250,25 @@ class UnitCompiler:
         )
 
 
+def without_flags(leaves: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
+    """Without grad mode, arguments that do not require a gradient; and which tensor each replaces, by id.
+
+    Torch would compile a unit twice: for arguments from the same device, which carry the flag still, and for those that
+    have come from elsewhere.
+    """
+    if torch.is_grad_enabled():
+        return leaves, {}
+    plain = {id(x): x.detach() for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+    given = [plain.get(id(x), x) for x in leaves]
+    return given, {id(new): x for new, x in zip(given, leaves, strict=True) if new is not x}
+
+
 def _first_line(error: BaseException) -> str:
     if isinstance(error, _NotCompiled):
         return "torch.compile is switched off, or skips it"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    cause = getattr(error, "inner_exception", error)  # what a backend raised
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import trees
-from .compiling import UnitCompiler
+from .compiling import UnitCompiler, without_flags
 from .glue import GlueLock, GlueState, UnitWrites, assign, read
 from .parameters import Replica
 from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
@@ -91,6 +91,9 @@ class UnitRunner:
             watch_randomness: whether random operators get the call's private generator.
             foreign: whether Python's and NumPy's global generators must be private as well.
         """
+        originals: dict[int, Tensor] = {}
+        if self.compiler is not None and call.facts is not None:
+            leaves, originals = without_flags(leaves)
         (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
         previous = self._set_side(call, replica, side)
         writes = UnitWrites()
@@ -118,6 +121,8 @@ class UnitRunner:
                 assign(module, name, value)
         result_leaves: list[Any] = []
         structure = trees.flatten(result, result_leaves)
+        if originals:  # what is given back is recognised by its identity
+            result_leaves = [originals.get(id(x), x) for x in result_leaves]
         slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
         slots.update(call.relayed)
         for order, (_, name, value) in enumerate(written):
