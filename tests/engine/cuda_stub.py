@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,12 +154,12 @@ class StubDriver(CudaDriver):
             poison(destination)
 
             def work() -> None:
-                to, of = there.tensor(), here.tensor()
-                if to is None or of is None:
-                    self.violations.append(f"{'destination' if to is None else 'source'} let go before its copy")
-                    return
                 with torch.inference_mode(False), torch.no_grad():
-                    to.copy_(of)
+                    to, of = there.tensor(), here.tensor()
+                    if to is not None and of is not None:
+                        to.copy_(of)
+                    else:
+                        self.violations.append(f"{'destination' if to is None else 'source'} let go before its copy")
 
             stream.give("copy", work)
 
@@ -184,9 +183,9 @@ class StubDriver(CudaDriver):
     def page_lock(self, address: int, num_bytes: int) -> int:
         if self.refuses:
             return self.refuses
-        assert not any(
-            address < other + size and other < address + num_bytes for other, size in self.locked.items()
-        ), "page-locked twice"
+        assert not any(address < other + size and other < address + num_bytes for other, size in self.locked.items()), (
+            "page-locked twice"
+        )
         self.locked[address] = num_bytes
         return 0
 

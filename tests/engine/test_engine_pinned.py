@@ -39,7 +39,7 @@ def large(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(2 * MIB, dtype=dtype)
 
 
-# --- in place ----------------------------------------------------------------------------------------------------------
+# --- in place ----------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, memory: PageLockedMemory) -> None:
@@ -116,10 +116,12 @@ def test_many_threads_lock_it_once(driver: StubDriver, memory: PageLockedMemory)
     assert len(driver.locked) == 3
 
 
-# --- own buffers -------------------------------------------------------------------------------------------------------
+# --- own buffers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8]
+)
 @pytest.mark.parametrize("shape", [(), (1,), (7, 5), (3, 0, 2), (700, 900)])
 def test_buffers_hold_any_type_and_shape(memory: PageLockedMemory, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = (torch.rand(shape) * 9).to(dtype)
