@@ -4,8 +4,9 @@
 Everything that the engine puts on a device is booked in its :class:`DeviceMemory` by kind, before it is allocated.
 Where the limit does not allow it, memory comes back in this order: what was freed already and is only read to its end
 by a copy or by queued work (that is waited for); then what merely stays in case it is needed again (weights of units
-that are not in use). If that is not enough, the step fails with :class:`DeviceOutOfMemoryError`. What is only fetched
-ahead of its time does none of this: it stays where it is until there is room.
+that are not in use); then what micro-batches that wait for their turn have fetched ahead. If that is not enough, the
+step fails with :class:`DeviceOutOfMemoryError`. What is only fetched ahead of its time does none of this: it stays
+where it is until there is room.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ class Passing(Protocol):
         """Blocks the calling thread until it has."""
 
 
+class Ahead:
+    """Bytes of activations that are booked ahead of their time, and may be lost until they are claimed."""
+
+    __slots__ = ("num_bytes", "passing")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.passing: Passing | None = None  # what brings them; set before they can be lost
+
+
 class DeviceMemory:
     """What is on a device, by kind, in bytes; see [Note: device memory]. May be used from any thread.
 
@@ -57,6 +68,7 @@ class DeviceMemory:
         self._peaks: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._peak = 0
         self._leaving: deque[tuple[Passing, Kind, int]] = deque()
+        self._ahead: dict[Ahead, None] = {}
 
     @property
     def used(self) -> int:
@@ -81,7 +93,7 @@ class DeviceMemory:
             DeviceOutOfMemoryError: if the limit does not allow it all the same; the message says what is there.
         """
         while not self.try_reserve(kind, num_bytes):
-            if not self._await_leaving() and not self.evict(num_bytes):
+            if not self._await_leaving() and not self.evict(num_bytes) and not self._lose_ahead():
                 if self.try_reserve(kind, num_bytes):  # came back meanwhile
                     return
                 raise DeviceOutOfMemoryError(self._describe(kind, num_bytes))
@@ -101,6 +113,33 @@ class DeviceMemory:
             self._used[kind] += num_bytes
             self._peaks[kind] = max(self._peaks[kind], self._used[kind])
             self._peak = max(self._peak, total)
+            return True
+
+    def reserve_ahead(self, num_bytes: int) -> Ahead | None:
+        """Books activations ahead of their time, if there is room; they may be lost until :meth:`claim`."""
+        if not self.try_reserve("activations", num_bytes, ahead=True):
+            return None
+        return Ahead(num_bytes)
+
+    def offer(self, ahead: Ahead, passing: Passing) -> None:
+        """``passing`` brings what ``ahead`` is booked for: from now on it may be lost."""
+        ahead.passing = passing
+        with self._lock:
+            self._ahead[ahead] = None
+
+    def claim(self, ahead: Ahead) -> bool:
+        """The time has come: whether it was not lost. If not, it is booked as if it had been reserved."""
+        with self._lock:
+            return self._ahead.pop(ahead, ahead) is None
+
+    def _lose_ahead(self) -> bool:
+        """Takes what was fetched ahead last off the books, when it has arrived; whether there was any."""
+        with self._lock:
+            if not self._ahead:
+                return False
+            ahead, _ = self._ahead.popitem()
+            assert ahead.passing is not None
+            self._leaving.append((ahead.passing, "activations", ahead.num_bytes))
             return True
 
     def release(self, kind: Kind, num_bytes: int, after: Passing | None = None) -> None:
@@ -137,6 +176,7 @@ class DeviceMemory:
         """A step has ended, well or not: what was on its way back is back, and only weights are still there."""
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
+            self._ahead.clear()
             for _, kind, num_bytes in leaving:
                 self._used[kind] -= num_bytes
             for kind in KINDS:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .devices import Device
+from .memory import Ahead
 from .transfer import Done, Edge, Transfer, num_bytes_of
 
 
@@ -104,6 +105,7 @@ class _Arrival(NamedTuple):
         transfer: the upload.
         shape: of the tensor; dimensions that are expanded do not travel.
         booked: bytes on the books of the worker.
+        ahead: set if they may have been lost meanwhile.
     """
 
     origin: Callable[[], Any]
@@ -111,6 +113,7 @@ class _Arrival(NamedTuple):
     transfer: Transfer
     shape: torch.Size
     booked: int
+    ahead: Ahead | None
 
 
 class Cargo:
@@ -146,7 +149,7 @@ class Cargo:
         """What was brought is not needed any more: what came of ``values``, or everything."""
         for key in list(self._arrivals) if values is None else map(id, values):
             arrival = self._arrivals.pop(key, None)
-            if arrival is not None and arrival.booked:
+            if arrival is not None and arrival.booked and self._is_booked(arrival):
                 assert self._here is not None
                 self._here.memory.release("activations", arrival.booked)
 
@@ -158,11 +161,16 @@ class Cargo:
     @property
     def booked_bytes(self) -> int:
         """Bytes on the books of the worker."""
-        return sum([arrival.booked for arrival in self._arrivals.values()])
+        return sum([arrival.booked for arrival in self._arrivals.values() if arrival.ahead is None])
+
+    def _is_booked(self, arrival: _Arrival) -> bool:
+        """Whether an arrival is on the books to stay; one that was lost is not."""
+        assert self._here is not None
+        return arrival.ahead is None or self._here.memory.claim(arrival.ahead)
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
         """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
-        return self._saved.save(tensor, self._owner(tensor), what)
+        return self._saved.save(tensor, self.owner(tensor), what)
 
     def offload(self, values: Iterable[Any], what: str) -> None:
         """Sends tensors among ``values`` down to the host; for the end of a visit, before the worker goes on."""
@@ -188,7 +196,9 @@ class Cargo:
         if here.aliases_host:
             return [value.on_host() if isinstance(value, Offloaded) else value for value in values]
         # All on their way before the first wait.
-        arrivals = [None if self._is_at_hand(x, keep_graph) else self._found(x) or self._bring(x, what) for x in values]
+        arrivals = [
+            None if self._is_at_hand(x, keep_graph) else self._claimed(x) or self._bring(x, what) for x in values
+        ]
         received = list(values)
         for i, arrival in enumerate(arrivals):
             if arrival is not None:
@@ -212,7 +222,7 @@ class Cargo:
             return False
         return not (here.is_shared and self._is_new)
 
-    def _owner(self, tensor: Tensor) -> Device | None:
+    def owner(self, tensor: Tensor) -> Device | None:
         """The worker that has ``tensor``; None if it is on the host."""
         if (owner := self._owners.get(tensor.device)) is not None:
             return owner
@@ -228,6 +238,17 @@ class Cargo:
         self.drop([value])
         return None
 
+    def _claimed(self, value: Tensor | Offloaded) -> _Arrival | None:
+        """What was sent for, if it has not been lost."""
+        arrival = self._found(value)
+        if arrival is None or arrival.ahead is None:
+            return arrival
+        del self._arrivals[id(value)]
+        if not self._is_booked(arrival):
+            return None
+        arrival = self._arrivals[id(value)] = arrival._replace(ahead=None)
+        return arrival
+
     def _bring(self, value: Tensor | Offloaded, what: str) -> _Arrival:
         arrival = self._start(value, what, must=True)
         assert arrival is not None
@@ -242,16 +263,19 @@ class Cargo:
             origin = functools.partial(_itself, value)  # kept: its id must stay its own
         else:
             origin, version = weakref.ref(value), version_of(value)
-            owner = self._owner(value)
+            owner = self.owner(value)
             offloaded = Offloaded(Done([value.detach()]), value.shape) if owner is None else self.save(value, what)
         source = offloaded.transfer
         booked = num_bytes_of(source.tensors) if here.counts_activations else 0
+        ahead = None
         if must:
             here.memory.reserve("activations", booked)
-        elif not here.memory.try_reserve("activations", booked, ahead=True):
+        elif booked and (ahead := here.memory.reserve_ahead(booked)) is None:
             return None
         transfer = here.upload(source.tensors, what, after=source)
-        arrival = self._arrivals[id(value)] = _Arrival(origin, version, transfer, offloaded.shape, booked)
+        if ahead is not None:
+            here.memory.offer(ahead, transfer)
+        arrival = self._arrivals[id(value)] = _Arrival(origin, version, transfer, offloaded.shape, booked, ahead)
         return arrival
 
 
