@@ -1,4 +1,17 @@
-"""The loss between the pipeline, which has run its backward already, and Lightning, which will call it."""
+"""The loss between the pipeline, which has run its backward already, and Lightning, which will call it.
+
+[Note: loss scaling]
+``precision="16-mixed"`` multiplies the loss by a large number before the backward, so that small gradients do not
+vanish in float16, and divides the gradients of the masters by it afterwards; a step whose gradients overflow is skipped
+and the number made smaller. The pipeline runs the backward inside ``training_step``, before Lightning multiplies
+anything, so it starts from the factor that Lightning is going to apply: the scale, divided by
+``accumulate_grad_batches``. The gradients that wait behind the loss are scaled by it; when the real factor arrives, as
+the gradient of the loss, what differs is multiplied in: nothing, unless the user does something of his own.
+
+Steps are skipped as in plain training with the whole batch. There autocast computes the gradient of a weight in
+float16, all rows at once; here the parts of the micro-batches are added up in float32, and the sum counts as
+overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 
@@ -17,7 +32,8 @@ class _MasterGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.scale = scale
         ctx.gradients = gradients
         return loss.clone()
 
@@ -26,16 +42,35 @@ class _MasterGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        if upstream.item() != 1.0:
-            gradients = [gradient.mul_(upstream.to(gradient.dtype)) for gradient in gradients]
-        return (None, None, *gradients)
+        factor = upstream.item() / ctx.scale
+        if factor != 1.0:
+            gradients = [gradient.mul_(factor) for gradient in gradients]
+        return (None, None, None, *gradients)
 
 
-def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once."""
+def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0) -> Tensor:
+    """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once.
+
+    Args:
+        scale: by which the gradients were multiplied already, see :func:`expected_scale`.
+    """
     if not gradients:
         return loss.requires_grad_()
-    return cast(Tensor, _MasterGradients.apply(loss, list(gradients.values()), *gradients))  # type: ignore[no-untyped-call]
+    return cast(
+        Tensor,
+        _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
+    )
+
+
+def expected_scale(plugin: Precision, accumulate_grad_batches: int) -> float:
+    """What the loss of a training step is going to be multiplied by before its backward, as far as it should be
+    anticipated; see [Note: loss scaling]. 1 where nothing is scaled against underflow.
+    """
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    # As a tensor, like the gradient that autograd will bring: equal to the last bit.
+    return (torch.tensor(scaler.get_scale()) / accumulate_grad_batches).item() or 1.0
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -30,7 +30,7 @@ from .engine.randomness import derive_seed
 from .engine.runner import Engine, StepRequest, StepResult
 from .host_report import HostReport
 from .log_merging import LogCapture, MetricTwins
-from .loss import hand_over, loss_of
+from .loss import expected_scale, hand_over, loss_of
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
@@ -168,11 +168,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
             if plugin.precision == "16-mixed":
                 rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
             return MixedPrecision("bf16-mixed", "cpu")
-        if plugin.scaler is not None:
-            raise MisconfigurationException(
-                "strategy='roundpipe' does not support the loss scaling of precision='16-mixed' yet: "
-                "use precision='bf16-mixed'"
-            )
         return plugin
 
     @property
@@ -320,6 +315,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 is_auto=self.options.num_microbatches == "auto",
                 devices=[device.torch_device for device in self.pool.devices] if is_limited else None,
                 forget=self.engine.forget,
+                costs=self.engine.costs,
             )
         return self._retry
 
@@ -328,8 +324,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
+        scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
         with self.precision_plugin.train_step_context(), training_settings(self._module):
-            batches, result = self._run("training_step", args, kwargs)
+            batches, result = self._run("training_step", args, kwargs, scale)
         losses = [(loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
         if all(loss is None for loss, _ in losses):
             return None
@@ -337,7 +334,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         shares = [
             loss.detach().to(self.root_device).reshape(()) * w for loss, w in losses if loss is not None and w != 0.0
         ]
-        loss = hand_over(torch.stack(shares).sum(), result.gradients)
+        loss = hand_over(torch.stack(shares).sum(), result.gradients, scale)
         if not isinstance(result.outputs[0], Mapping):
             return loss
         outputs = [{k: v for k, v in output.items() if k != "loss"} for output in result.outputs]
@@ -365,7 +362,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         batches, result = self._run(name, args, kwargs)
         return merge_outputs(result.outputs, batches.sizes, batches.weights)
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batches, StepResult]:
+    def _run(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scale: float = 1.0
+    ) -> tuple[Batches, StepResult]:
         """Splits the batch, runs the user's step on every micro-batch, replays what it logged."""
         function = getattr(self._module, name)
         (key, batch), rest = _first_argument(args, kwargs)
@@ -375,20 +374,24 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 return function(**{**kwargs, key: microbatch})
             return function(microbatch, *rest, **kwargs)
 
-        batches, (logs, result) = self.retry.run(name, batch, self._split, lambda b: self._attempt(name, call, b))
+        batches, (logs, result) = self.retry.run(
+            name, batch, self._split, lambda b: self._attempt(name, call, b, loss_scale)
+        )
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
             self._host_report.note_step(0)
         return batches, result
 
-    def _attempt(self, name: str, call: Callable[[Any], Any], batches: Batches) -> tuple[LogCapture, StepResult]:
+    def _attempt(
+        self, name: str, call: Callable[[Any], Any], batches: Batches, loss_scale: float
+    ) -> tuple[LogCapture, StepResult]:
         """Runs the step on these micro-batches; what they log is held back."""
         logs = LogCapture(self._module, len(batches.microbatches), self._metric_twins)
         request = StepRequest(
             function=call,
             microbatches=batches.microbatches,
-            weights=batches.loss_weights,
+            weights=[weight * loss_scale for weight in batches.loss_weights],
             key=name,
             seed=self._seed(name),
             loss_of=loss_of if name == "training_step" else None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from .transfer import Edge, Transfer
@@ -26,9 +27,13 @@ class GradientStore:
     """Gradients of master weights that have come home, on the host, in the masters' dtype and shape.
 
     What is added up in which order does not depend on who comes first, so that sums are the same in every run.
+
+    Args:
+        dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict) -> None:
+        self._dtypes = dtypes
         self._lock = threading.Lock()
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
@@ -79,13 +84,25 @@ class GradientStore:
             self._queues = {}
             stored, self._gradients = self._gradients, {}
         gradients = {}
+        dtypes = self._dtypes()
         for master, parts in stored.items():
             total: Tensor | None = None
             for source in sorted(parts):
                 total = _sum(total, parts[source])
             assert total is not None
+            dtype = dtypes.get(master)
+            is_of_one_unit = len({source[:1] for source in parts}) == 1 and () not in parts
+            if dtype is not None and is_of_one_unit and _overflows(total, dtype):
+                total = total.to(dtype).to(total.dtype)
             gradients[master] = total
         return gradients
+
+
+def _overflows(gradient: Tensor, dtype: torch.dtype) -> bool:
+    if gradient.is_sparse or not gradient.numel():
+        return False
+    bounds = torch.stack(torch.aminmax(gradient))
+    return bool((bounds.isfinite() & bounds.to(dtype).isinf()).any())
 
 
 def _sum(known: Tensor | None, gradient: Tensor) -> Tensor:

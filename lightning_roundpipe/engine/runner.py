@@ -247,10 +247,18 @@ class Engine:
         else:
             lock = TracedGlueLock(trace, self._exempt, aborted.is_set)
         states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
-        step = _Step(request, lock, states, [None] * len(states), GradientStore(), aborted, trace)
+        step = _Step(
+            request,
+            lock,
+            states,
+            [None] * len(states),
+            GradientStore(self._replicas.weights.gradient_dtypes),
+            aborted,
+            trace,
+        )
         lists = GrowingContainers(table.glue)
         succeeded = False
-        self._replicas.weights.begin_step(training=request.loss_of is not None)
+        self._replicas.weights.begin_step(request.key, training=request.loss_of is not None)
         self._pool.open()
         try:
             with contextlib.ExitStack() as stack:

@@ -16,8 +16,8 @@ one state of autocast. So a unit has two *forms*: low and full. It takes its ful
 Both forms give the same values, so that a forward in one and a recomputation in the other agree.
 
 A copy is right as long as its master does not change. Trainable masters may change between a training step and the
-next step. All others count as changed if their version, address, shape or dtype says so, or if a loop of the Trainer
-begins or ends: writes through ``.data`` leave no trace.
+next step. All others count as changed if their version, address, shape or dtype says so, or if another kind of step
+begins: between training and validation callbacks write through ``.data``, which leaves no trace.
 """
 
 from __future__ import annotations
@@ -83,26 +83,22 @@ class WorkingCopies:
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._num_updates = 0
         self._num_loops = 0
+        self._kind: Hashable = None
         self._trains = False
 
     # --- what the masters are now --------------------------------------------------------------------------------
 
-    def begin_step(self, training: bool) -> None:
+    def begin_step(self, kind: Hashable, *, training: bool) -> None:
         """A step begins; a training step before it may have been followed by an update."""
         with self._lock:
-            if self._trains:
-                self._num_updates += 1
-            self._trains = training
+            self._num_updates += self._trains
+            self._num_loops += kind != self._kind
+            self._kind, self._trains = kind, training
             self._forms.clear()
 
     def outlast_step(self, masters: Iterable[nn.Parameter]) -> bool:
         """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
         return not self._trains or not any(master.requires_grad for master in masters)
-
-    def masters_may_have_changed(self) -> None:
-        """Any master may have another value now, without a trace."""
-        with self._lock:
-            self._num_loops += 1
 
     def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
@@ -146,7 +142,9 @@ class WorkingCopies:
     @contextlib.contextmanager
     def learning(self, autocast: Autocast, replica: Replica) -> Iterator[CastWatch | None]:
         """Around a run of ``replica``, in the full form of its unit, in this state of autocast: learns from it."""
-        if replica.device.aliases_host or not autocast[0]:
+        # Where nothing travels there is no low form, but see gradient_dtypes.
+        has_use = not replica.device.aliases_host or (self._trains and autocast[1] is torch.float16)
+        if not autocast[0] or not has_use:
             yield None
             return
         watch = CastWatch(replica.leaves, autocast[1])
@@ -191,6 +189,22 @@ class WorkingCopies:
         """In which dtype ``master`` travels for the low form of ``unit``."""
         with self._lock:
             return self._dtype_of(unit, master)
+
+    def gradient_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
+        """Masters whose gradient autocast computes in a dtype that overflows earlier than the master's: as a whole, if
+        the batch is not split. Which is where plain training finds that its loss scale is too high.
+        """
+        found: dict[nn.Parameter, torch.dtype] = {}
+        several: set[nn.Parameter] = set()
+        with self._lock:
+            for (_, trains), evidence in self._evidence.items():
+                if not trains or evidence.autocast is None or evidence.autocast[1] is not torch.float16:
+                    continue
+                for master, use in evidence.uses.items():
+                    if use is not Use.CAST or master in found:
+                        several.add(master)
+                    found[master] = evidence.autocast[1]
+        return {master: dtype for master, dtype in found.items() if master not in several}
 
     def _dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
         evidence = self._evidence.get((unit, self._trains))

@@ -182,13 +182,16 @@ def test_several_nodes_are_rejected(make_trainer: Any) -> None:
         make_trainer(num_nodes=2)
 
 
-def test_fp16_on_gpus_is_rejected() -> None:
+def test_fp16_on_gpus_keeps_the_scaler_of_the_user() -> None:
     """What ``precision="16-mixed"`` on GPUs comes to, without a GPU at hand."""
     strategy = RoundPipeStrategy()
     strategy.parallel_devices = [torch.device("cuda", 0)]
-    strategy.precision_plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(MisconfigurationException, match=r"precision='16-mixed'.*precision='bf16-mixed'"):
-        strategy._configure_launcher()
+    plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    strategy.precision_plugin = plugin
+    strategy._configure_launcher()
+    assert strategy.precision_plugin is plugin
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == 4.0
 
 
 def test_fp16_on_the_host_falls_back_as_in_plain(make_trainer: Any) -> None:
