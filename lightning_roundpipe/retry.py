@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .batches import Batches
 from .engine.memory import DeviceOutOfMemoryError
-from .planning.plan import StageMemoryError
+from .planning.costs import CostProfile
+from .planning.plan import StageMemoryError, describe_need, needed_bytes
 from .step_state import StepState, WrittenBuffers
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Retry:
         is_auto: whether the number may be raised again and again.
         devices: of the pool. None where memory cannot run out: nothing is noted and nothing is run again.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
+        costs: of the calls of a kind of step, as far as they are known.
 
     Attributes:
         num_microbatches: kind of step -> how many micro-batches are asked for now.
@@ -57,12 +59,14 @@ class Retry:
         is_auto: bool,
         devices: Sequence[torch.device] | None,
         forget: Callable[[str], None],
+        costs: Callable[[str], CostProfile | None],
     ) -> None:
         self._root = root
         self._start = num_microbatches
         self._is_auto = is_auto
         self._devices = devices
         self._forget = forget
+        self._costs = costs
         self._written = WrittenBuffers()
         self.num_microbatches: dict[str, int] = {}
 
@@ -94,7 +98,7 @@ class Retry:
                 before = len(batches.microbatches)
                 more = self._split_again(error, state, split, before, num_retries)
                 if isinstance(more, str):
-                    raise _explained(error, kind, before, more) from error
+                    raise self._explained(error, kind, before, more) from error
                 reason = str(error)
             else:
                 self.num_microbatches[kind] = wanted
@@ -140,13 +144,17 @@ class Retry:
             f"as will be the next ones: {reason}"
         )
 
-
-def _explained(error: BaseException, kind: str, num_microbatches: int, why: str) -> Exception:
-    """The error to raise: what happened, why it was final, what to change."""
-    text = f"{kind} does not fit on the devices with {num_microbatches} micro-batches per batch, and {why}. {error}"
-    if isinstance(error, StageMemoryError):
-        return StageMemoryError(text, fits_if_split=error.fits_if_split)
-    return DeviceOutOfMemoryError(
-        f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
-        "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
-    )
+    def _explained(self, error: BaseException, kind: str, num_microbatches: int, why: str) -> Exception:
+        """The error to raise: what happened, why it was final, what takes the memory, what to change."""
+        text = f"{kind} does not fit on the devices with {num_microbatches} micro-batches per batch, and {why}. {error}"
+        if isinstance(error, StageMemoryError):
+            return StageMemoryError(text, fits_if_split=error.fits_if_split)
+        is_training = kind == "training_step"
+        costs = self._costs(kind)
+        if costs is not None and costs.calls:
+            largest = max(costs.calls, key=lambda call: needed_bytes(call, is_training=is_training))
+            text += f" Of all units {describe_need(largest, is_training=is_training)}, which is the most."
+        return DeviceOutOfMemoryError(
+            f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
+            "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
+        )

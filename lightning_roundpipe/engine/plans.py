@@ -1,11 +1,11 @@
 """Plans and schedules of an engine: made from costs, and made anew when the costs are known better.
 
 [Note: re-planning]
-The first plan of a key comes from guessed costs. After steps 2, 4, 8, 16, ... with the key a new one is made from what
-was measured, and taken if the simulator says that it saves more than 2 % of the step. That is between two steps, and
-only where calls run and in which order devices take them changes, never what is computed: results stay the same. Ever
-rarer, because a plan costs time and estimates settle. If a step makes calls that its plan does not foresee, the plan is
-made anew from the calls of its first micro-batch.
+The first plan of a key comes from guessed times, and from the sizes of the micro-batch that has recorded its calls.
+After steps 2, 4, 8, 16, ... with the key a new one is made from what was measured, and taken if the simulator says that
+it saves more than 2 % of the step. That is between two steps, and only where calls run and in which order devices take
+them changes, never what is computed: results stay the same. Ever rarer, because a plan costs time and estimates settle.
+If a step makes calls that its plan does not foresee, the plan is made anew from the calls of its first micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..planning.builders import next_first_device, round_robin
 from ..planning.costs import CostProfile
@@ -87,10 +87,10 @@ class Plans:
         estimates = CallEstimates(walk.sequence, is_training)
         if key in self._presets:
             estimates.preset(self._presets[key])
+        estimates.add_sizes(walk.runs)
         plan = self._make(tuple(walk.sequence), estimates.profile, num_microbatches, is_training)
-        # Only now: the first plan is the same in every run.
+        # Only now: times would let the first plan differ from run to run.
         estimates.add([walk.runs])
-        plan = replace(plan, workspace_bytes=_workspaces(plan.partition, estimates.profile))
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
         return plan
 

@@ -11,6 +11,8 @@ median, and the estimate is the median over the last steps, so that neither a sl
 - What runs in a B stage is the forward again and the backward; the forward is taken off.
 - A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
 - Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.
+- Sizes are known after the first run. What a call needs besides its inputs and outputs (``workspace_bytes``) is its
+  graph, and the gradients of inputs and outputs, which are there together at the end of its backward.
 """
 
 from __future__ import annotations
@@ -142,6 +144,12 @@ class CallEstimates:
             )
         self._preset = dict(zip(self._keys, profile.calls, strict=True))
 
+    def add_sizes(self, runs: Iterable[Run]) -> None:
+        """Takes the sizes of the calls of one micro-batch, without the times: they are the same in every run."""
+        for run in runs:
+            if run.position is not None:
+                self._calls[self._keys[run.position]].sizes.append((run.input_bytes, run.output_bytes, run.graph_bytes))
+
     def add(self, runs: Sequence[Sequence[Run]]) -> None:
         """Takes the runs of one step, micro-batch by micro-batch, or keeps them until their stamps are reached."""
         self._pending.append(_Measured(self._keys, runs, self._is_training))
@@ -171,18 +179,20 @@ class CallEstimates:
         scale = sum(measured for measured, _ in pairs if measured is not None) / guessed_ms if guessed_ms else 1.0
         calls = []
         for key, estimate, guess in zip(self._keys, estimates, guesses, strict=True):
-            calls.append(self._preset.get(key) or _cost_of(estimate, guess, scale))
+            calls.append(self._preset.get(key) or _cost_of(estimate, guess, scale, is_training=self._is_training))
         return CostProfile(tuple(calls))
 
 
-def _cost_of(estimate: _Estimate, guess: CallCost, scale: float) -> CallCost:
+def _cost_of(estimate: _Estimate, guess: CallCost, scale: float, *, is_training: bool) -> CallCost:
     forward_ms, backward_ms = estimate.forward_ms.value, estimate.backward_ms.value
     if forward_ms is None:
         forward_ms = scale * guess.forward_ms
     if backward_ms is None:
         backward_ms = forward_ms * guess.backward_ms / guess.forward_ms
-    sizes = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
-    return CallCost(guess.name, forward_ms, backward_ms, guess.weight_bytes, guess.gradient_bytes, *sizes)
+    given, returned, graph = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
+    workspace = graph + given + returned if is_training else graph
+    states = guess.weight_bytes, guess.gradient_bytes
+    return CallCost(guess.name, forward_ms, backward_ms, *states, given, returned, workspace)
 
 
 def _keys_of(sequence: Sequence[Unit]) -> Iterator[Key]:

@@ -26,6 +26,7 @@ from .builders import round_robin
 from .costs import CallCost, CostProfile
 from .machine import Machine
 from .partition import Partition, Piece, Stage, StageKind, assemble, forward_pieces, training_pieces
+from .quantities import format_bytes
 from .simulate import simulate
 from .stages import StageCost, StageTable
 
@@ -130,24 +131,37 @@ def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: b
     memory = machine.device_memory_bytes
     if memory is None:
         return None
-    activations = [call.input_bytes + call.output_bytes + call.workspace_bytes for call in profile.calls]
-    for position, (call, working) in enumerate(zip(profile.calls, activations, strict=True)):
-        needed = call.weight_bytes + (call.gradient_bytes if is_training else 0) + working
+    for position, call in enumerate(profile.calls):
+        needed = needed_bytes(call, is_training=is_training)
         if needed > memory:
-            fits_if_split = needed - working <= memory
-            raise StageMemoryError(_too_large(position, call, needed, working, memory), fits_if_split=fits_if_split)
-    return max(0, memory - max(activations, default=0)) // 2
+            fits_if_split = needed - _activation_bytes(call) <= memory
+            raise StageMemoryError(
+                f"Call {position}, {describe_need(call, is_training=is_training)}. That is "
+                f"{format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. Smaller "
+                "micro-batches (more of them) take less for activations, finer units less for weights and gradients: "
+                "RoundPipeStrategy(num_microbatches=..., units=[...]).",
+                fits_if_split=fits_if_split,
+            )
+    return max(0, memory - max(map(_activation_bytes, profile.calls), default=0)) // 2
 
 
-def _too_large(position: int, call: CallCost, needed: int, working: int, memory: int) -> str:
-    gib = 2**30
+def needed_bytes(call: CallCost, *, is_training: bool) -> int:
+    """Return what a device has to hold while the call runs for one micro-batch, in bytes."""
+    return call.weight_bytes + (call.gradient_bytes if is_training else 0) + _activation_bytes(call)
+
+
+def describe_need(call: CallCost, *, is_training: bool) -> str:
+    """Return what a call needs on a device, for people."""
+    gradients = f"gradients {format_bytes(call.gradient_bytes)}, " if is_training else ""
     return (
-        f"Call {position} ({call.name!r}) needs {needed / gib:.3f} GiB on a device: weights "
-        f"{call.weight_bytes / gib:.3f}, gradients {(needed - working - call.weight_bytes) / gib:.3f}, activations of "
-        f"one micro-batch {working / gib:.3f}. That is {(needed - memory) / gib:.3f} GiB over the {memory / gib:.3f} "
-        "GiB that a device has for it. Smaller micro-batches (more of them) take less for activations, finer units "
-        "less for weights and gradients: RoundPipeStrategy(num_microbatches=..., units=[...])."
+        f"{call.name!r} needs {format_bytes(needed_bytes(call, is_training=is_training))} on a device: weights "
+        f"{format_bytes(call.weight_bytes)}, {gradients}activations of one micro-batch "
+        f"{format_bytes(_activation_bytes(call))}"
     )
+
+
+def _activation_bytes(call: CallCost) -> int:
+    return call.input_bytes + call.output_bytes + call.workspace_bytes
 
 
 class _Score:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_roundpipe import RoundPipeStrategy, VirtualLink
-from lightning_roundpipe.engine.host_memory import model_memory
+from lightning_roundpipe import VirtualLink
 from lightning_roundpipe.engine.virtual import TimedLink
 from lightning_roundpipe.host_report import HostReport
 from lightning_roundpipe.options import RoundPipeOptions

@@ -15,6 +15,7 @@ from torchmetrics.aggregation import CatMetric
 
 from lightning_roundpipe.batches import Batches, microbatches_of
 from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
 from lightning_roundpipe.retry import Retry
 from lightning_roundpipe.step_state import StepState, WrittenBuffers
@@ -50,7 +51,8 @@ def forgotten() -> list[str]:
 @pytest.fixture
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
-        options: dict[str, Any] = {"is_auto": True, "devices": [HOST], "forget": forgotten.append, **kwargs}
+        options: dict[str, Any] = {"is_auto": True, "devices": [HOST], "forget": forgotten.append}
+        options |= {"costs": lambda kind: None, **kwargs}
         return Retry(root or nn.Linear(1, 1), num_microbatches, **options)
 
     return make
@@ -88,6 +90,24 @@ def test_auto_ends_with_one_row_each(make_retry: Any) -> None:
         make_retry().run("training_step", torch.zeros(5, 1), split, attempts)
     assert attempts.tried == [2, 4, 5]
     assert caught.value.__cause__ is FULL
+
+
+def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
+    mib = 2**20
+    small = CallCost("small", 1.0, 2.0, weight_bytes=mib, gradient_bytes=mib, input_bytes=mib)
+    large = CallCost(
+        "large", 1.0, 2.0, weight_bytes=2 * mib, input_bytes=mib, output_bytes=mib, workspace_bytes=3 * mib
+    )
+    retry = make_retry(costs=lambda kind: CostProfile((small, large)))
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        retry.run("training_step", torch.zeros(1, 1), split, Attempts(fits_from=99))
+    assert str(caught.value) == (
+        "training_step does not fit on the devices with 1 micro-batches per batch, and the batch cannot be split "
+        "further. device 0 is full Of all units 'large' needs 7.00 MiB on a device: weights 2.00 MiB, gradients 0 B, "
+        "activations of one micro-batch 5.00 MiB, which is the most. What helps: smaller micro-batches (a larger "
+        "num_microbatches) for activations, finer units (units=[...]) for weights and gradients, a higher "
+        "device_memory_limit for all of them."
+    )
 
 
 def test_a_given_number_is_doubled_once_in_a_step(make_retry: Any) -> None:

@@ -104,7 +104,7 @@ def test_files(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path:
 def test_a_call_that_does_not_fit(llama_file: str, run_failing: RunFailing) -> None:
     message = run_failing("plan", "--profile", llama_file, *PIPELINE, "--device-memory", "0.5GiB")
     assert "'layers.0'" in message
-    assert "GiB over the 0.500 GiB" in message
+    assert "over the 512 MiB" in message
     assert "num_microbatches" in message
 
 

@@ -160,10 +160,10 @@ def test_a_call_that_does_not_fit_is_named() -> None:
     gib = 2**30
     calls = (CallCost("embed", 1, 1, gib), CallCost("head", 1, 1, 3 * gib, 3 * gib, gib // 4, gib // 4, gib))
     with pytest.raises(
-        StageMemoryError, match=r"Call 1 \('head'\) needs 7.500 GiB .* weights 3.000, gradients 3.000, "
+        StageMemoryError, match=r"Call 1, 'head' needs 7.50 GiB .* weights 3.00 GiB, gradients 3.00 GiB, "
     ):
         plan_training(CostProfile(calls), Machine(2, 6 * gib), num_microbatches=4)
-    with pytest.raises(StageMemoryError, match=r"1.500 GiB over the 6.000 GiB .*num_microbatches=\.\.\., units="):
+    with pytest.raises(StageMemoryError, match=r"1.50 GiB over the 6.00 GiB .*num_microbatches=\.\.\., units="):
         plan_training(CostProfile(calls), Machine(2, 6 * gib), num_microbatches=4)
     plan_evaluation(CostProfile(calls), Machine(2, 5 * gib), num_microbatches=4)
     with pytest.raises(StageMemoryError, match=r"gradients 0\.000, activations of one micro-batch 1\.500"):
