@@ -12,7 +12,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.accelerators.cpu import get_cpu_stats
 from typing_extensions import override
 
-from .engine.devices import DevicePool
+from .engine.cuda import CudaDevice
+from .engine.pool import DevicePool
 
 _MAX_AUTO_VIRTUAL = 8
 
@@ -46,12 +47,18 @@ class RoundPipeAccelerator(Accelerator):
     @staticmethod
     @override
     def parse_devices(devices: int | str | list[int]) -> int | list[int]:
-        """The number of virtual devices, or the list of GPU ordinals.
+        """The number of virtual devices, or the list of GPU ordinals, one per worker.
+
+        A GPU may be listed several times, which Lightning's own accelerators refuse: it gets as many workers.
 
         Raises:
             MisconfigurationException: if the value names no device.
         """
         if torch.cuda.is_available():
+            listed = _listed(devices)
+            if len(set(listed)) < len(listed):
+                _parse_gpu_ids(list(dict.fromkeys(listed)), include_cuda=True)  # refuses what is not there
+                return listed
             return _parse_gpu_ids(devices, include_cuda=True) or []
         count = int(devices) if isinstance(devices, str) and devices.lstrip("-").isdigit() else devices
         if isinstance(count, list):
@@ -99,6 +106,14 @@ class RoundPipeAccelerator(Accelerator):
         return torch.cuda.memory_stats(device) if device.type == "cuda" else {}
 
 
+def _listed(devices: int | str | list[int]) -> list[int]:
+    """The ordinals in a list, or in a string such as ``"0,0"``; none for what is a number of devices."""
+    if isinstance(devices, str):
+        parts = [part.strip() for part in devices.split(",") if part.strip()] if "," in devices else []
+        return [int(part) for part in parts] if all(part.isdigit() for part in parts) else []
+    return [] if isinstance(devices, int) else list(devices)
+
+
 def host_statistics() -> dict[str, float]:
     """Use of cores and memory of the host in percent; nothing without ``psutil``."""
     try:
@@ -109,11 +124,13 @@ def host_statistics() -> dict[str, float]:
 
 def pool_statistics(pool: DevicePool) -> dict[str, float]:
     """Figures of every device of a pool under names such as ``"device0.unit_runs"``: its counters since the pool was
-    made, and for GPUs their memory in bytes."""
+    made, and its limit in bytes if it has one. With GPUs also how much of the host's memory is page-locked."""
     figures: dict[str, float] = {}
     for device in pool.devices:
         own = device.statistics()
-        if device.torch_device.type == "cuda":
-            own["memory_limit_bytes"] = torch.cuda.get_device_properties(device.torch_device).total_memory
+        if device.memory.limit is not None:
+            own["memory_limit_bytes"] = float(device.memory.limit)
         figures.update({f"device{device.index}.{name}": value for name, value in own.items()})
+        if isinstance(device, CudaDevice):  # all GPUs share it
+            figures.update({f"host.{name}": value for name, value in device.page_locked.statistics().items()})
     return figures

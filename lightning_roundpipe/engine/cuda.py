@@ -22,6 +22,7 @@ from .cuda_driver import CudaDriver
 from .cuda_lanes import CudaLane
 from .devices import Device
 from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
+from .pinned import PageLockedMemory
 from .transfer import Transfer
 
 # Beside the tensors: the workspace of libraries, and what the allocator cannot use of its blocks.
@@ -167,6 +168,11 @@ class CudaDevice(Device):
         if self._is_limited:
             self._driver.unlimit(self.torch_device)
         self._driver.release()
+
+    @property
+    def page_locked(self) -> PageLockedMemory:
+        """Of the host; all GPUs share it."""
+        return self._driver.host
 
     @property
     def peak_memory_bytes(self) -> int:

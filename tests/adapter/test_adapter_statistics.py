@@ -16,6 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.accelerator import pool_statistics
+from lightning_roundpipe.engine.cuda import CudaDevice
+from tests.engine.cuda_stub import StubDriver
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
@@ -72,11 +74,18 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
     assert accelerator.get_device_stats(gpu) == {"asked": gpu}, "about a GPU it answers as ever"
 
 
-def test_figures_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimpleNamespace(index=1, torch_device=torch.device("cuda", 0), statistics=lambda: {"unit_runs": 3.0})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
-    pool: Any = SimpleNamespace(devices=[device])
-    assert pool_statistics(pool) == {"device1.unit_runs": 3.0, "device1.memory_limit_bytes": 80}
+def test_figures_of_gpus() -> None:
+    driver = StubDriver()
+    devices = [CudaDevice(i, 0, num_workers=2, memory_limit=1000, driver=driver) for i in range(2)]
+    driver.host.lock(torch.ones(2**20))
+    pool: Any = SimpleNamespace(devices=devices)
+    found = pool_statistics(pool)
+    assert found["device1.memory_limit_bytes"] == 1000
+    assert found["device1.peak_memory_bytes"] == 123
+    assert found["host.page_locked_in_place_bytes"] == 4 * 2**20
+    assert {name.split(".")[0] for name in found} == {"device0", "device1", "host"}
+    for device in devices:
+        device.dispose()
 
 
 def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, make_loader: Any) -> None:
