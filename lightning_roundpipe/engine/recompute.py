@@ -61,6 +61,10 @@ class Flushing:
     def __init__(self) -> None:
         self.active = False
 
+    def is_active(self) -> bool:
+        """Whether it is."""
+        return self.active
+
 
 class Entry(torch.autograd.Function):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,8 +31,10 @@ from .checkpointing import checkpoints_passed_through
 from .compiling import UnitCompiler
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
+from .glue_parameters import GlueParameters
 from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
+from .outputs import Results
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .plans import Planner, Plans, Scheduler, scheduler_of
 from .pool import DevicePool
@@ -123,6 +126,7 @@ class _Step:
     gradients: GradientStore
     aborted: threading.Event
     trace: Trace | None
+    glue_parameters: GlueParameters
     error: BaseException | None = None
     walks: list[Walk] = field(default_factory=list)
     planned: list[Walk] = field(default_factory=list)  # those that ran by the plan
@@ -247,15 +251,9 @@ class Engine:
         else:
             lock = TracedGlueLock(trace, self._exempt, aborted.is_set)
         states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
-        step = _Step(
-            request,
-            lock,
-            states,
-            [None] * len(states),
-            GradientStore(self._replicas.weights.gradient_dtypes),
-            aborted,
-            trace,
-        )
+        gradients = GradientStore(self._replicas.weights.gradient_dtypes)
+        outputs: list[Any] = [None] * len(states)
+        step = _Step(request, lock, states, outputs, gradients, aborted, trace, GlueParameters(gradients))
         lists = GrowingContainers(table.glue)
         succeeded = False
         self._replicas.weights.begin_step(request.key, training=request.loss_of is not None)
@@ -282,6 +280,7 @@ class Engine:
         finally:
             lock.close(states, keep_writes=succeeded)
             self._replicas.end_step()
+            step.glue_parameters.drop()
             self._pool.close()
             if trace is not None:
                 trace.close()
@@ -315,6 +314,7 @@ class Engine:
             if step.trace is not None:
                 spans.extend(step.trace.spans(clock))
         self._note_strays(step, take_strays)
+        step.glue_parameters.take_home()
         for walk in step.walks:
             for parameter, gradient in walk.glue_gradients.items():
                 step.gradients.add(parameter, gradient)
@@ -337,11 +337,12 @@ class Engine:
 
     def _run_schedule(self, step: _Step, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         loader = Loader(plan, schedule, self._pool, self._replicas, step.gradients)
+        end_slot = functools.partial(_end_slot, step.glue_parameters, loader, self._pool)
         if step.trace is None:
-            turnstile = Turnstile(schedule, loader.end_slot)
+            turnstile = Turnstile(schedule, end_slot)
         else:
             step.trace.begin(schedule, indices)
-            turnstile = TracedTurnstile(step.trace, schedule, loader.end_slot)
+            turnstile = TracedTurnstile(step.trace, schedule, end_slot)
         shared = StepContext(
             plan=plan,
             turnstile=turnstile,
@@ -386,25 +387,38 @@ class Engine:
         """Body of a micro-batch thread."""
         request = step.request
         try:
-            strays = contextlib.nullcontext() if self._pool.is_virtual else StrayOperands(walk.current_torch_device)
-            with entered(walk.state), surroundings.entered(), strays:
+            with entered(walk.state), surroundings.entered(), self._strays(step, walk):
                 try:
                     step.lock.acquire(walk.state)
-                    output = request.function(request.microbatches[walk.index])
-                    if request.loss_of is not None:
-                        self._backward(step, walk, request.loss_of(output))
-                    step.outputs[walk.index] = _without_graph(output)
+                    results, roots = self._forward(request, walk)
+                    if roots:
+                        step.lock.release(walk.state)
+                        walk.backward(roots)
                 finally:
                     walk.finish()
+                step.outputs[walk.index] = results.arrive()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
             step.fail(error)
         finally:
             walk.over.set()
 
-    def _backward(self, step: _Step, walk: Walk, loss: Tensor | None) -> None:
-        share = step.request.weights[walk.index]
+    @staticmethod
+    def _strays(step: _Step, walk: Walk) -> contextlib.AbstractContextManager[Any]:
+        if walk.device.aliases_host:
+            return contextlib.nullcontext()
+        return StrayOperands(lambda: walk.device, step.glue_parameters, walk.is_flushing)
+
+    def _forward(self, request: StepRequest, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
+        """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
+
+        Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
+        """
+        output = request.function(request.microbatches[walk.index])
+        loss = None if request.loss_of is None else request.loss_of(output)
+        results = Results(output, walk.owner_of)
+        share = request.weights[walk.index]
         if loss is None or share == 0.0:
-            return
+            return results, []
         if loss.numel() != 1:
             raise ValueError(
                 f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar, for instance its mean"
@@ -416,9 +430,7 @@ class Engine:
             )
         if walk.shared.plan.recording:
             self._check_escape(walk, loss)
-        weight = torch.full_like(loss, share)
-        step.lock.release(walk.state)
-        walk.backward([loss], [weight])
+        return results, [(loss, torch.full_like(loss, share))]
 
     def _check_escape(self, walk: Walk, loss: Tensor) -> None:
         name = find_escaped([loss.grad_fn, *walk.glue_nodes()], self._replicas.leaf_names())
@@ -431,12 +443,7 @@ class Engine:
             )
 
 
-def _without_graph(output: Any) -> Any:
-    """The result with tensors detached: the step is over for them, and they must not keep its graph alive."""
-    if isinstance(output, Tensor):
-        return output.detach() if output.grad_fn is not None else output
-    if type(output) in (list, tuple):
-        return type(output)(_without_graph(item) for item in output)
-    if isinstance(output, dict) and type(output) is dict:
-        return {key: _without_graph(value) for key, value in output.items()}
-    return output
+def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
+    """The last micro-batch of a slot has left it. What glue does not need any more makes room for the next slot."""
+    glue_parameters.end_slot(pool[device_index])
+    loader.end_slot(device_index)

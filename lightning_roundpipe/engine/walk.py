@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,14 +77,19 @@ class Walk:
 
     # --- stages and devices ------------------------------------------------------------------------------------
 
-    def current_torch_device(self) -> torch.device:
-        """Where stray operands of glue go, see :mod:`strays`."""
-        return self.device.torch_device
-
     @property
     def device(self) -> Device:
         """The worker that the micro-batch is on."""
         return self._visits.device
+
+    def owner_of(self, tensor: Tensor) -> Device | None:
+        """The worker that has ``tensor``; None if it is on the host."""
+        return None if self.device.aliases_host else self._cargo.owner(tensor)
+
+    @property
+    def is_flushing(self) -> Callable[[], bool]:
+        """Tells whether the engine itself walks the glue graph of this micro-batch at the moment."""
+        return self._flushing.is_active
 
     @property
     def saved_bytes(self) -> int:
@@ -275,8 +280,12 @@ class Walk:
 
     # --- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """From the loss to the parameters; called without the glue lock."""
+    def backward(self, roots: list[tuple[Tensor, Tensor]]) -> None:
+        """From the loss to the parameters; called without the glue lock.
+
+        Args:
+            roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
+        """
         # The forward is over, also for calls at the end that this micro-batch has skipped.
         self.shared.turnstile.pass_position(self.slot, _ALL_POSITIONS)
         partition = self.shared.plan.partition
@@ -284,7 +293,8 @@ class Walk:
         self._visits.move_to(fused)
         self._in_backward = True
         with self._glue_backward("loss"):
-            self._pending.run_backward(list(roots), list(gradients))
+            self._pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        roots.clear()
         while self.calls:
             call = self.calls.pop()
             try:

@@ -1,0 +1,85 @@
+"""What a step returns to its caller: on the host, and without the graph.
+
+[Note: results]
+What ``training_step`` returns may hang on the graph of the loss, which holds the logits, and on GPUs it lives wherever
+its micro-batch happened to be. So it is detached as soon as the micro-batch has returned it, before the backward, and
+its tensors travel to the host, where those of all micro-batches can be put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from . import trees
+from .devices import Device
+from .microbatch_containers import children_of, rebuild
+from .transfer import Edge, Transfer
+
+
+class Results:
+    """What one micro-batch has returned, on its way to the host; see [Note: results].
+
+    Args:
+        output: any value; tensors are looked for in containers, dataclasses and registered pytrees.
+        worker_of: the device that has a tensor; None if it is on the host already.
+    """
+
+    def __init__(self, output: Any, worker_of: Callable[[Tensor], Device | None]) -> None:
+        self._arriving: dict[int, tuple[Tensor, Transfer]] = {}
+        sent: dict[int, Tensor] = {}  # not kept: it leads to the graph
+
+        def send(tensor: Tensor) -> Tensor:
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._send(tensor, worker_of(tensor))
+            return sent[id(tensor)]
+
+        self._output = _mapped(output, send)
+
+    def _send(self, tensor: Tensor, worker: Device | None) -> Tensor:
+        """``tensor`` without its graph, which begins to travel if it has to."""
+        detached = tensor.detach() if tensor.grad_fn is not None else tensor
+        if worker is None or tensor.layout is not torch.strided:
+            return detached.cpu()
+        self._arriving[id(detached)] = (detached, worker.download([detached], "results"))
+        return detached
+
+    def arrive(self) -> Any:
+        """The value, after a wait for what travels."""
+        return _mapped(self._output, self._received) if self._arriving else self._output
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._arriving:
+            return tensor
+        (received,) = self._arriving[id(tensor)][1].wait(Edge.RESULTS)
+        return received
+
+
+def on_host(value: Any) -> Any:
+    """``value`` with its tensors detached and on the host; the value itself if they are."""
+    return _mapped(value, lambda tensor: (tensor.detach() if tensor.grad_fn is not None else tensor).cpu())
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor in it changed; what holds no tensor that changes is kept as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    children = None if isinstance(value, PackedSequence) else children_of(value)
+    if children is not None:
+        entries = [entry for _, entry in children]
+        changed = [_mapped(entry, change) for entry in entries]
+        return value if _are_same(entries, changed) else rebuild(value, changed)
+    leaves: list[Any] = []
+    structure = trees.flatten(value, leaves)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    changed = [_mapped(leaf, change) for leaf in leaves]
+    return value if _are_same(leaves, changed) else trees.unflatten(structure, changed)
+
+
+def _are_same(left: list[Any], right: list[Any]) -> bool:
+    return all(a is b for a, b in zip(left, right, strict=True))
