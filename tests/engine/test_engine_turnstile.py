@@ -46,6 +46,7 @@ class Ride:
         self._inside = [0] * schedule.num_devices
         self._lock = threading.Lock()
         self.turnstile = Turnstile(schedule, self._end_stage)
+        self._approaches = seed % 2 == 0
         rng = random.Random(seed)
         self._routes = [
             [s for s in range(schedule.num_stages) if rng.random() >= skip_share]
@@ -78,8 +79,12 @@ class Ride:
             self.turnstile.retire(microbatch)
 
     def _visit(self, action: Action, delay: int) -> None:
-        self.turnstile.enter(action)
         device = self.turnstile.device_of(action)
+        if self._approaches:
+            self.turnstile.approach(action)
+            head = self.turnstile._head[device]
+            assert action in self.schedule.devices[device][: head + 2], "let through too early"
+        self.turnstile.enter(action)
         with self._lock:
             self._inside[device] += 1
             self.most_inside[device] = max(self.most_inside[device], self._inside[device])
@@ -187,6 +192,32 @@ def test_leaving_out_of_order_is_remembered() -> None:
     turnstile.enter(Action(0, 0))
     turnstile.leave(Action(0, 0))
     turnstile.enter(Action(1, 0))  # would block for ever if the tickets of micro-batch 1 were still out
+
+
+def test_the_next_in_line_may_approach_and_no_other() -> None:
+    schedule = Schedule(1, 3, ((Action(0, 0), Action(0, 1), Action(0, 2)),))
+    turnstile = Turnstile(schedule)
+    turnstile.join(3)
+    assert not turnstile.approach(Action(0, 0))
+    assert not turnstile.approach(Action(0, 1))
+    waited: list[bool] = []
+    third = threading.Thread(target=lambda: waited.append(turnstile.approach(Action(0, 2))))
+    third.start()
+    while not turnstile._nearing:  # it is registered before it waits
+        pass
+    assert "micro-batch 2 waits for its turn in stage 0 on device 0" in turnstile.describe()
+    turnstile.leave(Action(0, 0))
+    third.join(JOIN_S)
+    assert waited == [True]
+    assert not turnstile.approach(Action(0, 0)), "what has been left is not waited for"
+
+
+def test_those_who_approach_count_when_nobody_can_make_progress() -> None:
+    schedule = Schedule(1, 3, ((Action(0, 0), Action(0, 1), Action(0, 2)),))
+    turnstile = Turnstile(schedule)
+    turnstile.join(1)
+    with pytest.raises(PipelineStalled, match="micro-batch 2 waits"):
+        turnstile.approach(Action(0, 2))
 
 
 def test_an_abort_reaches_those_who_wait_and_those_who_come() -> None:
