@@ -16,6 +16,7 @@ import hashlib
 import random
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -122,21 +123,27 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return all(not isinstance(arg, torch.Tensor) or arg.device.type == "cpu" for arg in args)
 
 
+# GPU -> held by the unit that draws from its generator.
+_generators: dict[torch.device, threading.Lock] = {}
+
+
 @contextlib.contextmanager
 def device_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
     """On a GPU random operators draw from the device's generator: seeded here, restored after.
 
-    Only for the thread that holds the device's compute lane. Does nothing on the host.
+    Several workers on one GPU share it, so their units that draw run one at a time. Whoever holds the glue lock must
+    not ask for it: a unit may need the glue lock to end. Does nothing on the host.
     """
     if device.type != "cuda":
         yield
         return
-    before = torch.cuda.get_rng_state(device)
-    torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state(before, device)
+    with _generators.setdefault(device, threading.Lock()):
+        before = torch.cuda.get_rng_state(device)
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(before, device)
 
 
 class ForeignRandomness:

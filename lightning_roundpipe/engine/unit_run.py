@@ -140,11 +140,12 @@ class UnitRunner:
             if _has_saved_tensor_hooks():
                 # Those of non-reentrant activation checkpointing in glue must not see the tensors of a unit.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            if watch_randomness:
+                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
             if foreign:
                 stack.enter_context(self.lock.borrowed())
                 stack.enter_context(ForeignRandomness.seeded(seed))
             if watch_randomness:
-                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
                 stack.enter_context(watch)
             return replica.module.forward(*args, **kwargs), watch.num_draws
 
