@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .cuda import CudaDevice
 from .devices import Device
 from .virtual import Link, VirtualDevice
 
@@ -83,8 +84,6 @@ def _make_device(
     if torch_device.type == "cpu":
         return VirtualDevice(index, link=link, memory_limit=memory_limit)
     if torch_device.type == "cuda":
-        from .cuda import CudaDevice
-
         ordinal = torch_device.index if torch_device.index is not None else index
         return CudaDevice(index, ordinal, num_workers=num_workers, memory_limit=memory_limit)
     raise ValueError(f"device {torch_device} cannot be a worker: RoundPipe runs on 'cuda' and 'cpu' devices")

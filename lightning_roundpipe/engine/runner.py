@@ -26,7 +26,7 @@ from ..planning.costs import CostProfile
 from ..planning.machine import Machine
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
-from ..planning.timeline import Span, Timeline
+from ..planning.timeline import Timeline
 from .checkpointing import checkpoints_passed_through
 from .compiling import UnitCompiler
 from .dispatch import StepAborted, Turnstile
@@ -305,23 +305,22 @@ class Engine:
             plan = self._plans.record(request.key, walk, len(request.microbatches), request.loss_of is not None)
             first = 1
         schedule = None
-        spans: list[Span] = []
         if first < len(request.microbatches):
             schedule = self._plans.schedule(plan.partition.num_stages, len(request.microbatches) - first)
             step.planned = self._run_schedule(step, plan, schedule, range(first, len(request.microbatches)))
-            for walk in step.planned:
-                spans.extend(clock.spans_of(walk.runs, walk.index))
-            if step.trace is not None:
-                spans.extend(step.trace.spans(clock))
         self._note_strays(step, take_strays)
         step.glue_parameters.take_home()
         for walk in step.walks:
             for parameter, gradient in walk.glue_gradients.items():
                 step.gradients.add(parameter, gradient)
             walk.glue_gradients = {}
+        gradients = step.gradients.take()
+        spans = [span for walk in step.planned for span in clock.spans_of(walk.runs, walk.index)]
+        if step.trace is not None and step.planned:
+            spans.extend(step.trace.spans(clock))
         return StepResult(
             step.outputs,
-            step.gradients.take(),
+            gradients,
             Timeline(tuple(spans), len(self._pool)),
             schedule,
             plan.partition,

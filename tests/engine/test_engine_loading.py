@@ -1,0 +1,220 @@
+"""Which weights are on a device when: slots, prefetch, what stays and what has to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine.loading import slots_of
+from lightning_roundpipe.engine.parameters import Replica
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.step_context import Plan
+from lightning_roundpipe.engine.units import UnitTable
+from lightning_roundpipe.engine.virtual import LazyLink
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
+
+WIDTH = 32
+NUM_BLOCKS = 4
+BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+class Block(nn.Module):
+    """Tells a listener when it runs."""
+
+    def __init__(self, index: int, listener: list[Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.index = index
+        self.listener = (listener,)  # a tuple: not an attribute that is looked at for changed settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        for listen in self.listener[0]:
+            listen(self.index)
+        return torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, listeners: list[Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, listeners) for i in range(NUM_BLOCKS))
+
+    def step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    """The last call is fused, every other one has a stage for its forward and one for its backward."""
+    last = len(costs.calls) - 1
+    if not training:
+        return Partition(last + 1, tuple(Stage(i, StageKind.FORWARD, i, i + 1) for i in range(last + 1)))
+    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
+    pieces.append((StageKind.FUSED, last, last + 1))
+    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
+    return Partition(last + 1, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+class Run:
+    """Steps of a model on devices that copy lazily."""
+
+    def __init__(self, num_devices: int = 1, memory_limit: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.listeners: list[Any] = []
+        self.model = Model(self.listeners)
+        pool = [torch.device("cpu")] * num_devices
+        self.pool = DevicePool(pool, link=LazyLink(), memory_limit=memory_limit)
+        self.engine = Engine(self.model, self.pool, each_call_its_stage, num_threads=1)
+
+    def step(self, *, training: bool = True, num_microbatches: int = 2) -> StepResult:
+        parts = torch.linspace(-1, 1, 2 * num_microbatches * WIDTH).reshape(-1, WIDTH).chunk(num_microbatches)
+        weights = [1 / num_microbatches] * num_microbatches
+        loss_of = (lambda loss: loss) if training else None
+        key = "train" if training else "eval"
+        with torch.set_grad_enabled(training):
+            return self.engine.run(StepRequest(self.model.step, parts, weights, key, 0, loss_of=loss_of))
+
+    def loaded(self, device: int = 0) -> set[str]:
+        replicas: list[Replica] = self.engine._replicas._by_device[device]
+        return {replica.unit.name for replica in replicas if replica.is_loaded}
+
+    def watch(self, **kwargs: Any) -> list[tuple[int, set[int]]]:
+        """Runs a step: which block ran, and which were on the device then, or on their way."""
+        seen: list[tuple[int, set[int]]] = []
+        self.listeners[:] = [lambda i: seen.append((i, {int(name[-1]) for name in self.loaded()}))]
+        self.step(**kwargs)
+        self.listeners.clear()
+        assert len(seen) >= 2 * NUM_BLOCKS
+        return seen
+
+
+def test_slots_are_runs_of_a_stage_numbered_by_their_first_microbatches() -> None:
+    model = Model([])
+    units = tuple(UnitTable(model).units.values())
+    stages = (
+        Stage(0, StageKind.FORWARD, 0, 2),
+        Stage(1, StageKind.FUSED, 2, 4),
+        Stage(2, StageKind.BACKWARD, 0, 2),
+    )
+    plan = Plan(units, Partition(4, stages), workspace_bytes=(10, 20, 30))
+    slots = slots_of(plan, round_robin(3, 4, 2, round_size=2))
+    for stage, names in enumerate(["01", "23", "10"]):
+        found = [slot for row in slots for slot in row if slot.stage == stage]
+        assert sorted(slot.ordinal for slot in found) == [0, 1], "one slot for each of two rounds"
+        assert {"".join(unit.name[-1] for unit in slot.units) for slot in found} == {names}
+        assert {slot.has_gradients for slot in found} == {stage > 0}
+        assert {slot.workspace_bytes for slot in found} == {10 * (stage + 1)}
+
+
+def test_the_next_slot_is_on_its_way_while_one_runs() -> None:
+    run = Run()
+    run.step()
+    seen = run.watch()
+    forward = [here for index, here in seen[: 2 * (NUM_BLOCKS - 1)]]
+    for position, here in enumerate(forward):
+        block = position // 2
+        assert {block, block + 1} <= here
+        assert not any(later in here for later in range(block + 2, NUM_BLOCKS)), "one slot ahead, not more"
+
+
+def test_without_room_nothing_is_fetched_ahead() -> None:
+    """Room for one block with its gradients and its activations, the least that a step needs."""
+    roomy = Run()
+    for _ in range(2):
+        expected = roomy.step()
+    activations = roomy.pool[0].memory.peaks["activations"]
+    assert activations < BLOCK_BYTES
+    run = Run(memory_limit=2 * BLOCK_BYTES + activations)
+    run.step()
+    seen = run.watch()
+    assert all(len(here) <= 2 for _, here in seen)
+    assert [here for index, here in seen if index == 2][-1] == {2}, "in the backward there is room for one"
+    result = run.step()
+    for wanted, found in zip(expected.gradients.values(), result.gradients.values(), strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
+    run = Run()
+    run.step()
+    assert bytes_of_weights(run) == NUM_BLOCKS * BLOCK_BYTES, "although three of them have two slots"
+    assert run.pool[0].memory.peaks["weights"] == NUM_BLOCKS * BLOCK_BYTES
+    assert run.loaded() == set(), "after an update they would not be right"
+
+
+def bytes_of_weights(run: Run, **kwargs: Any) -> int:
+    """Bytes of weights that one step brings to the first device."""
+    run.engine.trace = True
+    labels = [span.label for span in run.step(**kwargs).timeline.spans if span.kind == "h2d"]
+    run.engine.trace = False
+    return BLOCK_BYTES * sum(label.startswith("weights") for label in labels)
+
+
+def test_frozen_weights_stay_from_step_to_step() -> None:
+    run = Run()
+    for block in list(run.model.blocks)[:3]:
+        block.requires_grad_(False)
+    run.step()
+    for _ in range(2):
+        assert bytes_of_weights(run) == BLOCK_BYTES, "the last block alone is trained"
+    assert run.loaded() == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_a_frozen_weight_that_changes_is_fetched_again() -> None:
+    run = Run()
+    for block in list(run.model.blocks)[:3]:
+        block.requires_grad_(False)
+    for _ in range(3):
+        before = run.step()
+    with torch.no_grad():
+        run.model.blocks[1].linear.weight.mul_(1.5)
+    assert bytes_of_weights(run) == 2 * BLOCK_BYTES
+    fresh = Run()
+    fresh.model.load_state_dict(run.model.state_dict())
+    assert torch.equal(run.step().outputs[0], fresh.step().outputs[0])
+    assert not torch.equal(run.step().outputs[0], before.outputs[0])
+
+
+def test_weights_stay_from_batch_to_batch_of_an_evaluation() -> None:
+    run = Run()
+    run.step(training=False)
+    assert bytes_of_weights(run, training=False) == 0
+    run.step()
+    assert bytes_of_weights(run, training=False) == NUM_BLOCKS * BLOCK_BYTES
+
+
+def test_what_is_needed_last_goes_first() -> None:
+    """Room for three blocks in an evaluation of four: of those that stay, the one used last is given up, because the
+    next batch needs the others before it."""
+    run = Run()
+    for _ in range(2):
+        run.step(training=False)
+    activations = run.pool[0].memory.peaks["activations"]
+    run = Run(memory_limit=3 * BLOCK_BYTES + activations)
+    for _ in range(2):
+        run.step(training=False)
+    moved = [bytes_of_weights(run, training=False) // BLOCK_BYTES for _ in range(3)]
+    assert all(n < NUM_BLOCKS for n in moved), "with the oldest given up first, all of them would travel each time"
+    assert run.pool[0].memory.peak <= 3 * BLOCK_BYTES + activations
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_failed_step_leaves_nothing_behind(num_devices: int) -> None:
+    run = Run(num_devices)
+    run.step()
+
+    def fail(index: int) -> None:
+        if index == 2:
+            raise ValueError("a unit failed")
+
+    run.listeners[:] = [fail]
+    with pytest.raises(ValueError, match="a unit failed"):
+        run.step()
+    run.listeners.clear()
+    assert all(run.loaded(device) == set() for device in range(num_devices))
+    assert [device.memory.used for device in run.pool.devices] == [0] * num_devices
+    assert len(run.step().gradients) == 2 * NUM_BLOCKS
