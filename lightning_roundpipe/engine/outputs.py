@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import trees
 from .devices import Device
 from .microbatch_containers import children_of, rebuild
-from .transfer import Edge, Transfer
+from .transfer import Transfer
 
 
 class Results:
@@ -55,7 +55,9 @@ class Results:
     def _received(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._arriving:
             return tensor
-        (received,) = self._arriving[id(tensor)][1].wait(Edge.RESULTS)
+        transfer = self._arriving[id(tensor)][1]
+        transfer.await_done()
+        (received,) = transfer.tensors
         return received
 
 

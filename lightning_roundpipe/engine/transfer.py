@@ -36,7 +36,6 @@ class Edge(enum.Enum):
     OUTPUT_GRADIENTS = "output gradients"  # a unit's backward runs after the upload of its outputs' gradients
     OFFLOADED = "the copy on the host"  # an upload reads on the host what a download has brought there
     GRADIENTS = "gradients"  # the host adds gradients after their download
-    RESULTS = "results"  # the caller reads what a step has returned after its download
     FREED = "the copy that reads it"  # memory is freed after the download that reads it
 
 

@@ -1,0 +1,185 @@
+"""What a step returns: detached at once, on the host in the end, in containers of the same kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+
+from lightning_roundpipe.engine.outputs import Results, on_host
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Plain:
+    loss: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Tensor
+
+
+class Registered:
+    """Known to torch's pytrees only."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(Registered, lambda node: ([node.value], None), lambda values, _: Registered(*values))
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda x: x, lambda v: v),
+    "dict": (lambda x: {"a": 1, "x": x}, lambda v: v["x"]),
+    "ordered": (lambda x: OrderedDict(x=x), lambda v: v["x"]),
+    "default": (lambda x: defaultdict(list, x=x), lambda v: v["x"]),
+    "user": (lambda x: UserDict(x=x), lambda v: v["x"]),
+    "list": (lambda x: [None, x], lambda v: v[1]),
+    "tuple": (lambda x: (x, "text"), lambda v: v[0]),
+    "named tuple": (lambda x: Pair(1, x), lambda v: v.right),
+    "data class": (lambda x: Plain(x, "n"), lambda v: v.loss),
+    "frozen": (lambda x: Frozen(x), lambda v: v.loss),
+    "registered": (lambda x: Registered(x), lambda v: v.value),
+    "nested": (lambda x: {"a": [(x, 1)]}, lambda v: v["a"][0][0]),
+}
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    device = VirtualDevice(0, link=LazyLink())
+    device.open()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def graph() -> Tensor:
+    return torch.arange(3.0, requires_grad=True) * 2
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), CONTAINERS.values(), ids=CONTAINERS)
+def test_containers(device: VirtualDevice, graph: Tensor, wrap: Any, unwrap: Any) -> None:
+    output = wrap(graph)
+    for arrived in (Results(output, lambda tensor: device).arrive(), on_host(output)):
+        assert type(arrived) is type(output)
+        assert not unwrap(arrived).requires_grad
+        torch.testing.assert_close(unwrap(arrived), torch.tensor([0.0, 2.0, 4.0]))
+    assert unwrap(output) is graph  # the user may have kept it: it stays what it was
+
+
+def test_model_output(device: VirtualDevice, graph: Tensor) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    output = outputs.CausalLMOutputWithPast(loss=graph.sum(), logits=graph)
+    arrived = Results(output, lambda tensor: device).arrive()
+    assert type(arrived) is type(output)
+    assert arrived.loss is arrived["loss"]
+    assert arrived.loss.item() == 6.0
+    assert not arrived.logits.requires_grad
+
+
+def test_packed_sequence(graph: Tensor) -> None:
+    arrived = Results(pack_sequence([graph, graph[:2]]), lambda tensor: None).arrive()
+    assert type(arrived) is PackedSequence
+    assert not arrived.data.requires_grad
+    assert arrived.batch_sizes.tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "text", object(), {"a": [1, None]}, (torch.ones(2),), Plain(torch.ones(1), "n")]
+)
+def test_what_is_on_the_host_without_a_graph_is_kept(value: Any) -> None:
+    assert Results(value, lambda tensor: None).arrive() is value
+    assert on_host(value) is value
+
+
+def test_results_are_waited_for(device: VirtualDevice, graph: Tensor) -> None:
+    results = Results(graph, lambda tensor: device)
+    ((_, transfer),) = results._arriving.values()
+    assert transfer.tensors[0].isnan().all()
+    assert results.arrive() is transfer.tensors[0]
+    assert transfer.tensors[0].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_tensor_that_comes_twice_travels_once(device: VirtualDevice, graph: Tensor) -> None:
+    arrived = Results([graph, {"same": graph}], lambda tensor: device).arrive()
+    assert arrived[0] is arrived[1]["same"]
+    assert device.d2h.num_bytes == 3 * 4
+
+
+def test_sparse_tensors_do_not_need_a_lane(device: VirtualDevice) -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert Results(sparse, lambda tensor: device).arrive().to_dense().equal(torch.eye(3))
+
+
+def test_the_graph_is_not_kept(device: VirtualDevice) -> None:
+    class Held:
+        pass
+
+    class Holding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+            ctx.held = held
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            return gradients[0], None
+
+    held = Held()
+    alive = weakref.ref(held)
+    results = Results({"x": Holding.apply(torch.ones(2, requires_grad=True), held)}, lambda tensor: device)
+    del held
+    assert alive() is None
+    assert results.arrive()["x"].tolist() == [1.0, 1.0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean(), "rows": x, "name": "n"}
+
+
+def stages(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FORWARD, 1, 2), (StageKind.FUSED, 2, 3)]
+    if training:
+        pieces += [(StageKind.BACKWARD, 1, 2), (StageKind.BACKWARD, 0, 1)]
+    else:
+        pieces[2] = (StageKind.FORWARD, 2, 3)
+    return Partition(3, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_results_of_steps(training: bool) -> None:
+    """On devices with copies of their own every tensor of a result has travelled."""
+    model = Model()
+    engine = Engine(model, DevicePool([torch.device("cpu")] * 2, link=LazyLink()), stages, num_threads=1)
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    with torch.set_grad_enabled(training):
+        for seed in range(2):
+            loss_of = (lambda output: output["loss"]) if training else None
+            found = engine.run(StepRequest(model, batches, [1 / 3] * 3, training, seed, loss_of=loss_of)).outputs
+            assert [output["name"] for output in found] == ["n"] * 3
+            for output, batch in zip(found, batches, strict=True):
+                expected = model(batch)
+                torch.testing.assert_close(output["rows"], expected["rows"].detach())
+                torch.testing.assert_close(output["loss"], expected["loss"].detach())
