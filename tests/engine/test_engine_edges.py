@@ -1,0 +1,279 @@
+"""Every wait for a copy is needed: leaving out any one of them gives wrong results, or an error.
+
+The devices copy lazily: a copy that nobody waits for is never made, and what has not been copied yet, or has been
+freed, is poison. So a missing wait shows in every run, whatever the timing. This is mutation testing of the engine
+itself: a wait that can be left out without a difference is either not needed, or the tests would not notice its loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_roundpipe.engine
+from lightning_roundpipe.engine.memory import DeviceMemory, Kind
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.engine.transfer import Edge, Transfer
+from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink, VirtualDevice
+from lightning_roundpipe.engine.virtual_lanes import LazyLane, LazyTransfer
+from lightning_roundpipe.planning import CostProfile, Partition
+from tests.engine.plain_loop import ROWS, WIDTH, Network, cut_at
+
+ENGINE = Path(lightning_roundpipe.engine.__file__).parent
+NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
+FEATURES = frozenset({"buffers", "dropout", "skip"})
+# How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
+_LANES = {"transfer.py", "virtual_lanes.py", "cuda_lanes.py"}
+
+
+class StrictLane(LazyLane):
+    """What nobody has waited for when the step ends is never made: the lane of a GPU may be as late."""
+
+    def close(self) -> None:
+        self._end_pending(lambda transfer: False)
+
+
+class StrictLink(LazyLink):
+    def lane(self, device_name: str, direction: str) -> StrictLane:
+        return StrictLane(device_name, direction)
+
+
+class Tight(DeviceMemory):
+    """Has room for the activations that must be there, and never for one more."""
+
+    def reserve(self, kind: Kind, num_bytes: int) -> None:
+        super().try_reserve(kind, num_bytes)
+
+    def try_reserve(self, kind: Kind, num_bytes: int, **kwargs: Any) -> bool:
+        return kind != "activations" and super().try_reserve(kind, num_bytes, **kwargs)
+
+
+def two_devices(link: Link) -> DevicePool:
+    return DevicePool([torch.device("cpu")] * NUM_DEVICES, link=link)
+
+
+def one_shares_the_memory_of_the_host(link: Link) -> DevicePool:
+    pool = two_devices(link)
+    pool.devices = (pool[0], VirtualDevice(1))
+    return pool
+
+
+def no_room_to_spare(link: Link) -> DevicePool:
+    pool = two_devices(link)
+    for device in pool.devices:
+        device.memory = Tight(device.memory.name)
+    return pool
+
+
+POOLS = (two_devices, one_shares_the_memory_of_the_host, no_room_to_spare)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where in the engine's source a wait is."""
+
+    file: str
+    line: int
+
+
+def plan(profile: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    """Stages that differ forward and backward, two calls of them fused, so that everything has to travel."""
+    count = len(profile.calls)
+    return cut_at(count, training, range(1, count), range(1, count), count - 2)
+
+
+def results(pool: DevicePool) -> dict[str, Tensor]:
+    """Everything that two steps of training and one of evaluation give, by name."""
+    torch.manual_seed(1)
+    model = Network(range(NUM_CALLS), FEATURES)
+    engine = Engine(model, pool, plan, num_threads=1)
+    found: dict[str, Tensor] = {}
+    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for step in range(2):
+        result = engine.run(StepRequest(model.step, batches(), weights, "train", step, loss_of=lambda loss: loss))
+        found |= {f"loss {i} of step {step}": loss for i, loss in enumerate(result.outputs)}
+        found |= {f"gradient of {names[p]} in step {step}": gradient for p, gradient in result.gradients.items()}
+    model.eval()
+    with torch.no_grad():
+        outputs = engine.run(StepRequest(model.step, batches(), weights, "validate", 0)).outputs
+    found |= {f"output {i}": output for i, output in enumerate(outputs)}
+    return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def batches() -> list[Any]:
+    rows = torch.randn(ROWS * NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
+    return [(part, frozenset()) for part in rows.chunk(NUM_MICROBATCHES)]
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
+    """The first thing that is not the same, bit for bit; None if there is none."""
+    assert found.keys() == wanted.keys()
+    return next((name for name in wanted if not torch.equal(found[name], wanted[name])), None)
+
+
+class Waits:
+    """Takes the place of ``Transfer.wait`` and ``Transfer.when_done``.
+
+    Attributes:
+        seen: where the engine waited, and for what.
+        left_out: the waits that are left out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: set[tuple[Edge, Place]] = set()
+        self.left_out: tuple[Edge, Place] | None = None
+        wait, when_done = Transfer.wait, Transfer.when_done
+
+        def waits(transfer: Transfer, edge: Edge) -> list[Tensor]:
+            return transfer.tensors if self._is_left_out(edge) else wait(transfer, edge)
+
+        def calls_when_done(transfer: Transfer, edge: Edge, then: Callable[[], None]) -> None:
+            if self._is_left_out(edge):
+                then()
+            else:
+                when_done(transfer, edge, then)
+
+        monkeypatch.setattr(Transfer, "wait", waits)
+        monkeypatch.setattr(Transfer, "when_done", calls_when_done)
+
+    def _is_left_out(self, edge: Edge) -> bool:
+        caller = sys._getframe(2)
+        place = Place(Path(caller.f_code.co_filename).name, caller.f_lineno)
+        self.seen.add((edge, place))
+        return (edge, place) == self.left_out
+
+    def without(self, edge: Edge, place: Place, make_pool: Callable[[Link], DevicePool]) -> str | None:
+        """What goes wrong when there is no wait for ``edge`` at ``place``; None if nothing does."""
+        self.left_out = edge, place
+        try:
+            return difference(results(make_pool(StrictLink())), right_results())
+        except Exception as error:
+            return repr(error)
+        finally:
+            self.left_out = None
+
+
+@functools.cache
+def right_results() -> dict[str, Tensor]:
+    """Those of devices that share the host's memory, where nothing travels."""
+    return results(DevicePool([torch.device("cpu")] * NUM_DEVICES))
+
+
+@pytest.mark.parametrize("make_pool", POOLS)
+@pytest.mark.parametrize(
+    "link",
+    [LazyLink(), StrictLink(), TimedLink(), TimedLink(latency_ms=0.1)],
+    ids=["lazy", "strict", "fast", "slow"],
+)
+def test_copies_change_nothing(link: Link, make_pool: Callable[[Link], DevicePool]) -> None:
+    assert difference(results(make_pool(link)), right_results()) is None
+
+
+@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
+    places = sorted(place for seen, place in waits_seen() if seen is edge)
+    assert places, f"nothing waits for {edge}: the model of this test must need it"
+    right_results()
+    waits = Waits(monkeypatch)
+    for place in places:
+        found = any(waits.without(edge, place, make_pool) is not None for make_pool in POOLS)
+        assert found, f"without the wait for {edge.name} at {place.file}:{place.line} nothing changes"
+
+
+@functools.cache
+def waits_seen() -> set[tuple[Edge, Place]]:
+    """Where the engine waits on any of the pools."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        waits = Waits(monkeypatch)
+        for make_pool in POOLS:
+            results(make_pool(StrictLink()))
+    return waits.seen
+
+
+def test_every_wait_in_the_source_is_left_out_once() -> None:
+    missing = [
+        f"{file.name}:{node.lineno}"
+        for file in sorted(ENGINE.glob("*.py"))
+        if file.name not in _LANES
+        for node in waits_in(file)
+        if not any(is_at(place, file, node) for _, place in waits_seen())
+    ]
+    assert not missing, "the model of this test does not get to these waits"
+
+
+class Scale(nn.Module):
+    """A unit whose graph does not keep its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.75, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.weight
+
+
+class InPlace(nn.Module):
+    """Its glue changes the input of a unit after the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Scale() for _ in range(NUM_CALLS))
+
+    def step(self, batch: tuple[Tensor, frozenset[int]]) -> Tensor:
+        x = batch[0]
+        for unit in self.units:
+            y = unit(x)
+            with torch.no_grad():
+                x *= 0.5
+            x = x + y
+        return x.square().mean()
+
+
+def gradients_in_place(pool: DevicePool) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model = InPlace()
+    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+    request = StepRequest(model.step, batches(), weights, "train", 0, loss_of=lambda loss: loss)
+    gradients = Engine(model, pool, plan, num_threads=1).run(request).gradients
+    return {name: gradients[parameter] for name, parameter in model.named_parameters()}
+
+
+def test_glue_does_not_change_what_is_still_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for a snapshot, nobody may go on before the copy was made."""
+    right = gradients_in_place(DevicePool([torch.device("cpu")] * NUM_DEVICES))
+    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is None
+    await_done, callers = LazyTransfer.await_done, []
+
+    def without_waiting_to_offload(transfer: LazyTransfer) -> None:
+        callers.append(Path(sys._getframe(1).f_code.co_filename).name)
+        if callers[-1] != "offload.py":
+            await_done(transfer)
+
+    monkeypatch.setattr(LazyTransfer, "await_done", without_waiting_to_offload)
+    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is not None
+    assert "offload.py" in callers
+
+
+def waits_in(file: Path) -> Iterator[ast.Call]:
+    """The calls ``....wait(...)`` with an edge, and ``....when_done(...)``."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            names = {part.id for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)}
+            if node.func.attr == "when_done" or (node.func.attr == "wait" and names & {"Edge", "edge"}):
+                yield node
+
+
+def is_at(place: Place, file: Path, node: ast.Call) -> bool:
+    assert node.end_lineno is not None
+    return place.file == file.name and node.lineno <= place.line <= node.end_lineno
