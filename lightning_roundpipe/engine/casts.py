@@ -74,16 +74,15 @@ class CastWatch:
         self._dtype = dtype
         self._uses: dict[int, Use] = {}
         self._cast: dict[int, list[tuple[int, int]]] = {}
-        self._storages: dict[int, int] = {}
+        self._by_storage: dict[int, int] = {}
         self._num_seen: dict[int, int] = {}
         self._has_grad_mode = False
         for parameter in parameters:
             storage = _storage_of(parameter)
-            if storage is None or storage in self._storages.values():  # it shares its memory with another one
+            if storage is None:
                 self._uses[id(parameter)] = Use.OTHER
-            if storage is not None:
-                self._storages[id(parameter)] = storage
-        self._by_storage = {storage: key for key, storage in self._storages.items()}
+            elif (other := self._by_storage.setdefault(storage, id(parameter))) != id(parameter):
+                self._uses[other] = self._uses[id(parameter)] = Use.OTHER  # they share their memory
         self._modes = contextlib.ExitStack()
 
     def use_of(self, parameter: Tensor) -> Use | None:
