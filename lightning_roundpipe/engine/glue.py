@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import StepAborted
+from .outputs import brought_home
 from .randomness import derive_seed
 
 MISSING: Any = object()
@@ -237,10 +238,10 @@ class GlueLock:
 
 def _without_graph(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.grad_fn is None:
-        return value
-    kept = value.detach()
+        return brought_home(value)
+    kept: Tensor = brought_home(value.detach())
     if value.retains_grad:
-        kept.grad = value.grad
+        kept.grad = brought_home(value.grad)
     return kept
 
 
@@ -300,9 +301,9 @@ class GrowingContainers:
 def _collect_list(original: list[Any], copies: list[list[Any]], merge: Callable[[list[Any]], Any]) -> None:
     appended = [c[len(original) :] for c in copies]
     if len({len(items) for items in appended}) == 1:
-        original.extend(merge(list(items)) for items in zip(*appended, strict=True))
+        original.extend(merge(brought_home(list(items))) for items in zip(*appended, strict=True))
     else:
-        original.extend(item for items in appended for item in items)
+        original.extend(brought_home(item) for items in appended for item in items)
 
 
 def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Callable[[list[Any]], Any]) -> None:
@@ -315,6 +316,7 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
             continue
         changed = [value for value in values if value is not before and value is not MISSING]
         if changed:
+            changed = brought_home(changed)
             original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
 
 

@@ -3,7 +3,8 @@
 [Note: results]
 What ``training_step`` returns may hang on the graph of the loss, which holds the logits, and on GPUs it lives wherever
 its micro-batch happened to be. So it is detached as soon as the micro-batch has returned it, before the backward, and
-its tensors travel to the host, where those of all micro-batches can be put together.
+its tensors travel to the host, where those of all micro-batches can be put together. So does what is left behind in
+attributes and lists of modules when the step is over.
 """
 
 from __future__ import annotations
@@ -61,25 +62,31 @@ class Results:
         return received
 
 
-def on_host(value: Any) -> Any:
-    """``value`` with its tensors detached and on the host; the value itself if they are."""
-    return _mapped(value, lambda tensor: (tensor.detach() if tensor.grad_fn is not None else tensor).cpu())
+def brought_home(value: Any) -> Any:
+    """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
+    return _mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor in it changed; what holds no tensor that changes is kept as it is."""
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], above: tuple[Any, ...] = ()) -> Any:
+    """``value`` with every tensor in it changed; what holds no tensor that changes is kept as it is.
+
+    Args:
+        above: containers that it is in; one that holds itself is not entered twice.
+    """
     if isinstance(value, Tensor):
         return change(value)
     children = None if isinstance(value, PackedSequence) else children_of(value)
     if children is not None:
+        if any(value is container for container in above):
+            return value
         entries = [entry for _, entry in children]
-        changed = [_mapped(entry, change) for entry in entries]
+        changed = [_mapped(entry, change, (*above, value)) for entry in entries]
         return value if _are_same(entries, changed) else rebuild(value, changed)
     leaves: list[Any] = []
     structure = trees.flatten(value, leaves)
     if len(leaves) == 1 and leaves[0] is value:
         return value
-    changed = [_mapped(leaf, change) for leaf in leaves]
+    changed = [_mapped(leaf, change, (*above, value)) for leaf in leaves]
     return value if _are_same(leaves, changed) else trees.unflatten(structure, changed)
 
 

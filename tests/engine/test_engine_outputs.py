@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from lightning_roundpipe.engine.outputs import Results, on_host
+from lightning_roundpipe.engine.outputs import Results, brought_home
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
@@ -75,10 +75,10 @@ def graph() -> Tensor:
 @pytest.mark.parametrize(("wrap", "unwrap"), CONTAINERS.values(), ids=CONTAINERS)
 def test_containers(device: VirtualDevice, graph: Tensor, wrap: Any, unwrap: Any) -> None:
     output = wrap(graph)
-    for arrived in (Results(output, lambda tensor: device).arrive(), on_host(output)):
-        assert type(arrived) is type(output)
-        assert not unwrap(arrived).requires_grad
-        torch.testing.assert_close(unwrap(arrived), torch.tensor([0.0, 2.0, 4.0]))
+    arrived = Results(output, lambda tensor: device).arrive()
+    assert type(arrived) is type(output)
+    assert not unwrap(arrived).requires_grad
+    torch.testing.assert_close(unwrap(arrived), torch.tensor([0.0, 2.0, 4.0]))
     assert unwrap(output) is graph  # the user may have kept it: it stays what it was
 
 
@@ -104,7 +104,15 @@ def test_packed_sequence(graph: Tensor) -> None:
 )
 def test_what_is_on_the_host_without_a_graph_is_kept(value: Any) -> None:
     assert Results(value, lambda tensor: None).arrive() is value
-    assert on_host(value) is value
+    assert brought_home(value) is value
+
+
+def test_a_container_may_hold_itself(graph: Tensor) -> None:
+    output: dict[str, Any] = {"x": graph}
+    output["self"] = output
+    arrived = Results(output, lambda tensor: None).arrive()
+    assert not arrived["x"].requires_grad
+    assert arrived["self"] is output
 
 
 def test_results_are_waited_for(device: VirtualDevice, graph: Tensor) -> None:
@@ -148,6 +156,51 @@ def test_the_graph_is_not_kept(device: VirtualDevice) -> None:
     assert results.arrive()["x"].tolist() == [1.0, 1.0]
 
 
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cpu()`` of the stand-in for a GPU, which has no values."""
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: torch.full(tensor.shape, 7.0))
+
+
+@pytest.mark.usefixtures("moved")
+def test_what_is_on_a_gpu_is_brought_home(graph: Tensor) -> None:
+    there = torch.ones(2, device="meta", requires_grad=True) * 2
+    found = brought_home({"a": [there, graph], "b": Plain(there, "n")})
+    assert found["a"][0].tolist() == [7.0, 7.0]
+    assert found["a"][1] is graph
+    assert found["b"].loss.tolist() == [7.0, 7.0]
+
+
+class LeavesTracesBehind(nn.Module):
+    """What projects do, with results that are still on a GPU when the step ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.collected: list[Any] = []
+        self.features: dict[str, Tensor] = {}
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.collected.append({"rows": x.detach().to("meta")})
+        self.features["rows"] = x.detach().to("meta")
+        self.last = (x.detach().to("meta"), "name")
+        return x.sum()
+
+
+@pytest.mark.usefixtures("moved")
+def test_what_is_left_in_attributes_is_on_the_host() -> None:
+    model = LeavesTracesBehind()
+    engine = Engine(model, DevicePool([torch.device("cpu")]), stages, num_threads=1)
+    batches = [torch.randn(2, 3) for _ in range(2)]
+    request = StepRequest(model, batches, [0.5] * 2, "train", 0, loss_of=lambda loss: loss, merge=list)
+    engine.run(request)
+    assert [entry["rows"].device.type for entry in model.collected[0]] == ["cpu", "cpu"]
+    assert [rows.device.type for rows in model.features["rows"]] == ["cpu", "cpu"]
+    assert model.last[0].device.type == "cpu"
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,6 +213,8 @@ class Model(nn.Module):
 
 
 def stages(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    if len(costs.calls) == 1:
+        return Partition(1, (Stage(0, StageKind.FUSED, 0, 1),))
     pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FORWARD, 1, 2), (StageKind.FUSED, 2, 3)]
     if training:
         pieces += [(StageKind.BACKWARD, 1, 2), (StageKind.BACKWARD, 0, 1)]
