@@ -132,7 +132,7 @@ class UnitCompiler:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Around a unit that must not run compiled: nothing is compiled meanwhile."""
+        """Around a unit that draws random numbers, or is watched for it: nothing is compiled meanwhile."""
         with _gate.shared():
             yield
 
@@ -173,14 +173,14 @@ class UnitCompiler:
 
     @staticmethod
     def _suits(call: Call) -> bool:
-        """Whether the call does the same compiled, going by the facts about it.
+        """Whether the call does the same compiled, going by the facts about it. (Units that draw are watched instead.)
 
-        Random operators draw from the call's own generator, and written attributes, changed inputs, hooks on submodules
-        and attributes that glue set are followed by the engine in eager mode only. And compiled code gives zeros, in
-        place of no gradient, to parameters that only serve results without gradient.
+        Written buffers and attributes, changed inputs, hooks on submodules and attributes that glue set are followed by
+        the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters that only
+        serve results without gradient.
         """
         facts = call.facts
-        if facts is None or facts.draws or facts.foreign or facts.buffers or facts.writes or call.side:
+        if facts is None or facts.buffers or facts.writes or call.side:
             return False
         if not all(isinstance(slot, int) for slot in facts.slots) or _has_hooks(call.unit) or _has_other_modes():
             return False

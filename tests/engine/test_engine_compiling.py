@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.engine import compiling
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.strays import StrayOperands
 from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from tests.engine.modelled import NOW, kept, modelled_pool, recomputed, times_of
@@ -180,10 +182,10 @@ def test_structures_do_not_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         def forward(self, x: Tensor) -> Tensor:
             return self.down(nn.functional.gelu(self.up(x)))
 
-    model, graphs = Model(Wide, num_blocks=4), Graphs()
+    model, graphs = Model(Wide, num_blocks=6), Graphs()
     engine = make_engine(model, {"backend": graphs})
     evaluate(engine, model, parts_of(2, 2, 2))
-    assert graphs.count("gelu") == 4
+    assert graphs.count("gelu") == 6
 
 
 def test_a_step_after_the_engine_was_closed_compiles_nothing() -> None:
@@ -395,6 +397,8 @@ def test_a_hook_that_comes_later_is_run() -> None:
 
 
 def test_an_attribute_that_glue_sets_is_an_input() -> None:
+    """Torch takes tensors that it finds on modules for weights: at the same place in memory, in every call."""
+
     class Scaled(Block):
         scale: Any = 1.0
 
@@ -406,13 +410,14 @@ def test_an_attribute_that_glue_sets_is_an_input() -> None:
             block.scale = x.mean()
             return block(x)
 
-    model, parts = SetsScale(Scaled), parts_of(2, 2, 2)
+    model, parts, graphs = SetsScale(Scaled), parts_of(2, 2, 2), Graphs()
     expected = results(model, parts, None)
-    assert_identical(results(model, parts, {"backend": "aot_eager"}), expected)
+    assert_identical(results(model, parts, {"backend": graphs}), expected)
+    assert graphs.seen == []
 
 
 def test_modes_of_the_user_see_the_operators() -> None:
-    class Counting(torch.overrides.TorchFunctionMode):
+    class Counting(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
             self.names: list[str] = []
@@ -433,6 +438,38 @@ def test_modes_of_the_user_see_the_operators() -> None:
     model, parts = Watched(), parts_of(2, 2, 2)
     results(model, parts, {"backend": "aot_eager"})
     assert set(counts) == {1}
+
+
+class Strays(StrayOperands):
+    """Notes what it sees."""
+
+    def __init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_mode_that_moves_operands_of_glue_is_not_compiled_in() -> None:
+    """Torch would trace it, and compile again for every mode, that is, for every micro-batch."""
+    modes = []
+
+    class OnGpus(Model):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            with Strays() as mode:
+                y = block(x) * 1.0
+            modes.append(mode)
+            return y
+
+    model, parts, graphs = OnGpus(), parts_of(2, 2, 2), Graphs()
+    expected = results(model, parts, None)
+    modes.clear()
+    assert_identical(results(model, parts, {"backend": graphs}), expected)
+    assert Counter(graphs.seen) == {("gelu", True): 1, ("gelu", False): 1}
+    assert all("mul" in mode.names for mode in modes)
+    assert not all("gelu" in mode.names for mode in modes)
 
 
 # --- where it is impossible --------------------------------------------------------------------------------------
@@ -532,7 +569,7 @@ def test_too_many_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         found = results(model, parts, {"backend": graphs})
     assert len([w for w in caught if "compile_units" in str(w.message)]) == 1
     assert_identical(found, expected)
-    assert Counter(graphs.seen)["gelu", True] == 3
+    assert Counter(graphs.seen) == {("gelu", True): 3, ("gelu", False): 3}
 
 
 def test_unknown_options_are_refused_at_once() -> None:
@@ -543,11 +580,10 @@ def test_unknown_options_are_refused_at_once() -> None:
 # --- what is left ------------------------------------------------------------------------------------------------
 
 
-def test_modules_compiled_by_the_user_are_compiled_once_more() -> None:
+def test_units_compiled_by_the_user() -> None:
     model, parts = Model(), parts_of(2, 2, 2)
     expected = results(model, parts, None)
     model.blocks[1].compile(backend="eager")
-    model.blocks[2].up.compile(backend="eager")
     assert_identical(results(model, parts, {"backend": "aot_eager"}), expected)
 
 
@@ -578,6 +614,20 @@ def test_time_spent_compiling_is_no_cost_of_the_unit() -> None:
     train(engine, model, parts)
     train(engine, model, parts)
     assert max(max(times) for times in times_of(engine.costs("train"))) == 0.0
+
+
+def test_units_and_compiling_exclude_each_other() -> None:
+    model, graphs = Model(), Graphs()
+    engine = make_engine(model, {"backend": graphs})
+    step = threading.Thread(target=train, args=(engine, model, parts_of(2, 2, 2)))
+    gate = compiling._gate
+    with gate.shared():  # a unit runs
+        step.start()
+        with gate._changed:
+            assert gate._changed.wait_for(lambda: gate._is_taken, 60)
+        assert graphs.seen == []
+    step.join(60)
+    assert graphs.seen != []
 
 
 def test_a_thread_that_compiles_is_alone() -> None:
