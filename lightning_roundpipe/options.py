@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens", "sum")
 
 # A bare number below that was meant as GiB or MiB.
 _LEAST_MEMORY_BYTES = 1024
+
+_COMPILE_ARGUMENTS = frozenset({"backend", "dynamic", "mode", "options"})
+_CUDA_GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class RoundPipeOptions:
     threads_per_device: int | None = None
     device_memory_limit: int | str | None = None
     virtual_copies: bool | VirtualLink = False
+    compile_units: bool | Mapping[str, Any] = False
     cost_profile: CostProfile | None = None
     save_profile: str | Path | None = None
     trace: str | Path | None = None
@@ -101,6 +105,7 @@ class RoundPipeOptions:
             if not isinstance(unit, (str, type)):
                 raise TypeError(f"units contains {unit!r}: every entry must be a module class or the name of one")
         self._check_devices()
+        self._check_compiling()
         if self.cost_profile is not None and self.save_profile is not None:
             raise ValueError(
                 f"save_profile={os.fspath(self.save_profile)!r} would get the given cost_profile again, as nothing is "
@@ -120,6 +125,33 @@ class RoundPipeOptions:
                 f"device_memory_limit={self.device_memory_limit!r} is {self.device_memory_bytes} bytes, on which "
                 "nothing can run: an integer counts bytes, and '24GiB' says which unit is meant"
             )
+
+    def _check_compiling(self) -> None:
+        given = self.compile_units
+        if isinstance(given, bool):
+            return
+        if not isinstance(given, Mapping):
+            raise TypeError(f"compile_units={given!r}: use True, False, or a dict of arguments of torch.compile")
+        if unknown := sorted(map(str, given.keys() - _COMPILE_ARGUMENTS)):
+            raise ValueError(
+                f"compile_units={given!r}: {', '.join(unknown)} cannot be given. Units are compiled whole "
+                f"(fullgraph=True), and the arguments to choose are {', '.join(sorted(_COMPILE_ARGUMENTS))}"
+            )
+        mode, options = given.get("mode"), given.get("options") or {}
+        if mode is not None and options:
+            raise ValueError(f"compile_units={given!r}: torch.compile takes either mode or options")
+        if mode in _CUDA_GRAPH_MODES or options.get("triton.cudagraphs"):
+            raise ValueError(
+                f"compile_units={given!r} uses CUDA graphs, which find weights where they were when the graph was "
+                "recorded. Here they come and go: use mode='max-autotune-no-cudagraphs', or no mode"
+            )
+
+    @property
+    def compile_arguments(self) -> dict[str, Any] | None:
+        """Arguments of ``torch.compile`` for units; None if they are not compiled."""
+        if isinstance(self.compile_units, bool):
+            return {} if self.compile_units else None
+        return dict(self.compile_units)
 
     @property
     def device_memory_bytes(self) -> int | None:

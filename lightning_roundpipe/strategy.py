@@ -72,6 +72,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
             which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
             take as long as over a link of that speed.
+        compile_units: compile units with ``torch.compile``, once for all of the same structure. A dict holds arguments
+            of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``. Units that cannot be compiled run as
+            they are, with a warning.
         cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
             a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
@@ -101,6 +104,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         threads_per_device: int | None = None,
         device_memory_limit: int | str | None = None,
         virtual_copies: bool | VirtualLink = False,
+        compile_units: bool | dict[str, Any] = False,
         cost_profile: str | Path | CostProfile | None = None,
         save_profile: str | Path | None = None,
         trace: str | Path | None = None,
@@ -118,6 +122,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             threads_per_device=threads_per_device,
             device_memory_limit=device_memory_limit,
             virtual_copies=virtual_copies,
+            compile_units=compile_units,
             cost_profile=read_profile(cost_profile),
             save_profile=save_profile,
             trace=trace,
@@ -268,6 +273,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 unit_classes=self.options.units,
                 exempt=(Metric,),
                 num_threads=num_threads,
+                compile_units=self.options.compile_arguments,
             )
             if self.options.cost_profile is not None:
                 self._engine.preset_costs("training_step", self.options.cost_profile)
