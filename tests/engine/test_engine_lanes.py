@@ -91,8 +91,8 @@ class Held(Transfer):
     def let_go(self, error: BaseException | None = None) -> None:
         self._error = error
         self._over.set()
-        for then in self._callbacks:
-            then()
+        while self._callbacks:
+            self._callbacks.pop(0)()
 
 
 @contextmanager
@@ -528,11 +528,11 @@ class CopyFailure(RuntimeError):
 
 @pytest.fixture
 def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of 13 elements fail."""
+    """Copies of 13 elements fail, unless they are copies of poison."""
     copy_all = virtual_lanes.copy_all
 
     def failing(pairs: list[Pair]) -> None:
-        if any(source.numel() == 13 for _, source in pairs):
+        if any(source.numel() == 13 and not source.isnan().any() for _, source in pairs):
             raise CopyFailure("13")
         copy_all(pairs)
 
@@ -561,6 +561,16 @@ def test_an_error_in_a_copy_reaches_all_who_wait_and_nobody_else(link: str) -> N
         assert device.memory.try_reserve("other", 0)  # takes off what has left
         assert device.memory.used == 0
     assert on_device.isnan().all()
+
+
+@pytest.mark.usefixtures("failing_copies")
+def test_an_error_in_one_chunk_fails_the_transfer() -> None:
+    with opened(TimedLink(chunk_bytes=13 * 4)) as device:
+        transfer = device.upload([torch.ones(20)], "weights", is_bulk=True)
+        with pytest.raises(CopyFailure):
+            transfer.wait(Edge.WEIGHTS)
+        device.upload([torch.ones(20)[:7]], "weights", is_bulk=True).await_done()
+        assert transfer.tensors[0].isnan().all()  # nothing of it moves after that
 
 
 @pytest.mark.usefixtures("failing_copies")
@@ -662,6 +672,15 @@ def test_what_waits_for_something_else_at_the_end_is_given_up() -> None:
     assert lane_threads() == []
 
 
+def test_what_becomes_ready_after_the_step_is_not_kept() -> None:
+    with opened(TimedLink()) as device:
+        held = Held([torch.ones(2)])
+        left = weakref.ref(device.upload(held.tensors, "x", after=held))
+    held.let_go()
+    del held
+    assert left() is None
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_between_steps_a_lane_is_closed(link: str) -> None:
     device = VirtualDevice(0, link=LINKS[link]())
@@ -679,15 +698,20 @@ def test_between_steps_a_lane_is_closed(link: str) -> None:
 @pytest.mark.parametrize("link", LINKS)
 def test_lanes_do_not_keep_what_was_copied_alive(link: str) -> None:
     with opened(LINKS[link]()) as device:
+        transfers = []
         left: list[weakref.ref[Any]] = []
         for is_bulk in (True, False):
             memory = np.ones(100, dtype=np.float32)  # lives as long as a tensor that shares it
             transfer = device.upload([torch.from_numpy(memory)], "x", is_bulk=is_bulk)
             transfer.await_done()
-            left += [weakref.ref(memory), weakref.ref(transfer)]
-            del memory, transfer
+            left.append(weakref.ref(memory))
+            transfers.append(transfer)
+            del memory
         device.upload([torch.ones(1)], "y").await_done()  # the lane has let go of what came before
-        assert [reference() for reference in left] == [None] * 4
+        assert [reference() for reference in left] == [None, None]
+        left = [weakref.ref(transfer) for transfer in transfers]
+        del transfer, transfers
+        assert [reference() for reference in left] == [None, None]
 
 
 # --------------------------------------------------------------------------------------------------- the device itself
