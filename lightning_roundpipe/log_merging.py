@@ -6,14 +6,18 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
 from .engine.glue import current
+from .engine.offload import version_of
+from .engine.outputs import brought_home
 
 
 @dataclass
@@ -42,6 +46,7 @@ class LogCapture:
         self._root = root
         self._modules = [m for m in root.modules() if isinstance(m, LightningModule)]
         self._metrics = metrics if num_microbatches > 1 else None
+        self._arguments = MetricArguments()
         self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
 
     @contextlib.contextmanager
@@ -51,7 +56,8 @@ class LogCapture:
             for module in self._modules:
                 stack.enter_context(_attribute(module, "log", self._capture(module, module.log)))
             if self._metrics is not None:
-                stack.enter_context(self._metrics.following(self._root))
+                stack.enter_context(self._metrics.following(self._root, self._arguments))
+            stack.enter_context(self._arguments.following(self._root))
             yield
 
     def _capture(self, module: LightningModule, original: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +94,7 @@ class LogCapture:
                     kwargs["batch_size"] = batch_size
                     merged = _merge(group, [weights[index] for index, _ in group])
             else:
-                merged = first.value
+                merged = brought_home(first.value)
             first.module.log(first.name, merged, *first.args, **kwargs)
 
     def _grouped(self) -> list[list[tuple[int, _LogCall]]]:
@@ -118,6 +124,44 @@ def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
             module.__dict__[name] = before
 
 
+class MetricArguments:
+    """Brings what metrics are updated with to their device: they live on the host, predictions may be on any GPU."""
+
+    def __init__(self) -> None:
+        # Several metrics are shown the same predictions.
+        self._brought: Any = WeakTensorKeyDictionary()
+
+    @contextlib.contextmanager
+    def following(self, root: nn.Module) -> Iterator[None]:
+        """While open, arguments of ``update`` (which ``forward`` calls) are brought to the metrics below ``root``."""
+        with contextlib.ExitStack() as stack:
+            for metric in [m for m in root.modules() if isinstance(m, Metric)]:
+                stack.enter_context(_attribute(metric, "update", self._update(metric, metric.update)))
+            yield
+
+    def _update(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.bring(metric, args, kwargs)
+            return original(*args, **kwargs)
+
+        return update
+
+    def bring(self, metric: Metric, *arguments: Any) -> Any:
+        """``arguments`` with their tensors on the device of ``metric``; the graph stays."""
+        device = metric.device
+
+        def brought(tensor: Tensor) -> Tensor:
+            if tensor.device == device:
+                return tensor
+            kind = (version_of(tensor), device, torch.is_grad_enabled())
+            known = self._brought.get(tensor)
+            if known is None or known[0] != kind:
+                known = self._brought[tensor] = (kind, tensor.to(device))
+            return cast(Tensor, known[1])
+
+        return apply_to_collection(arguments, Tensor, brought)
+
+
 class MetricTwins:
     """The value of a metric over the whole batch, for ``self.log(name, metric, on_step=True)``.
 
@@ -131,16 +175,17 @@ class MetricTwins:
         self._started: set[int] = set()
 
     @contextlib.contextmanager
-    def following(self, root: nn.Module) -> Iterator[None]:
+    def following(self, root: nn.Module, arguments: MetricArguments) -> Iterator[None]:
         """While open, what metrics below ``root`` are called with goes to their twins as well."""
         self._started.clear()
         with contextlib.ExitStack() as stack:
             for metric in [m for m in root.modules() if isinstance(m, Metric)]:
-                stack.enter_context(_attribute(metric, "forward", self._follow(metric, metric.forward)))
+                stack.enter_context(_attribute(metric, "forward", self._follow(metric, metric.forward, arguments)))
             yield
 
-    def _follow(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _follow(self, metric: Metric, original: Callable[..., Any], arguments: MetricArguments) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = arguments.bring(metric, args, kwargs)
             value = original(*args, **kwargs)
             with torch.no_grad():
                 self._twin_of(metric).update(*args, **kwargs)
@@ -181,7 +226,7 @@ def _empty_copy(metric: Metric) -> Metric:
 def _merge(group: list[tuple[int, _LogCall]], weights: Sequence[float]) -> Any:
     values = [call.value for _, call in group]
     if isinstance(values[0], Metric) or not all(_is_scalar(value) for value in values):
-        return values[0]
+        return brought_home(values[0])
     stacked = torch.stack([_as_tensor(value) for value in values])
     how = group[0][1].reduce_fx
     how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
