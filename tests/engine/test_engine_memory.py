@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -228,6 +229,79 @@ def test_an_error_in_what_is_waited_for_is_raised_and_the_books_stay_right() -> 
         memory.reserve("weights", 50)
     memory.reserve("weights", 50)
     assert memory.used == 50
+
+
+# ------------------------------------------------------------------------------------------------------------- ahead
+
+
+def test_what_was_fetched_ahead_gives_way_after_all_else_and_the_last_first() -> None:
+    memory = DeviceMemory("device", 100)
+    order: list[str] = []
+    memory.reserve("weights", 40)
+    for name in ("first", "second"):
+        ahead = memory.reserve_ahead(30)
+        assert ahead is not None
+        memory.offer(ahead, Leaving(functools.partial(order.append, f"lost the {name}")))
+
+    def evict(num_bytes: int) -> bool:
+        if "evicted" in order:
+            return False
+        order.append("evicted")
+        memory.release("weights", 10)
+        return True
+
+    memory.evict = evict
+    memory.reserve("gradients", 40)
+    assert order == ["evicted", "lost the second"]
+    assert memory.used == 30 + 30 + 40
+
+
+def test_what_is_claimed_stays_and_what_was_lost_cannot_be_claimed() -> None:
+    memory = DeviceMemory("device", 100)
+    claimed, lost = (memory.reserve_ahead(50) for _ in range(2))
+    assert claimed is not None
+    assert lost is not None
+    for ahead in (claimed, lost):
+        memory.offer(ahead, Done([]))
+    assert memory.claim(claimed)
+    memory.reserve("weights", 50)
+    assert not memory.claim(lost)
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve("weights", 1)
+    memory.release("activations", 50)
+    assert memory.used == 50
+
+
+def test_what_is_not_on_its_way_yet_is_not_lost() -> None:
+    memory = DeviceMemory("device", 100)
+    ahead = memory.reserve_ahead(100)
+    assert ahead is not None
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve("weights", 1)
+    memory.offer(ahead, Done([]))
+    memory.reserve("weights", 1)
+
+
+def test_without_room_nothing_is_fetched_ahead() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 60
+    assert memory.reserve_ahead(101) is None
+    assert memory.reserve_ahead(41) is None
+    assert memory.reserve_ahead(40) is not None
+    assert memory.used == 40
+
+
+def test_at_the_end_of_a_step_nothing_is_ahead() -> None:
+    memory = DeviceMemory("device", 100)
+    ahead = memory.reserve_ahead(60)
+    assert ahead is not None
+    memory.offer(ahead, Leaving())
+    memory.end_step()
+    assert memory.used == 0
+    assert not memory.claim(ahead)
+    memory.reserve("weights", 100)
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve("weights", 1)
 
 
 # ------------------------------------------------------------------------------------------------------- with devices
