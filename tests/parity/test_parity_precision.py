@@ -1,0 +1,397 @@
+"""Mixed precision: the results of plain Lightning, half the bytes, the same loss scale and the same skipped steps.
+
+Three statements, from strict to loose:
+
+- With one micro-batch everything is equal bit for bit.
+- With several, everything is equal to plain Lightning on the same micro-batches one after the other, to the order in
+  which float32 adds up: autocast rounds every micro-batch by itself there as well.
+- Compared with plain Lightning on the whole batch, the parameters differ by less than the noise of mixed precision,
+  which is how far plain Lightning in mixed precision is from plain Lightning in float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import lightning as L
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.loss import expected_scale
+
+WIDTH = 8
+VOCAB = 24
+LABELS = {"strategy_options": {"loss_weight": "causal_label_tokens"}}
+sgd = torch.optim.SGD
+
+
+def mixed(precision: Any, **options: Any) -> dict[str, Any]:
+    """Arguments of a Trainer for ``"bf16-mixed"`` or ``"16-mixed"`` on the host, which Lightning itself refuses."""
+    if precision == "32-true":
+        return {}
+    if precision == "bf16-mixed":
+        return {"precision": precision}
+    scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**10, **options})
+    return {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+class Chain(L.LightningModule):
+    """Regression; ``boosts`` multiply the losses of batches, by their index."""
+
+    def __init__(self, boosts: dict[int, float] | None = None, width: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 2)
+        self.boosts = boosts or {}
+        self.scales: list[float] = []
+        self.bytes_up: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x).float(), y) * self.boosts.get(batch_idx, 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            self.scales.append(plugin.scaler.get_scale())
+        if isinstance(self.trainer.strategy, RoundPipeStrategy):
+            step = self.trainer.strategy.last_step
+            assert step is not None
+            self.bytes_up.append(sum(step.bytes_up))
+
+
+class Encoder(L.LightningModule):
+    """Attention of torch, whose projections are one weight, and an embedding that is its own head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Adapted(L.LightningModule):
+    """A language model with LoRA: nearly all weights are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = hf.Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            initializer_range=0.2,
+        )
+        lora = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        self.model = peft.get_peft_model(hf.Qwen3ForCausalLM(config), lora)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def vectors(sizes: tuple[int, ...] = (8, 8, 6, 8, 8, 8)) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(31)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
+
+
+def texts() -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(32)
+    return [(torch.randint(VOCAB, (rows, 7), generator=generator),) for rows in (6, 6, 4)]
+
+
+MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
+    "chain": (Chain, vectors),
+    "encoder": (Encoder, texts),
+    "lora": (Adapted, texts),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_one_microbatch_is_equal_bit_for_bit(
+    train: Callable[..., Any], assert_same: Callable[..., None], precision: str, model: str
+) -> None:
+    make, data = MODELS[model]
+    plain = train(make, data, trainer_options=mixed(precision), steps=4)
+    ours = train(make, data, devices=2, num_microbatches=1, trainer_options=mixed(precision), steps=4)
+    assert_same(ours, plain, exact=True)
+    assert all(p.dtype is torch.float32 for p in ours.module.parameters())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(
+    train: Callable[..., Any],
+    assert_same: Callable[..., None],
+    sequential: Callable[..., Any],
+    precision: str,
+    model: str,
+) -> None:
+    make, data = MODELS[model]
+    plain = train(sequential(make, 2), data, trainer_options=mixed(precision), steps=4)
+    ours = train(make, data, devices=2, num_microbatches=2, trainer_options=mixed(precision), steps=4)
+    assert_same(ours, plain)
+
+
+def difference(one: Any, other: Any) -> float:
+    """Root of the summed squares of the differences between all parameters."""
+    return float(sum((one.state[n] - other.state[n]).square().sum() for n in one.state) ** 0.5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_the_whole_batch_is_within_the_noise_of_mixed_precision(
+    train: Callable[..., Any], precision: str, model: str
+) -> None:
+    make, data = MODELS[model]
+    exact, plain = (train(make, data, trainer_options=mixed(p), steps=4) for p in ("32-true", precision))
+    ours = train(make, data, devices=2, num_microbatches=3, trainer_options=mixed(precision), steps=4)
+    noise = difference(plain, exact)
+    assert 0.0 < difference(ours, plain) < noise
+    assert difference(ours, exact) < 2.0 * noise
+
+
+def test_half_of_the_bytes_go_up(train: Callable[..., Any], way_to_copy: str) -> None:
+    """Weights of linear layers are nearly all that travels: wide layers, few rows."""
+    runs = {
+        precision: train(
+            lambda: Chain(width=64),
+            lambda: vectors((2,) * 4),
+            devices=1,  # on several, what travels depends on the plan, which depends on measured times
+            num_microbatches=2,
+            trainer_options=mixed(precision),
+            steps=4,
+        )
+        for precision in ("32-true", "bf16-mixed", "16-mixed")
+    }
+    full, brain, half = (run.module.bytes_up[-1] for run in runs.values())
+    if way_to_copy == "aliases":
+        assert (full, brain, half) == (0, 0, 0)
+    else:
+        assert 0.5 <= brain / full < 0.55
+        assert half == brain
+
+
+# --- loss scaling ----------------------------------------------------------------------------------------------------
+
+# Overflows at the beginning, grows often, and meets a batch with a huge loss, and one that is not a number.
+SCALER = {"init_scale": 2.0**22, "growth_interval": 2}
+BOOSTS = {4: 1e5, 8: float("nan")}
+DATA = 14
+
+
+def long_data() -> list[tuple[Tensor, ...]]:
+    return vectors((8,) * DATA)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate_grad_batches": 3},  # not a power of two
+    "clip-norm": {"gradient_clip_val": 0.02},
+    "clip-value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(
+    train: Callable[..., Any], assert_same: Callable[..., None], setting: str, num_microbatches: int
+) -> None:
+    """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
+    options = SETTINGS[setting]
+    make = partial(Chain, BOOSTS)
+    runs = [
+        train(
+            make,
+            long_data,
+            **kind,
+            steps=DATA,
+            optimizer=lambda parameters: sgd(parameters, lr=0.05, momentum=0.9),
+            trainer_options={**mixed("16-mixed", **SCALER), **options},
+        )
+        for kind in ({}, {"devices": 2, "num_microbatches": num_microbatches})
+    ]
+    plain, ours = runs
+    scales = plain.module.scales
+    assert ours.module.scales == scales
+    assert len(set(scales)) > 3
+    assert any(b < a for a, b in pairwise(scales)), "steps were skipped"
+    assert any(b > a for a, b in pairwise(scales))
+    if num_microbatches == 1:
+        assert_same(ours, plain, exact=True)
+    else:
+        assert difference(ours, plain) < 1e-2 * difference(plain, untrained(make))
+
+
+def untrained(make: Callable[[], L.LightningModule]) -> Any:
+    """The state in which a run begins."""
+    torch.manual_seed(1234)
+    return SimpleNamespace(state={name: value.clone() for name, value in make().state_dict().items()})
+
+
+def test_small_gradients_survive(train: Callable[..., Any]) -> None:
+    """Without a scale inside the pipeline they would vanish in float16: the last layer's are about 1e-9."""
+    boosts = dict.fromkeys(range(DATA), 1e-8)
+    runs = [
+        train(
+            lambda: Chain(boosts),
+            long_data,
+            **kind,
+            optimizer=lambda parameters: sgd(parameters, lr=1e6),
+            steps=3,
+            trainer_options=mixed("16-mixed", init_scale=scale),
+        )
+        for kind, scale in (({}, 2.0**24), ({"devices": 2, "num_microbatches": 4}, 2.0**24), ({}, 1.0))
+    ]
+    plain, ours, vanished = runs
+    start = untrained(Chain)
+    assert difference(vanished, start) < 0.5 * difference(plain, start)
+    assert difference(ours, plain) < 1e-2 * difference(plain, start)
+
+
+def test_a_fused_optimizer_takes_out_the_scale_itself(train: Callable[..., Any]) -> None:
+    runs = [
+        train(
+            lambda: Chain(BOOSTS),
+            long_data,
+            **kind,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True),
+            steps=DATA,
+            trainer_options=mixed("16-mixed", **SCALER),
+        )
+        for kind in ({}, {"devices": 2, "num_microbatches": 4})
+    ]
+    assert runs[1].module.scales == runs[0].module.scales
+    assert difference(runs[1], runs[0]) < 1e-2 * difference(runs[0], untrained(Chain))
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False], ids=["ours-to-plain", "plain-to-ours"])
+def test_a_checkpoint_brings_the_scale_along(first_is_ours: bool, tmp_path: Path) -> None:
+    data = DataLoader(vectors((8,) * 7), batch_size=None)  # type: ignore[arg-type]
+
+    class Fitting(Chain):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.parameters(), lr=0.05)
+
+    def fit(is_ours: bool, epochs: int, checkpoint: Path | None = None) -> tuple[L.Trainer, Fitting]:
+        torch.manual_seed(1234)
+        module = Fitting()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2 if is_ours else 1,
+            strategy=RoundPipeStrategy(num_microbatches=1, threads_per_device=1) if is_ours else "auto",
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **mixed("16-mixed", **SCALER),
+        )
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        return trainer, module
+
+    first, _ = fit(first_is_ours, 1)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = fit(not first_is_ours, 2, tmp_path / "half.ckpt")
+    _, whole = fit(False, 2)
+    assert whole.scales[7:] == resumed.scales
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["MixedPrecision"]
+    assert saved["scale"] == whole.scales[6]
+
+
+class OwnFactor(Chain):
+    """Multiplies the loss by a factor of its own on the way to the backward."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 4.0, *args, **kwargs)
+
+
+def test_a_backward_of_the_user_with_another_factor(
+    train: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    options = {"precision": "bf16-mixed"}
+    plain = train(OwnFactor, vectors, trainer_options=options)
+    ours = train(OwnFactor, vectors, devices=2, num_microbatches=1, trainer_options=options)
+    assert_same(ours, plain, exact=True)  # the factor is a power of two
+
+
+class Plugin(Precision):
+    """No mixed precision."""
+
+
+def test_what_scale_is_expected() -> None:
+    assert expected_scale(Plugin(), 3) == 1.0
+    assert expected_scale(MixedPrecision("bf16-mixed", "cpu"), 3) == 1.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    assert expected_scale(plugin, 1) == 2.0**16
+    loss = torch.tensor(1.0, requires_grad=True)
+    scaler.scale(loss / 3).backward()  # type: ignore[union-attr]
+    assert expected_scale(plugin, 3) == loss.grad
+    assert expected_scale(MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", enabled=False)), 3) == 1
+
+
+def test_a_scaler_for_gpus_keeps_its_state_on_the_host(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's own on GPUs: it follows the loss, which is on the host, as are the weights."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    scaler = torch.amp.GradScaler("cuda", **SCALER)  # type: ignore[arg-type]
+    assert scaler.is_enabled()
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plain = train(Chain, long_data, trainer_options=mixed("16-mixed", **SCALER), steps=8)
+    ours = train(Chain, long_data, devices=2, num_microbatches=1, trainer_options={"plugins": [plugin]}, steps=8)
+    assert ours.module.scales == plain.module.scales
+    assert difference(ours, plain) == 0.0
+    scale = scaler._get_scale_async()
+    assert scale is not None
+    assert scale.device.type == "cpu"
