@@ -1,0 +1,169 @@
+"""Memory of a GPU: limits that hold, nothing reused too early, nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_roundpipe.engine.cuda import CudaDevice
+from lightning_roundpipe.engine.cuda_driver import DRIVER
+from lightning_roundpipe.engine.transfer import CHUNK_BYTES, Edge
+from tests.gpu.training import assert_alike, mlp, train, vectors
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+GPU = torch.device("cuda", 0)
+# About 30 ms on any GPU: work that copies would overtake if nothing held them back.
+LATE_CYCLES = 50_000_000
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    made = CudaDevice(0, 0)
+    made.open()
+    made.enter(None)
+    yield made
+    made.close()
+    made.dispose()
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    """256 MiB of weights, and as many of gradients, on a GPU that may use 192 MiB."""
+    network, batches = functools.partial(mlp, width=2048, depth=16), vectors((8, 8), width=2048)
+    limit = 192 * MIB
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    options = {"num_microbatches": 2, "device_memory_limit": limit}
+    found = train(network, batches, tmp_path, devices=[0], options=options, epochs=1)
+    assert before + limit >= torch.cuda.max_memory_reserved()
+    assert_alike(found, train(network, batches, tmp_path, epochs=1))
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before, fraction = torch.cuda.memory_allocated(), DRIVER.fraction(GPU)
+    torch.cuda.reset_peak_memory_stats()
+    network = functools.partial(mlp, width=1024, depth=4)
+    options = {"num_microbatches": 2, "device_memory_limit": "256MiB"}
+    found = train(network, vectors(width=1024), tmp_path, devices=[0, 0], options=options, epochs=1)
+    assert torch.cuda.max_memory_allocated() > before, "the GPU was not used"
+    assert torch.cuda.memory_allocated() <= before + MIB, "weights or activations were left on the GPU"
+    assert not any(parameter.is_pinned() for parameter in found.module.parameters())
+    assert DRIVER.fraction(GPU) == fraction
+
+
+def test_the_limit_holds_for_everything_of_the_process() -> None:
+    made = CudaDevice(0, 0, memory_limit=torch.cuda.memory_reserved() + 64 * MIB)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
+    finally:
+        made.dispose()
+    torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
+
+
+@pytest.mark.parametrize("size", [3, MIB, 3 * CHUNK_BYTES // 4 + 5])
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_copies_there_and_back(device: CudaDevice, size: int, is_bulk: bool) -> None:
+    source = torch.randn(size)
+    (there,) = device.upload([source], "x", is_bulk=is_bulk).wait(Edge.INPUTS)
+    (back,) = device.download([there + 1], "x", is_bulk=is_bulk).wait(Edge.GRADIENTS)
+    assert torch.equal(back, source + 1)
+    assert back.is_pinned()
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_a_download_waits_for_what_is_computed(device: CudaDevice, is_bulk: bool) -> None:
+    for i in range(20):
+        torch.cuda._sleep(LATE_CYCLES)
+        made = torch.full((MIB,), float(i), device=GPU)
+        transfer = device.download([made], "x", is_bulk=is_bulk)
+        assert not transfer.is_done()
+        del made
+        assert torch.equal(transfer.wait(Edge.GRADIENTS)[0], torch.full((MIB,), float(i)))
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_uploads_do_not_overwrite_what_is_still_read(device: CudaDevice, is_bulk: bool) -> None:
+    """Each copy is read late, and let go at once: the next one must not get its memory before that."""
+    sums = []
+    for i in range(50):
+        (copy,) = device.upload([torch.full((MIB,), float(i))], "x", is_bulk=is_bulk).wait(Edge.WEIGHTS)
+        torch.cuda._sleep(LATE_CYCLES)
+        sums.append(copy.mean())
+        if is_bulk:
+            device.free([copy])
+        del copy
+    assert [float(s) for s in sums] == [float(i) for i in range(50)]
+
+
+def test_what_comes_down_goes_up_again(device: CudaDevice) -> None:
+    """Between two workers the second copy waits for the first on the GPU, not on the host."""
+    other = CudaDevice(1, 0)
+    other.open()
+    try:
+        for i in range(20):
+            torch.cuda._sleep(LATE_CYCLES)
+            down = device.download([torch.full((MIB,), float(i), device=GPU)], "x")
+            up = other.upload(down.tensors, "x", after=down)
+            assert not up.is_done()
+            assert float(up.wait(Edge.INPUTS)[0].mean()) == float(i)
+    finally:
+        other.close()
+        other.dispose()
+
+
+def test_an_activation_does_not_wait_for_a_stage(device: CudaDevice) -> None:
+    """Measured on the GPU: behind bulk of many chunks it takes as long as two of them at most, and some slack."""
+    bulk, activation = torch.randn(32 * CHUNK_BYTES // 4), torch.randn(1000)
+    device.upload([bulk], "warm-up", is_bulk=True).await_done()  # page-locks it
+    device.upload([activation], "warm-up").await_done()
+    device.moved = moved = []
+    whole = device.upload([bulk], "bulk", is_bulk=True)
+    delays = []
+    while not whole.is_done():
+        before = device.stamp()
+        device.upload([activation], "activation").await_done()
+        ended = [m.end for m in moved if m.label == "activation"][-1]
+        delays.append(device.elapsed_ms(before, ended))
+    device.moved = None
+    times = [device.elapsed_ms(m.start, m.end) for m in moved if m.label == "bulk"]
+    assert len(times) == 1
+    assert times[0] is not None
+    chunk_ms = times[0] / 32
+    assert len(delays) > 2
+    assert max(delay for delay in delays if delay is not None) <= 2 * chunk_ms + 2.0
+
+
+def test_page_locks_in_place(device: CudaDevice) -> None:
+    weight = torch.randn(4 * MIB)
+    device.upload([weight], "w", is_bulk=True).await_done()
+    assert weight.is_pinned()
+    assert device.page_locked.in_place_bytes == 16 * MIB
+    # A second lock is refused, and the refusal must not reach the next launch.
+    assert DRIVER.page_lock(weight.data_ptr(), 16 * MIB) != 0
+    torch.ones(3, device=GPU).add_(1)
+    torch.cuda.current_stream().synchronize()
+
+
+def test_the_host_does_not_run_far_ahead(device: CudaDevice) -> None:
+    events = []
+    for _ in range(8):
+        device.throttle()
+        torch.cuda._sleep(LATE_CYCLES)
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        assert sum(not event.query() for event in events) <= 3
+
+
+def test_peak_memory_is_reported(device: CudaDevice) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    made: list[Any] = [torch.empty(32 * MIB, dtype=torch.uint8, device=GPU)]
+    assert device.peak_memory_bytes >= 32 * MIB
+    made.clear()
