@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from ..planning.quantities import format_bytes
+
 Kind = Literal["weights", "gradients", "activations", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
-
-_MIB = 2**20
 
 
 class DeviceOutOfMemoryError(RuntimeError):
@@ -184,9 +184,9 @@ class DeviceMemory:
                     self._used[kind] = 0
 
     def _describe(self, kind: Kind, num_bytes: int) -> str:
-        there = ", ".join(f"{name} {self._used[name] / _MIB:.1f}" for name in KINDS)
+        there = ", ".join(f"{name} {format_bytes(self._used[name])}" for name in KINDS)
         assert self.limit is not None
         return (
-            f"{self.name} is out of memory: {num_bytes / _MIB:.1f} MiB of {kind} do not fit beside what is there "
-            f"({there} MiB) within its limit of {self.limit / _MIB:.1f} MiB."
+            f"{self.name} is out of memory: {format_bytes(num_bytes)} of {kind} do not fit beside what is there "
+            f"({there}) within its limit of {format_bytes(self.limit)}."
         )

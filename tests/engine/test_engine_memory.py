@@ -77,8 +77,8 @@ def test_the_message_says_what_is_there_and_what_does_not_fit() -> None:
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         memory.reserve("activations", 3 * MIB)
     assert str(caught.value) == (
-        "virtual device 1 is out of memory: 3.0 MiB of activations do not fit beside what is there "
-        "(weights 6.0, gradients 2.0, activations 0.5, other 0.0 MiB) within its limit of 10.0 MiB."
+        "virtual device 1 is out of memory: 3.00 MiB of activations do not fit beside what is there "
+        "(weights 6.00 MiB, gradients 2.00 MiB, activations 512 KiB, other 0 B) within its limit of 10.0 MiB."
     )
 
 
