@@ -1,4 +1,4 @@
-"""The copies of a virtual lane: poisoned destinations, and the pieces that they are made in."""
+"""Copies in pieces, for the lanes of GPUs and of virtual devices, and the poisoned destinations of the latter."""
 
 from __future__ import annotations
 
