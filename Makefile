@@ -5,14 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead cpu_throughput bubble partitioner
+BENCHMARKS := overhead cpu_throughput bubble partitioner transfers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
 
@@ -31,6 +31,9 @@ $(DOCS_STAMP): $(STAMP)
 
 test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
+	$(BIN)/python -m pytest -q tests/parity --devices=copies $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
 	$(BIN)/python examples/train_bytes.py $(ARGS)
