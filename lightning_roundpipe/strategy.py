@@ -386,7 +386,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
-            self._host_report.note_step(0)
+            self._host_report.note_step(self.engine.working_copies.expected_bytes)
         return batches, result
 
     def _attempt(

@@ -142,7 +142,7 @@ class ReplicaCache:
                 else.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
-            call.is_low = not (learns or device.aliases_host) and self.weights.is_low(call.unit, call.autocast)
+            call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
         replica = self.load(call.unit, device, is_low=call.is_low)
         self._num_uses += 1
         replica.last_use = self._num_uses

@@ -159,6 +159,7 @@ class Engine:
 
     Attributes:
         trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`tracing`.
+        working_copies: weights that travel in a low dtype.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Engine:
         self._table: UnitTable | None = None
         self._modules: list[int] = []
         self._replicas = ReplicaCache(relay_hooks, pool)
+        self.working_copies = self._replicas.weights
         self._glue_parameters: set[nn.Parameter] = set()
         self._glue_is_user_code = threading.Event()
         self.trace = False

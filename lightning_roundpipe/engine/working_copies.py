@@ -48,10 +48,12 @@ class _Evidence:
 
     Attributes:
         autocast: the state in which it was called; None if there were several.
+        travels: whether it runs on devices with memory of their own.
         uses: of its parameters, the worst of all runs.
     """
 
     autocast: Autocast | None
+    travels: bool = True
     uses: dict[nn.Parameter, Use] = field(default_factory=dict)
 
 
@@ -130,6 +132,19 @@ class WorkingCopies:
         with self._lock:
             return sum(copy.data.numel() * copy.data.element_size() for copy in self._copies.values())
 
+    @property
+    def expected_bytes(self) -> int:
+        """What they are going to take, as far as it is known which ones there will be."""
+        with self._lock:
+            sizes = {
+                master: master.numel() * self._dtype_of(unit, master).itemsize
+                for (unit, trains), evidence in self._evidence.items()
+                if evidence.travels and trains == self._trains
+                for master in evidence.uses
+                if self._dtype_of(unit, master) != master.dtype
+            }
+        return sum(sizes.values())
+
     def clear(self) -> None:
         """Forgets everything, copies included."""
         with self._lock:
@@ -153,12 +168,14 @@ class WorkingCopies:
         uses = {master: use for leaf, master in replica.leaves.items() if (use := watch.use_of(leaf)) is not None}
         for leaf in in_doubt(replica.module):
             uses[replica.leaves[leaf]] = Use.OTHER
-        self.note_run(replica.unit, autocast, uses)
+        self.note_run(replica.unit, autocast, uses, travels=not replica.device.aliases_host)
 
-    def note_run(self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use]) -> None:
+    def note_run(
+        self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use], *, travels: bool = True
+    ) -> None:
         """Notes what a run of ``unit`` in its full form has made of its parameters."""
         with self._lock:
-            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast))
+            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast, travels))
             if evidence.autocast != autocast:
                 evidence.autocast = None
             for master, use in uses.items():
@@ -173,7 +190,7 @@ class WorkingCopies:
         """
         with self._lock:
             evidence = self._evidence.get((unit, self._trains))
-            if evidence is None:
+            if evidence is None or not evidence.travels:
                 return False
             if autocast is not None and evidence.autocast != autocast:
                 evidence.autocast = None

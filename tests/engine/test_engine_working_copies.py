@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.engine.casts import Use
 from lightning_roundpipe.engine.gradients import GradientStore
@@ -21,7 +22,7 @@ from lightning_roundpipe.engine.units import Unit
 from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.engine.working_copies import WorkingCopies
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
-from tests.engine.plain_loop import each_call_its_stage
+from tests.engine.plain_loop import cut_at, each_call_its_stage
 
 LOW = torch.bfloat16
 AUTOCAST = (True, LOW)
@@ -216,6 +217,15 @@ def test_a_write_without_trace_is_seen_when_another_kind_of_step_begins() -> Non
         assert torch.equal(weights.source(master, LOW), master.to(LOW))
 
 
+def test_what_copies_take_is_known_before_they_are_made() -> None:
+    ours = Training(Model())
+    ours.train()
+    assert ours.weights.host_bytes == 0
+    expected = ours.weights.expected_bytes
+    ours.train()
+    assert ours.weights.host_bytes == expected > 0
+
+
 def test_trainable_masters_are_trusted_between_steps_without_an_update() -> None:
     weights = WorkingCopies()
     master = nn.Parameter(torch.randn(3))
@@ -379,9 +389,9 @@ def test_training_is_the_same_bit_for_bit_and_half_as_much_travels(num_devices: 
     assert_same(ours, aliases, [(a, c) for a, _, c in results])
     assert ours.low_names("blocks.1") == {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert ours.low_names("embedding") == set()
-    assert aliases.weights.host_bytes == 0
+    assert aliases.weights.host_bytes == aliases.weights.expected_bytes == 0
     low = [p for n, p in ours.model.named_parameters() if "norm" not in n and "embedding" not in n]
-    assert ours.weights.host_bytes == 2 * sum(p.numel() for p in low)
+    assert ours.weights.host_bytes == ours.weights.expected_bytes == 2 * sum(p.numel() for p in low)
 
 
 def weight_bytes(training: Training, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -535,6 +545,88 @@ def test_a_unit_that_returns_something_else_is_learned_in_its_full_form() -> Non
             assert runs[0].low_names("blocks.1") == {"up.weight", "up.bias"}
     assert runs[0].low_names("blocks.1") == {"up.bias"}
     assert_same(runs[0], runs[1], results)
+
+
+class Returning(nn.Module):
+    """Gives its weight away, and computes with it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.up(x), self.up.weight
+
+
+class Scaled(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, weight = block(x)
+            x = x * weight.mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Twice(Model):
+    """From some step on, every block is called once more, with an argument that is new to it."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, "once")
+            if self.is_later:
+                x = block(x, "again")
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Told(Block):
+    def forward(self, x: Tensor, what: str) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Checkpointed(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def test_a_unit_that_gives_its_weight_away() -> None:
+    model = Scaled()
+    model.blocks = nn.ModuleList(Returning() for _ in range(3))
+    ours, aliases = Training(model), Training(model, link=False)
+    results = [(ours.train(), aliases.train()) for _ in range(3)]
+    assert ours.low_names("blocks.1") == {"up.bias"}
+    assert_same(ours, aliases, results)
+
+
+@pytest.mark.parametrize("fused", [0, 3], ids=["all-fused", "some-fused"])
+def test_both_forms_of_a_unit_in_one_stage(fused: int) -> None:
+    """A call learns while the graph of another call of the unit, in the low form, waits for its backward."""
+    model = Twice()
+    model.blocks = nn.ModuleList(Told() for _ in range(3))
+    model.is_later = False
+    ours, aliases = Training(model), Training(model, link=False)
+    for training in (ours, aliases):
+        training.planner = lambda count, is_training: cut_at(count, is_training, [2], [2], fused)
+    for step in range(7):
+        for training in (ours, aliases):
+            training.model.is_later = step >= 3
+        left, right = ours.train(), aliases.train()
+        assert (left.num_off_plan > 0) == (step == 3)
+        torch.testing.assert_close(left.outputs, right.outputs, rtol=1e-5, atol=1e-6)
+        wanted = dict(aliases.model.named_parameters())
+        for name, parameter in ours.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6)
+    assert ours.weights.is_low(ours.unit("blocks.1"))
+
+
+def test_checkpoints_in_glue() -> None:
+    model = Checkpointed()
+    ours, aliases = Training(model), Training(model, link=False)
+    results = [(ours.train(), aliases.train()) for _ in range(3)]
+    assert_same(ours, aliases, results)
 
 
 # --- frozen weights --------------------------------------------------------------------------------------------------
