@@ -21,7 +21,7 @@ class HostReport:
     Args:
         root: the user's module.
         optimizers: all of them.
-        available: bytes that can still be allocated on the host, None if unknown.
+        available: gives the bytes that can still be allocated on the host, None if unknown.
 
     Attributes:
         memory: what is needed, as far as it is known.
@@ -31,11 +31,11 @@ class HostReport:
         self,
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        available: Callable[[], int | None] = available_bytes,
+        available: Callable[[], int | None] | None = None,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
-        self._available = available
+        self._available = available or available_bytes
         self._has_warned = False
         self._has_reported = False
         self.memory = model_memory(root, optimizers)

@@ -97,6 +97,7 @@ class Retry:
             except _OUT_OF_MEMORY as error:
                 before = len(batches.microbatches)
                 more = self._split_again(error, state, split, before, num_retries)
+                state.restore()
                 if isinstance(more, str):
                     raise self._explained(error, kind, before, more) from error
                 reason = str(error)
@@ -105,7 +106,6 @@ class Retry:
                 state.note_written()
                 return batches, result
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
-            state.restore()
             self._forget(kind)
             gc.collect()
             torch.cuda.empty_cache()  # smaller pieces are wanted now; does nothing where no GPU is used

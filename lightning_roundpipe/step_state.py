@@ -53,10 +53,10 @@ class StepState:
         return None
 
     def restore(self) -> None:
-        """Puts everything back. Not if something is :meth:`lost`."""
+        """Puts back everything that is not :meth:`lost`."""
         for buffer in self._buffers:
-            if buffer.has_changed():
-                buffer.put_back()
+            if buffer.copy is not None and buffer.has_changed():
+                buffer.put_back(buffer.copy)
         for put_back in self._put_back:
             put_back()
 
@@ -86,13 +86,12 @@ class _Buffer:
         """Whether it is another tensor now, or was written in place."""
         return self._module._buffers.get(self._key) is not self._tensor or _version(self._tensor) != self._version
 
-    def put_back(self) -> None:
-        """The same tensor with the same values again."""
-        assert self.copy is not None
+    def put_back(self, values: Tensor) -> None:
+        """The same tensor again, with these values."""
         self._module._buffers[self._key] = self._tensor
         if _version(self._tensor) != self._version:
             with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
-                self._tensor.copy_(self.copy)
+                self._tensor.copy_(values)
 
 
 def _version(tensor: Tensor) -> int:

@@ -11,8 +11,7 @@ median, and the estimate is the median over the last steps, so that neither a sl
 - What runs in a B stage is the forward again and the backward; the forward is taken off.
 - A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
 - Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.
-- Sizes are known after the first run. What a call needs besides its inputs and outputs (``workspace_bytes``) is its
-  graph, and the gradients of inputs and outputs, which are there together at the end of its backward.
+- Sizes are known after the first run.
 """
 
 from __future__ import annotations
@@ -179,20 +178,18 @@ class CallEstimates:
         scale = sum(measured for measured, _ in pairs if measured is not None) / guessed_ms if guessed_ms else 1.0
         calls = []
         for key, estimate, guess in zip(self._keys, estimates, guesses, strict=True):
-            calls.append(self._preset.get(key) or _cost_of(estimate, guess, scale, is_training=self._is_training))
+            calls.append(self._preset.get(key) or _cost_of(estimate, guess, scale))
         return CostProfile(tuple(calls))
 
 
-def _cost_of(estimate: _Estimate, guess: CallCost, scale: float, *, is_training: bool) -> CallCost:
+def _cost_of(estimate: _Estimate, guess: CallCost, scale: float) -> CallCost:
     forward_ms, backward_ms = estimate.forward_ms.value, estimate.backward_ms.value
     if forward_ms is None:
         forward_ms = scale * guess.forward_ms
     if backward_ms is None:
         backward_ms = forward_ms * guess.backward_ms / guess.forward_ms
-    given, returned, graph = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
-    workspace = graph + given + returned if is_training else graph
-    states = guess.weight_bytes, guess.gradient_bytes
-    return CallCost(guess.name, forward_ms, backward_ms, *states, given, returned, workspace)
+    sizes = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
+    return CallCost(guess.name, forward_ms, backward_ms, guess.weight_bytes, guess.gradient_bytes, *sizes)
 
 
 def _keys_of(sequence: Sequence[Unit]) -> Iterator[Key]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_roundpipe import VirtualLink
+from lightning_roundpipe import DeviceOutOfMemoryError, StageMemoryError, VirtualLink, host_report
+from lightning_roundpipe.engine.microbatch import split_batch
 from lightning_roundpipe.engine.virtual import TimedLink
 from lightning_roundpipe.host_report import HostReport
 from lightning_roundpipe.options import RoundPipeOptions
@@ -123,3 +133,260 @@ def test_what_the_host_needs_is_reported_once(caplog: pytest.LogCaptureFixture) 
         "this run needs up to 1.93 KiB (optimizer state 880 B, weights 440 B, gradients 440 B, working copies 220 B) "
         "on the host"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training with too little memory
+
+WIDTH, ROWS = 16, 32
+STATES = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # weights and gradients of a block
+# What a row of a micro-batch needs there: input and output, the gradients of both, and the outputs of the four
+# micro-batches of a round that wait for their next stage.
+ROW = 4 * WIDTH * (4 + 4)
+# Between 4 and 8, and 8 and 16.
+FITS_4_ROWS, FITS_8_ROWS = STATES + 6 * ROW, STATES + 12 * ROW
+TOO_LITTLE = (DeviceOutOfMemoryError, StageMemoryError)
+
+
+class Calls:
+    """Counts the calls of a step; shared by all micro-batches and attempts."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+
+class Watched(L.LightningModule):
+    """Notes all that could be lost or counted twice when a step is run again."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+            if norm:
+                blocks[1].append(nn.BatchNorm1d(WIDTH))
+            self.layers = nn.Sequential(nn.Linear(4, WIDTH), nn.Dropout(0.2), *blocks)
+            self.head = nn.Linear(WIDTH, 3)
+        self.accuracy = MulticlassAccuracy(3)
+        self.seen = SumMetric()
+        self.outputs: list[Tensor] = []
+        self.calls = Calls()
+        self.facts: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls.num += 1
+        x, y = batch
+        logits = self.head(self.layers(x))
+        self.accuracy(logits, y)
+        self.seen.update(len(y))
+        self.outputs.append(logits.detach())
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss)
+        self.log("draw", random.random() + float(np.random.rand()), reduce_fx=min)
+        self.log("noise", torch.rand(()))
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("validation", F.cross_entropy(self.head(self.layers(x)), y))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.facts += [logged, float(self.seen.compute()), len(self.outputs), [tuple(t.shape) for t in self.outputs]]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_rows(rows: int = 3 * ROWS, batch_size: int = ROWS) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 4, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (rows,), generator=generator)), batch_size=batch_size)
+
+
+@pytest.fixture
+def train(make_trainer: Any) -> Callable[..., tuple[Any, L.Trainer]]:
+    """Trains on two virtual devices with a memory of their own: "auto" begins with 4 micro-batches of 8 rows."""
+
+    def run(module: Any, limit: int | None, num_microbatches: Any = "auto", loader: Any = None, **kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        options = {"virtual_copies": True, "device_memory_limit": limit}
+        trainer = make_trainer(num_microbatches=num_microbatches, options=options, **kwargs)
+        trainer.fit(module, loader or make_rows())
+        return module, trainer
+
+    return run
+
+
+def assert_equal_runs(ours: tuple[Any, L.Trainer], expected: tuple[Any, L.Trainer], rtol: float = 0.0) -> None:
+    """Bit for bit, by default: weights, buffers, optimizer, metrics, what was logged and collected."""
+    (left, left_trainer), (right, right_trainer) = ours, expected
+    assert left.facts == right.facts
+    pairs = [(left.state_dict(), right.state_dict())]
+    pairs.append((left_trainer.optimizers[0].state_dict()["state"], right_trainer.optimizers[0].state_dict()["state"]))
+    for mine, theirs in pairs:
+        assert mine.keys() == theirs.keys()
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 100)
+    torch.testing.assert_close(left.outputs, right.outputs, rtol=0, atol=0)
+    assert left.accuracy.compute() == right.accuracy.compute()
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
+def test_auto_finds_a_number_that_fits_and_nothing_is_lost(train: Any, norm: bool) -> None:
+    ours = train(Watched(norm), FITS_4_ROWS)
+    assert ours[1].strategy.last_step.num_microbatches == 8
+    assert ours[0].calls.num > 3 * 8, "the first attempt has called the step as well"
+    assert_equal_runs(ours, train(Watched(norm), None, 8))
+
+
+def test_the_peak_is_below_the_limit(train: Any) -> None:
+    _, trainer = train(Watched(), FITS_4_ROWS)
+    for device in trainer.strategy.pool.devices:
+        assert 0 < device.peak_memory_bytes <= FITS_4_ROWS
+        assert device.memory.used == 0
+    assert trainer.strategy.last_step.peak_memory_bytes == tuple(d.memory.peak for d in trainer.strategy.pool.devices)
+
+
+def test_enough_memory_changes_nothing(train: Any) -> None:
+    ours = train(Watched(), FITS_8_ROWS)
+    assert ours[1].strategy.last_step.num_microbatches == 4
+    assert ours[0].calls.num == 3 * 4
+    assert_equal_runs(ours, train(Watched(), None, 4))
+
+
+def test_a_given_number_is_doubled_with_a_warning(train: Any) -> None:
+    with pytest.warns(UserWarning, match="with 4 micro-batches per batch, and is run again with 8"):
+        ours = train(Watched(), FITS_4_ROWS, 4)
+    assert_equal_runs(ours, train(Watched(), None, 8))
+
+
+def test_gradients_that_wait_are_not_lost(train: Any) -> None:
+    """A later, larger batch does not fit: gradients accumulated before it, momentum and metrics must survive."""
+    batches = [range(16), range(32, 64), range(64, 80), range(70, 90)]
+    loaders = [DataLoader(make_rows().dataset, batch_sampler=[list(rows) for rows in batches]) for _ in range(2)]
+    settings = {"accumulate_grad_batches": 4}
+    ours = train(Watched(), FITS_4_ROWS, "auto", loaders[0], **settings)
+    assert ours[1].strategy.last_step.num_microbatches == 8
+    reference, counts = Watched(), iter([4, 8, 8, 8])
+    reference.roundpipe_split_batch = lambda batch, num: split_batch(batch, next(counts)).microbatches
+    # The step that was run again has recorded its first micro-batch, whose gradient is added to that of the others.
+    assert_equal_runs(ours, train(reference, None, 4, loaders[1], **settings), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "num_microbatches", "why"),
+    [(True, 4, "the statistics of batch norm depend on it"), (False, 1, "the loss may depend on all rows")],
+)
+def test_a_number_that_decides_about_results_is_kept(train: Any, norm: bool, num_microbatches: int, why: str) -> None:
+    module = Watched(norm)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(TOO_LITTLE, match=rf"does not fit on the devices with {num_microbatches} micro-batches .*{why}"):
+        train(module, FITS_4_ROWS, num_microbatches)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_training_goes_on_after_the_error(train: Any) -> None:
+    module = Watched()
+    with pytest.raises(TOO_LITTLE):
+        train(module, FITS_4_ROWS, 1)
+    fresh = Watched()
+    module.seen.reset()
+    module.accuracy.reset()
+    module.outputs.clear()
+    assert_equal_runs(train(module, None, 8), train(fresh, None, 8))
+
+
+def test_what_can_never_fit_says_what_takes_the_memory(train: Any) -> None:
+    with pytest.raises(TOO_LITTLE) as caught:
+        train(Watched(), 2048)
+    text = str(caught.value)
+    for part in ("training_step does not fit", "weights", "gradients", "activations", "units", "num_microbatches"):
+        assert part in text
+
+
+def test_evaluation_is_run_again_as_well(train: Any, make_trainer: Any) -> None:
+    options = {"virtual_copies": True, "device_memory_limit": STATES // 2 + 6 * 4 * WIDTH * (2 + 4)}
+    found = []
+    for given, number in ((options, "auto"), ({}, 8)):
+        trainer = make_trainer(num_microbatches=number, options=given)
+        found.append(trainer.validate(Watched(), make_rows(), verbose=False))
+        assert trainer.strategy.last_step.num_microbatches == 8
+    assert found[0] == found[1]
+
+
+WIDE = 512
+LAYER = 2 * 4 * (4 * WIDE + WIDE)
+
+
+class Wide(L.LightningModule):
+    """One block that is larger than a device, made of two layers that are not."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, WIDE), nn.Linear(WIDE, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.blocks = nn.Sequential(Wide.Block(), Wide.Block())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.blocks(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_blocks_that_are_too_large_are_divided(make_trainer: Any, assert_alike: Any) -> None:
+    # The layer in front gives rows of 512 numbers: one and its gradient, and those of four micro-batches that wait.
+    options = {"virtual_copies": True, "device_memory_limit": LAYER + 4 * (WIDE + 4) * (2 + 4)}
+    modules = []
+    for kind, given in (("plain", {}), ("roundpipe", {"options": options, "num_microbatches": ROWS})):
+        module = Wide()
+        trainer = make_trainer(kind, **given)
+        trainer.fit(module, make_rows())
+        modules.append(dict(module.state_dict()))
+    assert_alike(modules[1], modules[0])
+    assert trainer.strategy.last_step.partition.num_calls == 4
+
+
+def test_units_that_the_user_has_chosen_stay_whole(make_trainer: Any) -> None:
+    options = {"virtual_copies": True, "device_memory_limit": LAYER, "units": ["Block"]}
+    with pytest.raises(TOO_LITTLE, match="does not fit"):
+        make_trainer(options=options, num_microbatches=8).fit(Wide(), make_rows())
+
+
+def test_a_link_of_given_speed_changes_no_result(make_trainer: Any, small: Any, make_loader: Any) -> None:
+    states = []
+    for copies in (True, VirtualLink(gb_per_s=10.0, latency_us=20.0)):
+        module = small()
+        make_trainer(options={"virtual_copies": copies}).fit(module, make_loader())
+        states.append(module.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_the_run_reports_what_the_host_needs(
+    make_trainer: Any, small: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        make_trainer(max_epochs=2).fit(small(), make_loader())
+    reports = [record.message for record in caplog.records if "on the host" in record.message]
+    assert len(reports) == 1
+    for part in ("activations", "weights", "gradients", "optimizer state"):
+        assert part in reports[0]
+
+
+def test_the_run_warns_before_the_host_is_full(
+    make_trainer: Any, small: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_report, "available_bytes", lambda: 100)
+    with pytest.warns(UserWarning, match=r"this run may need .* on the host.* 100 B are available"):
+        make_trainer().fit(small(), make_loader())
