@@ -120,6 +120,10 @@ class GlueLock:
             self._holder = None
             self._lock.release()
 
+    def is_held_by(self, state: GlueState) -> bool:
+        """Whether the calling thread, which is that of ``state``, runs glue or excludes it."""
+        return self._holder is state or self._borrower == threading.get_ident()
+
     @contextlib.contextmanager
     def released(self, state: GlueState) -> Iterator[None]:
         """Without the lock inside, with it again afterwards (if it was held before)."""

@@ -5,7 +5,7 @@ User code creates tensors on ``self.device`` (the host), uses raw parameters (th
 (host) and outputs of units (the GPU of their stage). A function mode on the micro-batch's thread brings the operands
 of a call that live on different devices to one: for in-place functions the target's, otherwise the current stage's.
 The move is part of the graph, so gradients find their way back, also to masters on the host. Inside units everything
-is on one device already, and the mode does nothing.
+is on one device already, and the engine knows where its tensors are: there the mode does nothing.
 
 On virtual devices that have copies of their own nobody can see where a tensor is. There the rule for raw parameters is
 the same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .devices import Device
-from .glue import current
+from .glue import GlueState, current
 from .glue_parameters import GlueParameters
 from .offload import version_of
 
@@ -65,7 +65,7 @@ class StrayOperands(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         state = current()
-        if state is not None and state.unit_writes is not None:
+        if state is not None and not _is_glue(state):
             return func(*args, **kwargs)
         if func in _OPENS and (opened := _parameter_of(args[0])) is not None:
             self._parameters.open(opened)
@@ -110,6 +110,11 @@ class StrayOperands(TorchFunctionMode):
                 offset = tensor.storage_offset() - master.storage_offset() + copy.storage_offset()
                 return copy.as_strided(tensor.shape, tensor.stride(), offset)
         return tensor.to(target or "cpu")
+
+
+def _is_glue(state: GlueState) -> bool:
+    """Neither inside a unit nor in the engine, which knows where its tensors are."""
+    return state.unit_writes is None and state.lock is not None and state.lock.is_held_by(state)
 
 
 def _home(tensor: Tensor, place: Device) -> torch.device | None:

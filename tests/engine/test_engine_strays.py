@@ -155,6 +155,24 @@ def test_inside_a_unit_nothing_is_moved(glue: Glue, on_host: Tensor, on_stage: T
     glue.state.unit_writes = None
 
 
+def test_inside_the_engine_nothing_is_moved(glue: Glue, on_host: Tensor, on_stage: Tensor) -> None:
+    assert glue.state.lock is not None
+    with glue.state.lock.released(glue.state), pytest.raises(RuntimeError, match="device"):
+        F.mse_loss(on_host, on_stage)
+
+
+def test_hooks_of_units_are_glue(glue: Glue, on_host: Tensor, on_stage: Tensor) -> None:
+    lock = glue.state.lock
+    assert lock is not None
+    glue.state.unit_writes = UnitWrites()
+    with lock.released(glue.state):
+        with lock.as_glue(glue.state):
+            assert F.mse_loss(on_host, on_stage).device == STAGE
+        with lock.borrowed(), lock.as_glue(glue.state):
+            assert F.mse_loss(on_host, on_stage).device == STAGE
+    glue.state.unit_writes = None
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda w: w,
     "transposed": lambda w: w.t().t(),
