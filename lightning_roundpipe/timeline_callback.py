@@ -26,8 +26,9 @@ class RoundPipeTimeline(Callback):
         num_steps: how many batches are recorded. Memory and files grow with it.
         log_metrics: log ``roundpipe/bubble`` and ``roundpipe/busy`` (shares of the devices' time, 0 to 1),
             ``roundpipe/step_ms``, ``roundpipe/h2d_bytes`` and ``roundpipe/d2h_bytes`` (all devices together),
-            ``roundpipe/peak_memory_bytes`` (of the fullest device, where known), ``roundpipe/num_stages`` and
-            ``roundpipe/num_microbatches`` to the loggers of the Trainer, every ``log_every_n_steps``.
+            ``roundpipe/peak_memory_bytes`` (of the fullest device, where known), ``roundpipe/host_activation_bytes``
+            (activations that were put on the host), ``roundpipe/num_stages`` and ``roundpipe/num_microbatches`` to the
+            loggers of the Trainer, every ``log_every_n_steps``.
 
     Raises:
         ValueError, TypeError: for options out of range, and for files that cannot be written.

@@ -155,6 +155,7 @@ def step_figures(result: StepResult) -> dict[str, float]:
         "step_ms": result.step_ms,
         "h2d_bytes": sum(result.bytes_up),
         "d2h_bytes": sum(result.bytes_down),
+        "host_activation_bytes": result.saved_bytes,
         "num_microbatches": result.num_microbatches,
     }
     if result.schedule is not None:  # otherwise the step has only recorded the model's calls

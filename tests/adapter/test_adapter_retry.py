@@ -95,9 +95,7 @@ def test_auto_ends_with_one_row_each(make_retry: Any) -> None:
 def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
     mib = 2**20
     small = CallCost("small", 1.0, 2.0, weight_bytes=mib, gradient_bytes=mib, input_bytes=mib)
-    large = CallCost(
-        "large", 1.0, 2.0, weight_bytes=2 * mib, input_bytes=mib, output_bytes=mib, workspace_bytes=3 * mib
-    )
+    large = CallCost("large", 1.0, 2.0, weight_bytes=2 * mib, workspace_bytes=5 * mib)
     retry = make_retry(costs=lambda kind: CostProfile((small, large)))
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         retry.run("training_step", torch.zeros(1, 1), split, Attempts(fits_from=99))

@@ -107,6 +107,7 @@ def test_what_a_trace_shows(small: Any, make_trainer: Any, loader: Any, tmp_path
         assert figures["step_ms"] == pytest.approx(mark["dur"] / 1e3, abs=1e-5)
         assert figures["h2d_bytes"] > 0
         assert figures["num_microbatches"] == M
+        assert figures["host_activation_bytes"] > 0
         assert figures["partition"].count("|") == figures["num_stages"] - 1
 
 
@@ -348,6 +349,7 @@ def test_logged_figures(logging_module: Any, make_trainer: Any, loader: Any, tmp
     for row in ours:
         figures = {name.removeprefix("roundpipe/"): float(row[name]) for name in row if name.startswith("roundpipe/")}
         names = {"bubble", "busy", "step_ms", "h2d_bytes", "d2h_bytes", "num_stages", "num_microbatches"}
+        names.add("host_activation_bytes")
         assert set(figures) - {"peak_memory_bytes"} == names
         assert figures["bubble"] + figures["busy"] == pytest.approx(1)
         assert 0 < figures["busy"] < 1
@@ -374,9 +376,11 @@ def test_figures_of_a_step() -> None:
         step_ms=12.5,
         bytes_up=(3, 40),
         bytes_down=(500, 0),
+        saved_bytes=11,
         peak_memory_bytes=(None, 7, 9),
     )
     known = {"step_ms": 12.5, "h2d_bytes": 43, "d2h_bytes": 500, "num_microbatches": 4, "num_stages": 3}
+    known["host_activation_bytes"] = 11
     shares = {"bubble": pytest.approx(0.45), "busy": pytest.approx(0.55)}
     assert step_figures(result) == {**known, **shares, "peak_memory_bytes": 9}
     # One that has only recorded, on devices that do not know their memory.
