@@ -38,26 +38,28 @@ class Slot:
         units: in the order in which they are needed.
         has_gradients: whether their backward runs in it.
         ordinal: which of the slots of its stage it is, on any device, by their first micro-batches.
-        workspace_bytes: what the activations of a micro-batch take on the device, as far as it is known.
+        activation_bytes: what the activations of a micro-batch take on the device, and those that wait there for the
+            next stage, as far as it is known.
     """
 
     stage: int
     units: tuple[Unit, ...]
     has_gradients: bool
     ordinal: int
-    workspace_bytes: int
+    activation_bytes: int
 
 
 def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
     """The slots of each device, in order."""
     starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
-    stages: list[list[int]] = []
+    stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
     for device, actions in enumerate(schedule.devices):
-        row: list[int] = []
+        row: list[list[int]] = []
         for action in actions:
-            if not row or row[-1] != action.stage_index:
+            if not row or row[-1][0] != action.stage_index:
                 starts.setdefault(action.stage_index, []).append((action.microbatch_index, device, len(row)))
-                row.append(action.stage_index)
+                row.append([action.stage_index, 0])
+            row[-1][1] += 1
         stages.append(row)
     ordinals = {
         (device, place): ordinal
@@ -66,9 +68,12 @@ def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
     }
     units = [_units_of(plan, stage) for stage in range(schedule.num_stages)]
     backward = [plan.partition.stages[stage].kind is not StageKind.FORWARD for stage in range(schedule.num_stages)]
-    needed = plan.workspace_bytes or (0,) * schedule.num_stages
+    needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
     return [
-        [Slot(s, units[s], backward[s], ordinals[device, place], needed[s]) for place, s in enumerate(row)]
+        [
+            Slot(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
+            for place, (s, count) in enumerate(row)
+        ]
         for device, row in enumerate(stages)
     ]
 
@@ -284,7 +289,7 @@ class Loader:
             return
         self._replicas.expect(device, self._next_uses(device))
         following = self._slots[device.index][self._now[device.index] :][:2]
-        device.memory.headroom = max((slot.workspace_bytes for slot in following), default=0)
+        device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
         if following:
             for unit in following[0].units:
                 self._replicas.load(unit, device)

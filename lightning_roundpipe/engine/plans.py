@@ -144,7 +144,7 @@ class Plans:
 
     def _make(self, sequence: tuple[Unit, ...], costs: CostProfile, num_microbatches: int, is_training: bool) -> Plan:
         partition = keep_together(self._planner(costs, num_microbatches, is_training), ordered_spans(sequence))
-        return Plan(sequence, partition, workspace_bytes=_workspaces(partition, costs))
+        return Plan(sequence, partition, activation_bytes=_activations(partition, costs))
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the calls of steps with this key, as they are known now; None if nothing is known."""
@@ -181,8 +181,8 @@ class Plans:
         self._known.clear()
 
 
-def _workspaces(partition: Partition, costs: CostProfile) -> tuple[int, ...]:
-    return tuple(cost.workspace_bytes for cost in stage_costs(partition, costs))
+def _activations(partition: Partition, costs: CostProfile) -> tuple[tuple[int, int], ...]:
+    return tuple((cost.workspace_bytes, cost.handover_bytes) for cost in stage_costs(partition, costs))
 
 
 def round_robin_scheduler(

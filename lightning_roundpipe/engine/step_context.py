@@ -22,12 +22,16 @@ from .units import Unit
 
 @dataclass
 class Plan:
-    """Which unit calls are expected in which order, and the stages they were cut into."""
+    """Which unit calls are expected in which order, and the stages they were cut into.
+
+    Attributes:
+        activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
+    """
 
     sequence: tuple[Unit, ...]
     partition: Partition
     recording: bool = False
-    workspace_bytes: tuple[int, ...] = ()  # per stage, activations of one micro-batch as far as they are known
+    activation_bytes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass

@@ -1,4 +1,10 @@
-"""A micro-batch's way from worker to worker, what it takes along, and what it has on their books."""
+"""A micro-batch's way from worker to worker, what it takes along, and what it has on their books.
+
+[Note: activations that wait]
+What the last unit of a stage gave stays in the hands of the user's code until it calls the next unit, and a gradient
+until the next backward begins, also while the micro-batch waits for its turn elsewhere. So it stays on the books of the
+device that made it until then, and the planner leaves room for as many as there are micro-batches in a round.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +41,7 @@ class Visits:
         self.saved = SavedInputs()
         self.cargo = Cargo(self.saved, pool.owners)
         self.cargo.go_to(self.device)
+        self._waiting: tuple[Device, int] = (self.device, 0)
 
     def _device_of(self, stage: int) -> Device:
         return self._pool[self._turnstile.device_of(Action(stage, self._slot))]
@@ -55,7 +62,9 @@ class Visits:
         for passed in range(max(self.stage, 0), stage):
             self._turnstile.leave(Action(passed, self._slot))
         is_first, self.stage, self.device = self.stage < 0, stage, target
-        if target is not before:
+        if target is before:
+            self.cargo.drop()
+        else:
             self.cargo.go_to(target)
         action = Action(stage, self._slot)
         if not target.aliases_host:
@@ -92,14 +101,37 @@ class Visits:
         assert call.facts is not None
         needed = self._forward_bytes(call, input_bytes) + call.facts.graph_bytes * (has_learned and not call.kept)
         booked += self.book(max(0, needed - booked))
-        call.booked = call.facts.output_bytes + call.facts.graph_bytes if call.kept else 0
-        self.release(booked - call.booked)
+        output_bytes, graph_bytes = call.facts.output_bytes, call.facts.graph_bytes
+        call.booked = output_bytes + graph_bytes if call.kept else 0
+        waiting = min(booked, 0 if call.kept else output_bytes)
+        self.release(booked - call.booked - waiting)
+        self._wait_with(waiting)
 
     def _forward_bytes(self, call: Call, input_bytes: int) -> int:
         inputs = max(0, input_bytes - self.cargo.booked_bytes)  # those that were brought are on the books already
         if call.facts is None:
             return inputs
         return inputs + call.facts.output_bytes + call.facts.graph_bytes * call.kept
+
+    def book_backward(self, call: Call, input_bytes: int, output_bytes: int, graph_bytes: int) -> int:
+        """Books a backward that is about to run, what was brought for it included: both ends, their gradients, and the
+        graph; without what a kept graph has on the books already."""
+        gradients = input_bytes + output_bytes
+        return self.book(gradients if call.kept else 2 * gradients + graph_bytes)
+
+    def rebook_backward(self, booked: int, gradient_bytes: int) -> None:
+        """A backward has run: what is left of it are the gradients of the inputs."""
+        if self.device.counts_activations:
+            waiting = min(booked, gradient_bytes)
+            self.release(booked - waiting)
+            self._wait_with(waiting)
+
+    def _wait_with(self, num_bytes: int) -> None:
+        """So many bytes that are booked here stay so until the next unit has run; see [Note: activations that wait]."""
+        device, waited = self._waiting
+        if waited:
+            device.memory.release("activations", waited)
+        self._waiting = self.device, num_bytes
 
     def forget(self, call: Call) -> None:
         """Drops what a call remembers."""
@@ -109,5 +141,6 @@ class Visits:
 
     def clear(self) -> None:
         """The micro-batch is over."""
+        self._wait_with(0)
         self.cargo.clear()
         self.saved.clear()

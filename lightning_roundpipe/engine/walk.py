@@ -351,7 +351,7 @@ class Walk:
             )
             leaves = None if call.kept else self._cargo.receive(call.leaves, Edge.RELOADED, f"saved {name}")
             coming = self._drop_all_but_coming(call)
-            booked = self._visits.book(sizes[0] if call.kept else sum(sizes))
+            booked = self._visits.book_backward(call, *sizes)
             self._cargo.send(coming, "saved inputs")
             started = device.stamp()
             local = call.local if leaves is None else self._recompute(call, replica, leaves)
@@ -368,7 +368,7 @@ class Walk:
             replica.add_up()
             ended = device.stamp()
             self._cargo.settle()
-            self._visits.release(booked)
+            self._visits.rebook_backward(booked, tensor_bytes(call.input_gradients))
             if device.aliases_host and call.unit in self.shared.repeated:
                 replica.harvest_now(self.shared.gradients, call.index)
             self._free_recorded(replica)

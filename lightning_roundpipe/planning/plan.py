@@ -10,7 +10,9 @@ stages among equals. The formula's own partition is one of the candidates, so th
 memory that is shared by all lanes is known to `simulate` alone: then the fastest few are run there.
 
 Memory: the weights and gradients of a stage may take half of what the activations leave of a device, so that the next
-stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap.
+stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap. Activations are those of
+the micro-batch that is in the stage, and what the last calls of a stage gave: until a micro-batch has its turn in the
+next stage, that waits on the device that made it, for as many micro-batches as are in a round.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ._ring import ring_ms
@@ -28,7 +31,7 @@ from .machine import Machine
 from .partition import Partition, Piece, Stage, StageKind, assemble, forward_pieces, training_pieces
 from .quantities import format_bytes
 from .simulate import simulate
-from .stages import StageCost, StageTable
+from .stages import StageCost, StageTable, backward_bytes
 
 _NUM_LIMITS = 24
 _NUM_VARIED = 16
@@ -81,9 +84,10 @@ def plan_training(
         ValueError: If a number is out of range.
         StageMemoryError: If a call needs more memory than a device has; the message says how much, and what helps.
     """
-    limit = stage_memory_limit(profile, machine, is_training=True)
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
+    machine = _without_waiting(machine, profile, num_microbatches, round_size)
+    limit = stage_memory_limit(profile, machine, is_training=True)
     calls = profile.calls
     sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
     search = StageSearch(
@@ -92,7 +96,9 @@ def plan_training(
         forward_bytes=[call.weight_bytes for call in calls],
         backward_bytes=sizes,
         # The fused stage keeps the graphs of all its calls, and its weights have half of the memory.
-        fused_bytes=[size + (call.workspace_bytes + 1) // 2 for size, call in zip(sizes, calls, strict=True)],
+        fused_bytes=[
+            size + (call.workspace_bytes + call.output_bytes + 1) // 2 for size, call in zip(sizes, calls, strict=True)
+        ],
         memory_limit=limit,
     )
     return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=True))
@@ -107,9 +113,10 @@ def plan_evaluation(
     hop_ms: float = 0.0,
 ) -> Partition:
     """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
-    limit = stage_memory_limit(profile, machine, is_training=False)
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
+    machine = _without_waiting(machine, profile, num_microbatches, round_size)
+    limit = stage_memory_limit(profile, machine, is_training=False)
     calls = profile.calls
     sizes = [call.weight_bytes for call in calls]
     search = StageSearch(
@@ -134,7 +141,7 @@ def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: b
     for position, call in enumerate(profile.calls):
         needed = needed_bytes(call, is_training=is_training)
         if needed > memory:
-            fits_if_split = needed - _activation_bytes(call) <= memory
+            fits_if_split = needed - _activation_bytes(call, is_training=is_training) <= memory
             raise StageMemoryError(
                 f"Call {position}, {describe_need(call, is_training=is_training)}. That is "
                 f"{format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. Smaller "
@@ -142,12 +149,23 @@ def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: b
                 "RoundPipeStrategy(num_microbatches=..., units=[...]).",
                 fits_if_split=fits_if_split,
             )
-    return max(0, memory - max(map(_activation_bytes, profile.calls), default=0)) // 2
+    activations = max((_activation_bytes(call, is_training=is_training) for call in profile.calls), default=0)
+    return max(0, memory - activations) // 2
+
+
+def _without_waiting(machine: Machine, profile: CostProfile, num_microbatches: int, round_size: int | None) -> Machine:
+    """Return the machine without the memory for activations that wait for their next stage."""
+    if machine.device_memory_bytes is None:
+        return machine
+    largest = max((call.output_bytes for call in profile.calls[:-1]), default=0)  # the loss follows the last one
+    waiting = largest * min(num_microbatches, round_size or num_microbatches)
+    return replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - waiting))
 
 
 def needed_bytes(call: CallCost, *, is_training: bool) -> int:
     """Return what a device has to hold while the call runs for one micro-batch, in bytes."""
-    return call.weight_bytes + (call.gradient_bytes if is_training else 0) + _activation_bytes(call)
+    activations = _activation_bytes(call, is_training=is_training)
+    return call.weight_bytes + (call.gradient_bytes if is_training else 0) + activations
 
 
 def describe_need(call: CallCost, *, is_training: bool) -> str:
@@ -156,12 +174,12 @@ def describe_need(call: CallCost, *, is_training: bool) -> str:
     return (
         f"{call.name!r} needs {format_bytes(needed_bytes(call, is_training=is_training))} on a device: weights "
         f"{format_bytes(call.weight_bytes)}, {gradients}activations of one micro-batch "
-        f"{format_bytes(_activation_bytes(call))}"
+        f"{format_bytes(_activation_bytes(call, is_training=is_training))}"
     )
 
 
-def _activation_bytes(call: CallCost) -> int:
-    return call.input_bytes + call.output_bytes + call.workspace_bytes
+def _activation_bytes(call: CallCost, *, is_training: bool) -> int:
+    return backward_bytes(call) if is_training else call.input_bytes + call.output_bytes + call.workspace_bytes
 
 
 class _Score:

@@ -160,6 +160,12 @@ def bound_stage_costs(
     return (*forward, *reversed(backward))
 
 
+def backward_bytes(call: CallCost) -> int:
+    """Return the bytes of activations on a device during the backward of a call: its inputs and outputs, the gradients
+    of both, and its graph."""
+    return 2 * (call.input_bytes + call.output_bytes) + call.workspace_bytes
+
+
 def _check_match(partition: Partition, profile: CostProfile) -> None:
     if partition.num_calls != len(profile.calls):
         raise ValueError(
@@ -191,7 +197,9 @@ def _backward_stage(calls: Sequence[CallCost], label: str, *, is_fused: bool, st
     backward_ms = math.fsum(call.backward_ms for call in calls)
     handover = calls[0].input_bytes if start else 0
     inputs = calls[0].input_bytes if is_fused else sum(call.input_bytes for call in calls) + calls[-1].output_bytes
-    graphs = [call.workspace_bytes for call in calls]
+    # The fused stage keeps what each call gave, which is what the next one has in its graph.
+    kept = sum(call.output_bytes + call.workspace_bytes for call in calls)
+    backward = max(call.input_bytes + call.output_bytes for call in calls)
     return StageCost(
         forward_ms + backward_ms if is_fused else backward_ms,
         0.0 if is_fused else forward_ms,
@@ -200,7 +208,8 @@ def _backward_stage(calls: Sequence[CallCost], label: str, *, is_fused: bool, st
         input_bytes=inputs,
         output_bytes=handover,
         handover_bytes=handover,
-        workspace_bytes=max(call.input_bytes + call.output_bytes for call in calls)
-        + (sum(graphs) if is_fused else max(graphs)),
+        workspace_bytes=calls[0].input_bytes + kept + backward
+        if is_fused
+        else max(backward_bytes(call) for call in calls),
         label=label,
     )

@@ -100,14 +100,14 @@ def test_slots_are_runs_of_a_stage_numbered_by_their_first_microbatches() -> Non
         Stage(1, StageKind.FUSED, 2, 4),
         Stage(2, StageKind.BACKWARD, 0, 2),
     )
-    plan = Plan(units, Partition(4, stages), workspace_bytes=(10, 20, 30))
+    plan = Plan(units, Partition(4, stages), activation_bytes=((10, 1), (20, 2), (30, 3)))
     slots = slots_of(plan, round_robin(3, 4, 2, round_size=2))
     for stage, names in enumerate(["01", "23", "10"]):
         found = [slot for row in slots for slot in row if slot.stage == stage]
         assert sorted(slot.ordinal for slot in found) == [0, 1], "one slot for each of two rounds"
         assert {"".join(unit.name[-1] for unit in slot.units) for slot in found} == {names}
         assert {slot.has_gradients for slot in found} == {stage > 0}
-        assert {slot.workspace_bytes for slot in found} == {10 * (stage + 1)}
+        assert {slot.activation_bytes for slot in found} == {12 * (stage + 1)}, "one in the stage, two that wait"
 
 
 def test_the_next_slot_is_on_its_way_while_one_runs() -> None:

@@ -256,9 +256,9 @@ def test_costs_of_the_stages_of_a_partition() -> None:
     assert plan.format() == "F 0-3 | fused 4-5 | B 2-3 | B 0-1"
     forward, fused, b23, b01 = stage_costs(plan, profile)
     assert forward == StageCost(4.0, 0.0, 40, 0, 3, 4 + 3 * 3, 4, 3 + 4 + 103, "F 0-3")
-    assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 7 + 104 + 105, "fused 4-5")
-    assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 7 + 103, "B 2-3")
-    assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 7 + 101, "B 0-1")
+    assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 3 + 4 + 104 + 4 + 105 + 7, "fused 4-5")
+    assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 2 * 7 + 103, "B 2-3")
+    assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 2 * 7 + 101, "B 0-1")
     evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
     assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
