@@ -31,11 +31,11 @@ class Learner(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.network(x).flatten(0, -2).float(), y.flatten())
+        return F.cross_entropy(self.network(x).flatten(0, -2), y.flatten())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("validation", F.cross_entropy(self.network(x).flatten(0, -2).float(), y.flatten()))
+        self.log("validation", F.cross_entropy(self.network(x).flatten(0, -2), y.flatten()))
 
     def on_validation_epoch_end(self) -> None:
         self.validation.append(float(self.trainer.callback_metrics["validation"]))
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device, dtype=x.dtype)
         for layer in self.layers:
             x = layer(x, src_mask=mask)
         return self.head(x)
