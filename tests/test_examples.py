@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -44,7 +46,7 @@ def losses_in(output: str) -> list[float]:
 
 def test_no_example_is_forgotten() -> None:
     scripts = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
-    assert scripts == {"minimal.py", "train_bytes.py", "finetune_lora.py", "cli/main.py"}
+    assert scripts == {"minimal.py", "train_bytes.py", "finetune_lora.py", "long_sequence.py", "cli/main.py"}
 
 
 def test_minimal(tmp_path: Path) -> None:
@@ -121,6 +123,44 @@ def test_finetune_lora_loads_a_model_and_its_tokenizer(tmp_path: Path) -> None:
     )
     assert len(losses_in(output)) == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_long_sequence(tmp_path: Path) -> None:
+    output = run(
+        tmp_path, "long_sequence.py", "--tokens", "256", "--vocabulary", "512", "--width", "16", "--max-steps", "6"
+    )
+    losses = losses_in(output)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_long_sequence_measures_the_memory_of_both_losses(tmp_path: Path) -> None:
+    output = run(tmp_path, "long_sequence.py", "--measure", "--tokens", "1024", "--vocabulary", "2048", "--width", "16")
+    found = {name: float(mib) for name, mib in re.findall(r"^  (logits|whole|in pieces) +([0-9.]+) MiB", output, re.M)}
+    assert found["logits"] == 4 * 1024 * 2048 / 2**20
+    assert found["whole"] >= 2 * found["logits"]
+    assert found["in pieces"] < found["logits"]
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_long_sequence_computes_the_same_loss_in_pieces(monkeypatch: pytest.MonkeyPatch, has_function: bool) -> None:
+    spec = importlib.util.spec_from_file_location("long_sequence", EXAMPLES / "long_sequence.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    if not has_function:
+        monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    elif not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip("this torch has no linear_cross_entropy in pieces")
+    results = []
+    for loss in (example.whole_loss, example.loss_in_pieces):
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(300, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+        value = loss(hidden, weight, torch.randint(50, (300,)))
+        value.backward()
+        results.append((value.detach(), hidden.grad, weight.grad))
+    torch.testing.assert_close(*results)
 
 
 def test_cli(tmp_path: Path) -> None:
