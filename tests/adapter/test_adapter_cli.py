@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, VirtualLink
 from lightning_roundpipe.planning import CostProfile
 
 
@@ -71,6 +71,24 @@ def test_command_line_options(run_cli: Any) -> None:
     assert len(cli.trainer.strategy.pool) == 1
 
 
+def test_memory_and_links(run_cli: Any, plain_weights: Any, assert_alike: Any) -> None:
+    link = {"class_path": "lightning_roundpipe.VirtualLink", "init_args": {"gb_per_s": 2.5}}
+    for copies in (link, {"gb_per_s": 2.5}):
+        arguments = {"num_microbatches": 3, "device_memory_limit": "1 MiB", "virtual_copies": copies}
+        cli = run_cli({"strategy": {**BY_CLASS, "init_args": arguments}})
+        options = cli.trainer.strategy.options
+        assert options.virtual_copies == VirtualLink(gb_per_s=2.5)
+        assert options.device_memory_bytes == cli.trainer.strategy.pool.memory_limit == 2**20
+        assert_alike(dict(cli.model.state_dict()), plain_weights)
+
+
+def test_memory_on_the_command_line(run_cli: Any) -> None:
+    cli = run_cli({"strategy": BY_CLASS}, "--trainer.strategy.init_args.device_memory_limit=2GiB")
+    assert cli.trainer.strategy.pool.memory_limit == 2 * 2**30
+    cli = run_cli({"strategy": BY_CLASS}, "--trainer.strategy.init_args.device_memory_limit=65536")
+    assert cli.trainer.strategy.pool.memory_limit == 65536
+
+
 def test_accelerator_by_name(run_cli: Any) -> None:
     cli = run_cli({"strategy": "roundpipe", "accelerator": "roundpipe", "devices": "auto"})
     assert cli.trainer.global_step == 3
@@ -106,6 +124,7 @@ def test_files_and_callback(run_cli: Any, tmp_path: Path) -> None:
     [
         ("--trainer.strategy.help", "RoundPipeStrategy", ("cost_profile", "plan training steps by these costs")),
         ("--trainer.strategy.help", "RoundPipeStrategy", ("save_profile", "when ``fit`` ends", "trace", "perfetto")),
+        ("--trainer.strategy.help", "RoundPipeStrategy", ("device_memory_limit", "24GiB", "virtual_copies")),
         ("--trainer.callbacks.help", "RoundPipeTimeline", ("picture", "lightning-roundpipe[plot]", "log_metrics")),
     ],
 )
