@@ -10,9 +10,9 @@ stages among equals. The formula's own partition is one of the candidates, so th
 memory that is shared by all lanes is known to `simulate` alone: then the fastest few are run there.
 
 Memory: the weights and gradients of a stage may take half of what the activations leave of a device, so that the next
-stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap. Activations are those of
-the micro-batch that is in the stage, and what the last calls of a stage gave: until a micro-batch has its turn in the
-next stage, that waits on the device that made it, for as many micro-batches as are in a round.
+stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap. Activations are those
+of the micro-batch that is in the stage, and what the last calls of a stage gave: until a micro-batch has its turn in
+the next stage, that waits on the device that made it, for as many micro-batches as are in a round.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def plan_training(
     """
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
-    machine = _without_waiting(machine, profile, num_microbatches, round_size)
-    limit = stage_memory_limit(profile, machine, is_training=True)
+    waiting = _waiting_bytes(profile, num_microbatches, round_size)
+    limit = stage_memory_limit(profile, machine, is_training=True, waiting_bytes=waiting)
+    machine = _without(machine, waiting)
     calls = profile.calls
     sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
     search = StageSearch(
@@ -115,8 +116,9 @@ def plan_evaluation(
     """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
-    machine = _without_waiting(machine, profile, num_microbatches, round_size)
-    limit = stage_memory_limit(profile, machine, is_training=False)
+    waiting = _waiting_bytes(profile, num_microbatches, round_size)
+    limit = stage_memory_limit(profile, machine, is_training=False, waiting_bytes=waiting)
+    machine = _without(machine, waiting)
     calls = profile.calls
     sizes = [call.weight_bytes for call in calls]
     search = StageSearch(
@@ -129,8 +131,16 @@ def plan_evaluation(
     return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=False))
 
 
-def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: bool) -> int | None:
+def stage_memory_limit(
+    profile: CostProfile, machine: Machine, *, is_training: bool, waiting_bytes: int = 0
+) -> int | None:
     """Bytes that the weights and gradients of a stage should take at most on a device; None for no limit.
+
+    Args:
+        profile: The costs of the calls of one micro-batch.
+        machine: What it runs on.
+        is_training: Whether there is a backward.
+        waiting_bytes: Activations on a device that wait for their next stage.
 
     Raises:
         StageMemoryError: If a single call does not fit.
@@ -139,27 +149,32 @@ def stage_memory_limit(profile: CostProfile, machine: Machine, *, is_training: b
     if memory is None:
         return None
     for position, call in enumerate(profile.calls):
-        needed = needed_bytes(call, is_training=is_training)
+        needed = needed_bytes(call, is_training=is_training) + waiting_bytes
         if needed > memory:
-            fits_if_split = needed - _activation_bytes(call, is_training=is_training) <= memory
+            states = call.weight_bytes + (call.gradient_bytes if is_training else 0)
+            beside = f", beside {format_bytes(waiting_bytes)} of activations that wait for their next stage"
             raise StageMemoryError(
-                f"Call {position}, {describe_need(call, is_training=is_training)}. That is "
-                f"{format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. Smaller "
-                "micro-batches (more of them) take less for activations, finer units less for weights and gradients: "
-                "RoundPipeStrategy(num_microbatches=..., units=[...]).",
-                fits_if_split=fits_if_split,
+                f"Call {position}, {describe_need(call, is_training=is_training)}{beside if waiting_bytes else ''}. "
+                f"That is {format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. "
+                "Smaller micro-batches (more of them) take less for activations, finer units less for weights and "
+                "gradients: RoundPipeStrategy(num_microbatches=..., units=[...]).",
+                fits_if_split=states <= memory,
             )
     activations = max((_activation_bytes(call, is_training=is_training) for call in profile.calls), default=0)
-    return max(0, memory - activations) // 2
+    return max(0, memory - waiting_bytes - activations) // 2
 
 
-def _without_waiting(machine: Machine, profile: CostProfile, num_microbatches: int, round_size: int | None) -> Machine:
-    """Return the machine without the memory for activations that wait for their next stage."""
+def _waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:
+    """Return the bytes of activations on a device that wait for their next stage."""
+    largest = max((call.output_bytes for call in profile.calls[:-1]), default=0)  # the loss follows the last one
+    return largest * min(num_microbatches, round_size or num_microbatches)
+
+
+def _without(machine: Machine, num_bytes: int) -> Machine:
+    """Return the machine with so much less memory."""
     if machine.device_memory_bytes is None:
         return machine
-    largest = max((call.output_bytes for call in profile.calls[:-1]), default=0)  # the loss follows the last one
-    waiting = largest * min(num_microbatches, round_size or num_microbatches)
-    return replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - waiting))
+    return replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - num_bytes))
 
 
 def needed_bytes(call: CallCost, *, is_training: bool) -> int:

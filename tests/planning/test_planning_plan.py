@@ -169,8 +169,18 @@ def test_activations_that_wait_between_stages_have_room() -> None:
         fits = Machine(2, needed + 10 * num_waiting)
         plan_training(CostProfile(tuple(calls)), fits, num_microbatches=num_microbatches, round_size=round_size)
         short = Machine(2, needed + 10 * num_waiting - 1)
-        with pytest.raises(StageMemoryError, match="'head' needs"):
+        waiting = rf"'head' needs .*, beside {10 * num_waiting} B of activations that wait.* That is 1 B over the "
+        with pytest.raises(StageMemoryError, match=waiting):
             plan_training(CostProfile(tuple(calls)), short, num_microbatches=num_microbatches, round_size=round_size)
+
+
+@pytest.mark.parametrize(("memory", "fits_if_split"), [(1099, True), (50, True), (40, True), (39, False)])
+def test_whether_smaller_microbatches_would_help(memory: int, fits_if_split: bool) -> None:
+    calls = (CallCost("a", 1, 1, 20, 20, 100, 100, 600), CallCost("b", 1, 1))
+    assert plan_training(CostProfile(calls), Machine(2, 1140), num_microbatches=1)
+    with pytest.raises(StageMemoryError) as caught:
+        plan_training(CostProfile(calls), Machine(2, memory), num_microbatches=4)
+    assert caught.value.fits_if_split is fits_if_split
 
 
 def test_a_call_that_does_not_fit_is_named() -> None:
