@@ -8,6 +8,7 @@ that take the modelled time for it.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.transfer import CHUNK_BYTES, Edge, Transfer
 from lightning_roundpipe.engine.virtual import Link, TimedLink
 from lightning_roundpipe.planning import (
+    Action,
     CallCost,
     CostProfile,
     Machine,
@@ -45,27 +47,30 @@ none shared. Layers and heads of the paper's table of profiles (tests/planning/p
 forward sleeps forward_ms and whose backward sleeps backward_ms, with a weight of weight_bytes (fp16: 2 bytes per
 parameter), a gradient as large (none for LoRA, whose adapters are left out), and outputs of output_bytes. Workspace is
 planned for, and not allocated. All times are multiplied by time_factor, the largest power of 1/2 with which every
-device has at most max_work_ms to do; all sizes, memory and chunks among them, by size_factor; bandwidths by
-size_factor / time_factor, so that transfers take as long, in proportion to compute, as they would in life.
-Micro-batches of 4 x 2048 tokens in one round, as many as make up the paper's optimizer step. The planner is
-planning.plan_training for this machine; the same plan for all variants. The optimizer takes no time.
-Variants, alternating from step to step: 'free': lanes of infinite bandwidth without latency; 'priorities': the engine
-as it is, activations before bulk, bulk in chunks; 'fifo': the same lanes serve in the order of submission, bulk in one
-piece; 'no_prefetch': like 'priorities', but weights of a slot are uploaded when it begins.
+device has at most max_work_ms to do; all sizes, memory and chunks among them, by size_factor; bandwidths by size_factor
+/ time_factor, so that transfers take as long, in proportion to compute, as they would in life. Micro-batches of 4 x
+2048 tokens in one round, as many as make up the paper's optimizer step. The planner is planning.plan_training for this
+machine; the same plan for all variants. The optimizer takes no time. Variants, alternating from step to step: 'free':
+lanes of infinite bandwidth without latency; 'priorities': the engine as it is, activations before bulk, bulk in chunks;
+'fifo': the same lanes serve in the order of submission, bulk in one piece; 'no_prefetch': like 'priorities', but
+weights of a slot are uploaded when it begins.
 transfer_ms is the modelled time of all bytes that the step moved, over all lanes.
-hidden_from_waits = 1 - exposed_ms / transfer_ms, where exposed_ms is how long devices had to wait for a copy with the
-compute lane held (Transfer.wait of weights, buffers, inputs, saved inputs, output gradients), over all devices; waits
-are shown by edge. It contains the time in which an activation hops between devices while the receiver has nothing else
-to do, and the first weights of a step, which nothing can hide; it leaves out that who comes later may be late for that
-reason. waited_in_free is exposed_ms of 'free' over transfer_ms of 'priorities': what threads take to wake each other.
-hidden_from_steps = 1 - N (step_ms - step_ms of 'free') / transfer_ms, medians of steps: everything that transfers cost,
-but a difference of wall-clock times: step_noise is what one quartile of the steps of 'free' amounts to in this figure.
+lost_ms is step_ms - the step of planning.simulate on the schedule that ran, with the times that units really took,
+sleeps that end late among it, and transfers that take none. hidden = 1 - N (lost_ms - lost_ms of 'free') / transfer_ms,
+of medians: everything that transfers cost, over the time that they take; negative if it is more. noise is half the
+distance of the quartiles of lost_ms, of the variant and of 'free' together, in the same unit.
+waited_over_transfer is how long threads waited for copies (Transfer.wait, by edge) over transfer_ms, over all devices;
+hidden_from_waits is 1 minus the sum of those waits for which a compute lane was held (weights, buffers, inputs, saved
+inputs, output gradients). It counts the ways of activations between devices whenever the next device is free, also if
+it has to wait all the same because the stage before takes longer; it does not count that who comes later may be late
+for that reason. waited_in_free are such waits of 'free' over transfer_ms of 'priorities': what threads take to wake
+each other.
 overlapped is from one more step of 'priorities', traced, not timed: the share of the time in which a lane is busy, in
 which the same device computes. It counts as not hidden what a lane moves while its device has nothing to do, which
 costs nothing.
-simulated: planning.simulate on the schedule that ran: hidden = 1 - N (step - step without transfers) / transfer_ms, all
-its own figures, and without prefetch; late_upload is the part of the time of transfers in which devices waited for
-weights and nothing else.
+simulated: planning.simulate on the schedule that ran, with the modelled times: hidden = 1 - N (step - step without
+transfers) / transfer_ms, all its own figures, and the same without prefetch; late_upload is how long devices waited for
+weights and nothing else, over transfer_ms.
 sleep_excess is how much longer the sleeps of units took than modelled, as a share of the work; cpu_share the CPU time
 of the process over the wall-clock time. The first step, which records, is not counted; medians of the rest.
 """
@@ -197,6 +202,7 @@ class Step:
     """A measured step, times in ms."""
 
     step_ms: float
+    lost_ms: float
     cpu_ms: float
     excess_ms: float
     num_bytes: int
@@ -233,7 +239,8 @@ class Variant:
         wall_ms, cpu_ms = (time.perf_counter() - started) * 1e3, (time.process_time() - cpu) * 1e3
         if store:
             num_bytes = sum(result.bytes_up) + sum(result.bytes_down)
-            self.steps.append(Step(wall_ms, cpu_ms, SLEPT.take(), num_bytes, exposed.take()))
+            lost_ms = wall_ms - ideal_ms(result)
+            self.steps.append(Step(wall_ms, lost_ms, cpu_ms, SLEPT.take(), num_bytes, exposed.take()))
             self.last = result
 
     def overlapped(self) -> float:
@@ -251,6 +258,16 @@ class Variant:
         weights = [1 / case.num_microbatches] * case.num_microbatches
         request = StepRequest(self._model, inputs, weights, KEY, self._num_steps, loss_of=lambda output: output)
         return self._engine.run(request)
+
+
+def ideal_ms(result: StepResult) -> float:
+    """The step if units took as long as they did, and nothing else took any time."""
+    assert result.schedule is not None
+    took: Counter[Action | None] = Counter()
+    for span in result.timeline.spans:
+        if span.kind == "compute":
+            took[span.action] += span.end_ms - span.start_ms
+    return simulate(result.schedule, took.__getitem__).step_ms
 
 
 def overlap(timeline: Timeline) -> float:
@@ -332,6 +349,7 @@ class Case:
             "stages": free.last.partition.num_stages,
             "partition": free.last.partition.format(),
             "step_ms_free": spread([step.step_ms for step in free.steps]),
+            "lost_ms_free": spread([step.lost_ms for step in free.steps]),
             "waited_in_free": median([step.exposed_ms / transfer_ms for step in free.steps]),
             "sleep_excess": median([step.excess_ms / work_ms for step in free.steps]),
             **{name: self._variant_summary(name) for name in VARIANTS[1:]},
@@ -343,23 +361,22 @@ class Case:
         return variant.steps[-1].num_bytes / self.machine.h2d_bytes_per_ms
 
     def _variant_summary(self, name: str) -> dict[str, Any]:
-        steps = self.variants[name].steps
+        steps, free = self.variants[name].steps, self.variants["free"].steps
         transfer_ms = self._transfer_ms(self.variants[name])
-        step_ms = spread([step.step_ms for step in steps])
-        base = spread([step.step_ms for step in self.variants["free"].steps])
-        quartiles = base["quartiles"]
+        lost, lost_in_free = [step.lost_ms for step in steps], [step.lost_ms for step in free]
+        unit = transfer_ms / NUM_DEVICES
         return {
-            "step_ms": step_ms,
+            "step_ms": spread([step.step_ms for step in steps]),
             "transfer_ms": rounded(transfer_ms),
             "lanes_busy": median([transfer_ms / (2 * NUM_DEVICES * step.step_ms) for step in steps]),
+            "hidden": rounded(1 - (statistics.median(lost) - statistics.median(lost_in_free)) / unit),
+            "noise": rounded((half_spread(lost) + half_spread(lost_in_free)) / unit),
             "hidden_from_waits": spread([1 - step.exposed_ms / transfer_ms for step in steps]),
             "waited_over_transfer": {
                 edge.name: median([step.waited_ms.get(edge, 0.0) / transfer_ms for step in steps])
                 for edge in Edge
                 if any(edge in step.waited_ms for step in steps)
             },
-            "hidden_from_steps": rounded(1 - NUM_DEVICES * (step_ms["median"] - base["median"]) / transfer_ms),
-            "step_noise": rounded(NUM_DEVICES * (quartiles[1] - quartiles[0]) / 2 / transfer_ms),
             "cpu_share": median([step.cpu_ms / step.step_ms for step in steps]),
         }
 
@@ -389,20 +406,25 @@ class Case:
         }
 
 
+def half_spread(values: Sequence[float]) -> float:
+    """Half the distance of the quartiles."""
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return (third - first) / 2
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of the documentation."""
     lines = [
-        "| | micro-batches | stages | lanes busy | hidden, from waits | first come, first served | no prefetch "
-        "| overlapped | hidden, from steps | simulated |",
-        f"|---|{'--:|' * 9}",
+        "| | micro-batches | stages | lanes busy | hidden | first come, first served | no prefetch "
+        "| simulated | simulated, no prefetch | from waits | overlapped |",
+        f"|---|{'--:|' * 10}",
     ]
     for row in rows:
-        ours = row["priorities"]
-        shares = [row[name]["hidden_from_waits"]["median"] for name in VARIANTS[1:]]
-        noise = f" ± {100 * ours['step_noise']:.1f}"
+        ours, simulated = row["priorities"], row["simulated"]
         cells = [row["model"], str(row["num_microbatches"]), str(row["stages"]), f"{100 * ours['lanes_busy']:.1f} %"]
+        cells += [f"{100 * row[name]['hidden']:.1f} ± {100 * row[name]['noise']:.1f} %" for name in VARIANTS[1:]]
+        shares = (simulated["hidden"], simulated["hidden_no_prefetch"], ours["hidden_from_waits"]["median"])
         cells += [f"{100 * share:.1f} %" for share in (*shares, row["overlapped"])]
-        cells += [f"{100 * ours['hidden_from_steps']:.1f}{noise} %", f"{100 * row['simulated']['hidden']:.1f} %"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -435,7 +457,7 @@ def main() -> None:
                 variant.run(store=repetition >= 0)
         row = case.summary()
         is_dense = MODELS[name].architecture.experts == 1
-        goal = {"goal_hidden": GOAL, "goal_met": row["priorities"]["hidden_from_waits"]["median"] >= GOAL}
+        goal = {"goal_hidden": GOAL, "goal_met": row["priorities"]["hidden"] >= GOAL}
         rows.append({**row, **(goal if is_dense else {})})
         progress(name)
     progress(markdown(rows))
