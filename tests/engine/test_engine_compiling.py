@@ -216,11 +216,13 @@ def test_inductor() -> None:
     torch.testing.assert_close(found, results(model, parts, None, steps=2), rtol=1e-4, atol=1e-6)
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("link", [None, LazyLink()], ids=["alias", "lazy"])
+def test_autocast(link: LazyLink | None) -> None:
+    """Where weights have device copies, these are in the low dtype."""
     model, parts = Model(), parts_of(2, 2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = results(model, parts, None)
-        assert_identical(results(model, parts, {"backend": "aot_eager"}), expected)
+        expected = results(model, parts, None, link=link)
+        assert_identical(results(model, parts, {"backend": "aot_eager"}, link=link), expected)
 
 
 def test_kept_graphs_and_recomputed_ones_agree() -> None:
