@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 BENCHMARKS := overhead cpu_throughput bubble partitioner transfers
+# Not part of `make bench`: they need a GPU.
+GPU_BENCHMARKS := gpu_single
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,7 +56,7 @@ bench: $(BENCHMARKS:%=bench-%)  ## Run the benchmarks into docs/measurements/
 
 # One after the other, also under make -j: side by side they would measure each other.
 .NOTPARALLEL:
-$(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
+$(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@mkdir -p docs/measurements
 	$(BIN)/python -m benchmarks.$* $(ARGS) > docs/measurements/$*.json.part
 	@mv docs/measurements/$*.json.part docs/measurements/$*.json
