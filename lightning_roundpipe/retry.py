@@ -124,7 +124,7 @@ class Retry:
         """More micro-batches of the same batch, or why not."""
         if not self._is_auto and num_retries:
             return "it was run again once with twice the micro-batches already"
-        if isinstance(error, StageMemoryError) and not error.fits_if_split:
+        if not getattr(error, "fits_if_split", True):  # what a driver raises does not say
             return "smaller micro-batches would not help, because weights and gradients alone take too much"
         if not self._is_auto and self._start == 1:
             return "num_microbatches=1 is kept, because the loss may depend on all rows of the batch together"

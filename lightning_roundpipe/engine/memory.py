@@ -23,7 +23,15 @@ KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
 
 
 class DeviceOutOfMemoryError(RuntimeError):
-    """What has to be on a device at one time is more than its limit."""
+    """What has to be on a device at one time is more than its limit.
+
+    Attributes:
+        fits_if_split: whether the weights and gradients alone would fit, so that smaller micro-batches help.
+    """
+
+    def __init__(self, message: str, *, fits_if_split: bool = True) -> None:
+        super().__init__(message)
+        self.fits_if_split = fits_if_split
 
 
 class Passing(Protocol):
@@ -96,7 +104,7 @@ class DeviceMemory:
             if not self._await_leaving() and not self.evict(num_bytes) and not self._lose_ahead():
                 if self.try_reserve(kind, num_bytes):  # came back meanwhile
                     return
-                raise DeviceOutOfMemoryError(self._describe(kind, num_bytes))
+                raise self._error(kind, num_bytes)
 
     def try_reserve(self, kind: Kind, num_bytes: int, *, ahead: bool = False) -> bool:
         """Books ``num_bytes`` if there is room, without waiting; whether it did.
@@ -183,10 +191,12 @@ class DeviceMemory:
                 if kind != "weights":
                     self._used[kind] = 0
 
-    def _describe(self, kind: Kind, num_bytes: int) -> str:
+    def _error(self, kind: Kind, num_bytes: int) -> DeviceOutOfMemoryError:
         there = ", ".join(f"{name} {format_bytes(self._used[name])}" for name in KINDS)
         assert self.limit is not None
-        return (
+        states = self._used["weights"] + self._used["gradients"] + (0 if kind == "activations" else num_bytes)
+        return DeviceOutOfMemoryError(
             f"{self.name} is out of memory: {format_bytes(num_bytes)} of {kind} do not fit beside what is there "
-            f"({there}) within its limit of {format_bytes(self.limit)}."
+            f"({there}) within its limit of {format_bytes(self.limit)}.",
+            fits_if_split=states <= self.limit,
         )

@@ -158,6 +158,13 @@ def test_errors_of_the_planner(make_retry: Any, fits_if_split: bool, tried: list
     assert attempts.tried == tried
 
 
+def test_errors_of_the_books_that_smaller_microbatches_do_not_change(make_retry: Any) -> None:
+    attempts = Attempts(4, DeviceOutOfMemoryError("device 0 is full", fits_if_split=False))
+    with pytest.raises(DeviceOutOfMemoryError, match=r"weights and gradients alone take too much\. device 0 is full"):
+        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [2]
+
+
 def test_errors_of_the_driver(make_retry: Any) -> None:
     attempts = Attempts(99, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):

@@ -82,6 +82,20 @@ def test_the_message_says_what_is_there_and_what_does_not_fit() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("weights", "kind", "num_bytes", "fits_if_split"),
+    [(6, "weights", 5, False), (6, "gradients", 5, False), (6, "activations", 5, True), (0, "activations", 50, True)],
+)
+def test_smaller_activations_help_where_weights_and_gradients_fit(
+    weights: int, kind: Kind, num_bytes: int, fits_if_split: bool
+) -> None:
+    memory = DeviceMemory("device", 10)
+    memory.reserve("weights", weights)
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        memory.reserve(kind, num_bytes)
+    assert caught.value.fits_if_split is fits_if_split
+
+
 def test_peaks_are_kept_by_kind_and_together() -> None:
     memory = DeviceMemory("device")
     memory.reserve("weights", 60)
