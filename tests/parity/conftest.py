@@ -7,6 +7,8 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 - ``lazy``: everything travels, and a copy is made when somebody waits for it and no sooner. Where a wait is missing,
   the test reads poison, in every run.
 - ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
+- ``gpus``: workers of one GPU, on a stub of the driver whose copies happen as late as events allow; see
+  :mod:`tests.engine.cuda_stub`.
 
 Without the option it is the first two.
 """
@@ -27,8 +29,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.engine import cuda_driver
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink
+from tests.engine.cuda_stub import StubDriver
 
 MakeModule = Callable[[], L.LightningModule]
 MakeData = Callable[[], Iterable[Any]]
@@ -51,6 +55,7 @@ _LINKS: dict[str, Callable[[], Link | None]] = {
     "aliases": lambda: None,
     "lazy": LazyLink,
     "copies": lambda: TimedLink(bytes_per_ms=25e6, latency_ms=0.01),
+    "gpus": lambda: None,
 }
 _BY_DEFAULT = ("aliases", "lazy")
 # Devices and micro-batches that every kind of model is tried on.
@@ -240,15 +245,26 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """See [Note: ways to copy]."""
     link = _LINKS[request.param]()
     made: list[DevicePool] = []
+    make = DevicePool.__init__
+
+    def make_with_link(pool: DevicePool, *args: Any, **kwargs: Any) -> None:
+        make(pool, *args, **{**kwargs, "link": link})
+        made.append(pool)
+
+    def make_of_gpus(pool: DevicePool, devices: Sequence[torch.device], **kwargs: Any) -> None:
+        make(pool, [torch.device("cuda", 0)] * len(devices), memory_limit=kwargs.get("memory_limit"))
+        for device in pool.devices:  # a single worker as well: its memory is the host's
+            device.is_shared = True
+        made.append(pool)
+
+    driver = StubDriver()
     if link is not None:
-        make = DevicePool.__init__
-
-        def make_with_link(pool: DevicePool, *args: Any, **kwargs: Any) -> None:
-            make(pool, *args, **{**kwargs, "link": link})
-            made.append(pool)
-
         monkeypatch.setattr(DevicePool, "__init__", make_with_link)
+    elif request.param == "gpus":
+        monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+        monkeypatch.setattr(DevicePool, "__init__", make_of_gpus)
     yield str(request.param)
+    assert driver.violations == []
     for device in (device for pool in made for device in pool.devices):
         assert device.h2d.num_bytes or not device.num_unit_runs, "units ran, and nothing had been copied for them"
 
