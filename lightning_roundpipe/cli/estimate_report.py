@@ -9,8 +9,8 @@ from lightning_roundpipe.planning.quantities import format_bandwidth, format_byt
 
 from .feasibility import (
     Cluster,
-    call_bytes,
     choose_microbatch_size,
+    device_bytes,
     fits_device,
     fits_host,
     host_bytes,
@@ -36,6 +36,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
     size = microbatch_size or choose_microbatch_size(workload, cluster)
     call = largest_call(workload, size)
     host = host_bytes(workload, cluster, size)
+    total = device_bytes(workload, cluster, size)
     problems = _problems(workload, cluster, size)
     rates = [] if problems else [speed(workload, cluster, size, pace) for pace in cluster.paces]
     longest, bound = largest_seq_len(workload, cluster)
@@ -53,8 +54,8 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
             "largest_call": call.name,
             "weights": call.weight_bytes,
             "gradients": call.gradient_bytes,
-            "activations": call_bytes(call) - call.weight_bytes - call.gradient_bytes,
-            "total": call_bytes(call),
+            "activations": total - call.weight_bytes - call.gradient_bytes,
+            "total": total,
             "peak_of_plan": max((rate["device_memory_bytes"] for rate in rates), default=None),
         },
         "host_memory": {"available": cluster.host_bytes, **host, "total": sum(host.values())},
@@ -65,7 +66,7 @@ def _problems(workload: Workload, cluster: Cluster, size: int) -> list[dict[str,
     """What is short, by how much, and what helps."""
     problems = []
     call = largest_call(workload, size)
-    if (needed := call_bytes(call)) > cluster.device_bytes:
+    if (needed := device_bytes(workload, cluster, size)) > cluster.device_bytes:
         helps = _help_device(workload, cluster, size)
         problems.append(_problem(f"device memory for {call.name}", needed, cluster.device_bytes, helps))
     needed = sum(host_bytes(workload, cluster, size).values())
@@ -92,7 +93,7 @@ def _help_device(workload: Workload, cluster: Cluster, size: int) -> list[str]:
     lora = replace(workload, lora_rank=workload.lora_rank or 32)
     if workload.lora_rank is None and fits_device(lora, cluster, size):
         helps.append("LoRA, which has no gradients of whole layers on a device")
-    needed = call_bytes(largest_call(workload, size)) - cluster.device_bytes + workload.gpu.memory_bytes
+    needed = device_bytes(workload, cluster, size) - cluster.device_bytes + workload.gpu.memory_bytes
     return [*helps, f"GPUs with more than {format_bytes(needed)}"]
 
 

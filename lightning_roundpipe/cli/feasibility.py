@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_roundpipe.planning import CallCost, Machine, plan_training, round_robin, simulate, stage_costs
+from lightning_roundpipe.planning.plan import needed_bytes, waiting_bytes
 
 from .workload import FAST, SLOW, Pace, Workload, cost_profile
 
@@ -47,18 +48,21 @@ class Cluster:
         return min(self.num_microbatches(microbatch_size), 2 * self.round_size)
 
 
-def call_bytes(call: CallCost) -> int:
-    """Bytes that a call needs on a device to run its backward: weights, gradients, one micro-batch.
-
-    Twice the inputs and outputs: those of the next micro-batch arrive and those of the last one leave meanwhile.
-    """
-    travelling = 2 * (call.input_bytes + call.output_bytes)
-    return call.weight_bytes + call.gradient_bytes + travelling + call.workspace_bytes
-
-
 def largest_call(workload: Workload, microbatch_size: int) -> CallCost:
     """The call that needs the most device memory."""
-    return max(cost_profile(workload, microbatch_size, SLOW).calls, key=call_bytes)
+    return max(cost_profile(workload, microbatch_size, SLOW).calls, key=_backward_bytes)
+
+
+def _backward_bytes(call: CallCost) -> int:
+    return needed_bytes(call, is_training=True)
+
+
+def device_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> int:
+    """Bytes that a device has to hold during the backward of its largest call: weights, gradients, the activations of
+    one micro-batch, and those of others that wait there for their next stage."""
+    profile = cost_profile(workload, microbatch_size, SLOW)
+    waiting = waiting_bytes(profile, cluster.num_microbatches(microbatch_size), cluster.round_size)
+    return _backward_bytes(largest_call(workload, microbatch_size)) + waiting
 
 
 def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
@@ -69,7 +73,7 @@ def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> di
 
 def fits_device(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
     """Whether every call fits on a device, on its own."""
-    return call_bytes(largest_call(workload, microbatch_size)) <= cluster.device_bytes
+    return device_bytes(workload, cluster, microbatch_size) <= cluster.device_bytes
 
 
 def fits_host(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
@@ -88,7 +92,7 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
 
     def fits(size: int) -> bool:
         call = largest_call(workload, size)
-        both = call_bytes(call) + call.weight_bytes + call.gradient_bytes
+        both = device_bytes(workload, cluster, size) + call.weight_bytes + call.gradient_bytes
         return both <= cluster.device_bytes and fits_host(workload, cluster, size)
 
     return max(1, largest_that(fits, useful))

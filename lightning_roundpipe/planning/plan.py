@@ -86,7 +86,7 @@ def plan_training(
     """
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
-    waiting = _waiting_bytes(profile, num_microbatches, round_size)
+    waiting = waiting_bytes(profile, num_microbatches, round_size)
     limit = stage_memory_limit(profile, machine, is_training=True, waiting_bytes=waiting)
     machine = _without(machine, waiting)
     calls = profile.calls
@@ -116,7 +116,7 @@ def plan_evaluation(
     """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
     if not profile.calls:
         return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
-    waiting = _waiting_bytes(profile, num_microbatches, round_size)
+    waiting = waiting_bytes(profile, num_microbatches, round_size)
     limit = stage_memory_limit(profile, machine, is_training=False, waiting_bytes=waiting)
     machine = _without(machine, waiting)
     calls = profile.calls
@@ -164,8 +164,8 @@ def stage_memory_limit(
     return max(0, memory - waiting_bytes - activations) // 2
 
 
-def _waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:
-    """Return the bytes of activations on a device that wait for their next stage."""
+def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:
+    """Return the bytes of activations on a device that wait for their next stage; see [Note: how the plan is found]."""
     largest = max((call.output_bytes for call in profile.calls[:-1]), default=0)  # the loss follows the last one
     return largest * min(num_microbatches, round_size or num_microbatches)
 
