@@ -134,8 +134,8 @@ class ReplicaCache:
         return True
 
     def _is_there(self, replica: Replica) -> bool:
-        if replica.is_loaded and not replica.is_active and not replica.is_fresh(self.weights):
-            replica.unload()
+        if not replica.is_active:
+            replica.drop_stale(self.weights)
         return replica.is_loaded
 
     def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
@@ -181,8 +181,8 @@ class ReplicaCache:
         """Ends the use of what is active on ``device``. Copies that cannot be used again are freed, others may stay."""
         for replica in self.active_on(device):
             replica.deactivate()
-            if replica.unit not in self._next_use[device.index] and not self.weights.outlast_step(replica.masters):
-                replica.unload()
+            if replica.unit not in self._next_use[device.index]:
+                replica.unload(unless=self.weights.outlast_step)
 
     def evict(self, device_index: int, *, later_than: int = 0) -> bool:
         """Frees the copies of that unit on a device that is needed last, and not in use; whether there was any.
@@ -191,7 +191,7 @@ class ReplicaCache:
             later_than: units that are needed in this slot or before stay; see :meth:`expect`.
         """
         next_use = self._next_use[device_index]
-        idle = [r for r in self._by_device[device_index] if r.is_loaded and not r.is_active]
+        idle = [replica for replica in self._by_device[device_index] if replica.is_evictable]
         idle = [r for r in idle if next_use.get(r.unit, _NEVER) > later_than]
         if not idle:
             return False
@@ -206,9 +206,7 @@ class ReplicaCache:
     def end_step(self) -> None:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
         for replica in list(self._replicas.values()):
-            replica.deactivate()
-            if not self.weights.outlast_step(replica.masters):
-                replica.unload()
+            replica.unload(unless=self.weights.outlast_step)
 
     def clear(self) -> None:
         """Forgets all replicas."""

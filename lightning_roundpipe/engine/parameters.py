@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,25 @@ from .working_copies import WorkingCopies
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+@dataclass(eq=False)
+class _Copies:
+    """Weights of a unit that have travelled together: they are on a device, or on their way there.
+
+    Attributes:
+        leaves: of the replica, one per weight.
+        generations: of the masters, see :meth:`WorkingCopies.generation`.
+        upload: that brings them.
+        num_bytes: booked for them.
+        is_waited_for: whether the device waits for the upload.
+    """
+
+    leaves: list[nn.Parameter]
+    generations: list[Hashable]
+    upload: Transfer
+    num_bytes: int
+    is_waited_for: bool = False
 
 
 class Replica:
@@ -57,11 +77,10 @@ class Replica:
         self.last_use = 0
         self.num_hooks = 0
         self._owns_buffers = False
-        self._upload: Transfer | None = None  # of weights that are on the device, or on their way
-        self._is_waited_for = False
-        self._generations: list[Hashable] = []
-        self._weight_bytes = 0
+        self._copies: list[_Copies] = []
+        self._is_loading = False
         self._gradient_bytes = 0
+        self._low_gradient_bytes = 0
         self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
         for module in unit.module.modules():
             copy = module.__new__(type(module))
@@ -77,11 +96,6 @@ class Replica:
             leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
-
-    @property
-    def masters(self) -> Iterable[nn.Parameter]:
-        """The master weights of the unit."""
-        return self.leaves.values()
 
     def is_current(self) -> bool:
         """Whether modules and parameter objects of the unit are still the ones that were copied."""
@@ -138,21 +152,21 @@ class Replica:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights are on the device, or on their way."""
-        return self._upload is not None
+        """Whether all weights are on the device, or on their way."""
+        return sum(len(copies.leaves) for copies in self._copies) == len(self.leaves)
 
-    def is_fresh(self, weights: WorkingCopies) -> bool:
-        """Whether what is loaded is what the masters are now."""
-        return self._generations == [weights.generation(*wanted) for wanted in self._wanted(weights)]
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it takes memory that nobody uses at the moment."""
+        return bool(self._copies) and not self.is_active and not self._is_loading
 
-    def _wanted(self, weights: WorkingCopies) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The masters, and in which dtype they are to be on the device."""
-        if not self.is_low:
-            return [(master, master.dtype) for master in self.masters]
-        return [(master, weights.dtype_of(self.unit, master)) for master in self.masters]
+    def _wanted(self, weights: WorkingCopies, leaf: nn.Parameter) -> tuple[nn.Parameter, torch.dtype]:
+        """The master of ``leaf``, and in which dtype it is to be on the device."""
+        master = self.leaves[leaf]
+        return master, weights.dtype_of(self.unit, master) if self.is_low else master.dtype
 
     def load(self, weights: WorkingCopies, *, must: bool) -> bool:
-        """Starts the upload of the weights, on a device that has copies; whether there was room.
+        """Starts the upload of the weights that are missing, on a device that has copies; whether there was room.
 
         Args:
             must: whether to make room for them; then there was.
@@ -160,30 +174,54 @@ class Replica:
         Raises:
             DeviceOutOfMemoryError: if they must be there and cannot.
         """
-        wanted = self._wanted(weights)
-        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in wanted)
+        there = {leaf for copies in self._copies for leaf in copies.leaves}
+        missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
+        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
         if must:
-            self.device.memory.reserve("weights", num_bytes)
+            self._is_loading = True
+            try:
+                self.device.memory.reserve("weights", num_bytes)
+            finally:
+                self._is_loading = False
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
-        self._weight_bytes = num_bytes
-        self._generations = [weights.generation(*one) for one in wanted]
-        sources = [weights.source(*one) for one in wanted]
-        self._upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
-        self._is_waited_for = False
+        for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
+            leaves = [leaf for leaf, (master, _) in missing.items() if master.requires_grad is is_trained]
+            if leaves:
+                self._copies.append(self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves}))
         return True
 
-    def unload(self) -> None:
-        """Frees the device copies; what still reads them sees NaN on a virtual device."""
+    def _start_upload(
+        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
+    ) -> _Copies:
+        generations = [weights.generation(*one) for one in wanted.values()]
+        sources = [weights.source(*one) for one in wanted.values()]
+        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
+
+    def drop_stale(self, weights: WorkingCopies) -> None:
+        """Frees copies of what the masters no longer are; not while the replica is active."""
+        for copies in list(self._copies):
+            if copies.generations != [weights.generation(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
+                self._free(copies)
+
+    def unload(self, unless: Callable[[Iterable[nn.Parameter]], bool] | None = None) -> None:
+        """Frees the device copies; what still reads them sees NaN on a virtual device.
+
+        Args:
+            unless: tells of masters that travel together whether their copies stay.
+        """
         self.deactivate()
-        if self._upload is None:
-            return
-        copies = self._upload.tensors
+        for copies in list(self._copies):
+            if unless is None or not unless(self.leaves[leaf] for leaf in copies.leaves):
+                self._free(copies)
+
+    def _free(self, copies: _Copies) -> None:
+        self._copies.remove(copies)
         # Memory that is still written must not be freed.
-        passing = self.device.free(copies, None if self._is_waited_for else self._upload)
-        self.device.memory.release("weights", self._weight_bytes, passing)
-        self._upload = None
-        for leaf in self.leaves:
+        passing = self.device.free(copies.upload.tensors, None if copies.is_waited_for else copies.upload)
+        self.device.memory.release("weights", copies.num_bytes, passing)
+        for leaf in copies.leaves:
             leaf.data = torch.empty(0, dtype=leaf.dtype)
 
     def activate(self, baseline: Callable[[], Attributes]) -> None:
@@ -194,11 +232,10 @@ class Replica:
                 data = master.data
                 if _layout(leaf) != _layout(data):
                     leaf.data = data
-        else:
-            assert self._upload is not None
-            for leaf, data in zip(self.leaves, self._upload.wait(Edge.WEIGHTS), strict=True):
+        for copies in self._copies:
+            for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
                 leaf.data = data
-            self._is_waited_for = True
+            copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
 
@@ -260,14 +297,15 @@ class Replica:
             return
         if are_there:
             trained = [(leaf, master) for leaf, master in self.leaves.items() if leaf.requires_grad]
-            # Of a low leaf the sum, and the gradient of one call that is going to be added to it.
             num_bytes = num_bytes_of([master for _, master in trained])
-            num_bytes += num_bytes_of([leaf for leaf, master in trained if leaf.dtype != master.dtype])
-            memory.reserve("gradients", num_bytes)
-            self._gradient_bytes = num_bytes
+            # Of a low leaf there is a sum, and the gradient of one call that is going to be added to it.
+            num_low = num_bytes_of([leaf for leaf, master in trained if leaf.dtype != master.dtype])
+            memory.reserve("gradients", num_bytes + num_low)
+            self._gradient_bytes, self._low_gradient_bytes = num_bytes, num_low
         else:
+            memory.release("gradients", self._low_gradient_bytes)
             memory.release("gradients", self._gradient_bytes, after)
-            self._gradient_bytes = 0
+            self._gradient_bytes = self._low_gradient_bytes = 0
 
     def add_up(self) -> None:
         """A backward has run: adds gradients in the low dtype to their sums."""
