@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead cpu_throughput bubble partitioner transfers
+BENCHMARKS := overhead cpu_throughput bubble partitioner transfers compiling
 # Not part of `make bench`: they need a GPU.
 GPU_BENCHMARKS := gpu_single
 
