@@ -156,7 +156,10 @@ class GlueParameters:
             return None
         copy, lease = found
         if not tracks:
-            return copy.tensor.detach()
+            given: Any = copy.tensor.detach()
+            if torch.is_grad_enabled():  # a graph may lead through a frozen one: what keeps this tensor keeps the lease
+                given._lease = lease
+            return cast(Tensor, given)
         return cast(Tensor, _Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
 
     def _find(self, master: nn.Parameter, device: Device, tracks: bool) -> tuple[_Copy, _Lease] | None:
@@ -182,8 +185,9 @@ class GlueParameters:
             copy = _Copy(master, device, upload)
             with self._lock:  # one that was there before stays until its graphs are gone
                 self._copies.append(copy)
-                self._newest[key] = copy
             upload.wait(Edge.WEIGHTS)
+            with self._lock:  # not before: other micro-batches use what they find here without a wait
+                self._newest[key] = copy
         if tracks and copy.lacks_room_for_sum:
             device.memory.reserve("gradients", copy.num_bytes)
             copy.gradient_bytes = copy.num_bytes

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from .devices import Device
 from .glue import assign
@@ -140,6 +141,10 @@ class Replica:
         own_forward = _own_forward(master)
         if own_forward is not None:
             state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
+        # What torch.compile made is bound to the master, and would compute with the weights on the host.
+        state.pop("_compiled_call_impl", None)
+        if isinstance(master, OptimizedModule):
+            state["forward"] = self._copy_of[id(master._orig_mod)].__call__
         state["_parameters"] = {
             name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
         }

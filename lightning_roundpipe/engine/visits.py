@@ -102,8 +102,10 @@ class Visits:
         needed = self._forward_bytes(call, input_bytes) + call.facts.graph_bytes * (has_learned and not call.kept)
         booked += self.book(max(0, needed - booked))
         output_bytes, graph_bytes = call.facts.output_bytes, call.facts.graph_bytes
-        call.booked = output_bytes + graph_bytes if call.kept else 0
-        waiting = min(booked, 0 if call.kept else output_bytes)
+        # Of a call that is not recorded (frozen, before all that is trained) nothing is kept.
+        is_kept = call.kept and bool(call.flagged)
+        call.booked = output_bytes + graph_bytes if is_kept else 0
+        waiting = min(booked, 0 if is_kept else output_bytes)
         self.release(booked - call.booked - waiting)
         self._wait_with(waiting)
 

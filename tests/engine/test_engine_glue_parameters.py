@@ -199,7 +199,8 @@ def test_copies_are_given_up_when_no_graph_leads_through_them(step: Step, weight
 
 
 def test_what_is_given_up_is_poisoned(step: Step, weight: nn.Parameter) -> None:
-    kept = step.use(weight, tracks=False)
+    with torch.no_grad():
+        kept = step.use(weight, tracks=False)
     step.parameters.end_slot(step.devices[0])
     assert kept.isnan().all()
 

@@ -68,6 +68,45 @@ def test_a_unit_may_return_its_own_weight(copies: bool) -> None:
         torch.testing.assert_close(evaluated.outputs, [loss.detach() for loss in losses])
 
 
+class Compiled(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holds(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(3))
+        for block in self.blocks:
+            if how == "in place":
+                block.inner.compile(backend="eager")
+            elif how == "wrapped":
+                block.inner = torch.compile(block.inner, backend="eager")
+        if how == "unit wrapped":
+            self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Holds(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "unit wrapped"])
+def test_submodules_that_the_user_compiled_compute_with_the_replica(how: str) -> None:
+    model = Compiled(how)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    wanted = torch.autograd.grad(torch.stack([model(p) for p in parts]).mean(), list(model.parameters()))
+    engine = make_engine(model, True)
+    for _ in range(2):
+        result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
+        torch.testing.assert_close([result.gradients[p] for p in model.parameters()], list(wanted))
+    assert engine._glue_parameters == set()  # gradients of masters that glue, or such a unit, computed with
+
+
 def test_a_transposed_weight_is_seen_by_replicas() -> None:
     model = Model()
     rows = torch.randn(4, WIDTH)
