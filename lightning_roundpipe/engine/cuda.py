@@ -9,6 +9,7 @@ orders all of that.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
 from .pinned import PageLockedMemory
 from .transfer import Transfer
 
-# Beside the tensors: the workspace of libraries, and what the allocator cannot use of its blocks.
+# Beside the tensors: what the allocator cannot use of its blocks, and the workspaces of cuBLAS. Each thread that
+# multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the number of micro-batches.
 _RESERVE_SHARE = 0.05
 _MIN_RESERVE_BYTES = 512 * 2**20
 # The host is ahead of the GPU by at most so many micro-batches in a stage.
@@ -150,14 +152,17 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Also waits for what this worker computes: nothing of it reaches into the next step."""
-        try:
+        with contextlib.ExitStack() as stack:  # all of it, whatever raises
+            stack.callback(self._await_compute)
             super().close()
-        finally:
-            with self._lock:
-                self._begun.clear()
-                leaving, self._leaving = self._leaving, deque()
-            self._driver.record(self._compute).synchronize()
-            for freed in leaving:
+
+    def _await_compute(self) -> None:
+        with self._lock:
+            self._begun.clear()
+            leaving, self._leaving = self._leaving, deque()
+        self._driver.record(self._compute).synchronize()
+        for freed in leaving:
+            with contextlib.suppress(Exception):  # of a transfer: raised to those who ask for its copies
                 freed.await_done()
 
     def dispose(self) -> None:

@@ -430,6 +430,35 @@ def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -
     assert passing.is_done()
 
 
+def test_a_step_ends_although_something_failed(device: CudaDevice, driver: StubDriver) -> None:
+    """Nothing is held afterwards, no thread is left, and what failed is raised to those who want it."""
+    down = device.download([torch.randn(5)], "g")
+    assert isinstance(down, CudaTransfer)
+    tensors = [torch.randn(5), torch.randn(5)]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    for tensor in tensors:
+        device.free([tensor], after=down)
+    device.upload([torch.randn(5)], "w", is_bulk=True)
+    del tensor, tensors
+    down.end(ValueError("broken"))
+    device.close()
+    driver.violations.clear()  # a copy that has failed is not made late, as it is here
+    assert [reference() for reference in references] == [None, None]
+    assert not [thread for thread in threading.enumerate() if "GPU 0" in thread.name]
+    device.open()
+
+    def broken() -> None:
+        raise RuntimeError("illegal memory access")
+
+    down = device.download([torch.randn(5)], "g")
+    down.when_done(Edge.FREED, broken)
+    device.throttle()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.close()
+    assert not device._begun, "it did not go on to the end"
+    device.open()
+
+
 def test_the_host_is_ahead_by_two_micro_batches(device: CudaDevice, driver: StubDriver) -> None:
     compute = driver.default_stream(device.torch_device)
     for begun in range(6):

@@ -34,9 +34,9 @@ def device() -> Iterator[CudaDevice]:
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    """256 MiB of weights, and as many of gradients, on a GPU that may use 192 MiB."""
-    network, batches = functools.partial(mlp, width=2048, depth=16), vectors((8, 8), width=2048)
-    limit = 192 * MIB
+    """1 GiB of weights, and as much of gradients, on a GPU that may use 640 MiB."""
+    network, batches = functools.partial(mlp, width=4096, depth=16), vectors((4, 4), width=4096)
+    limit = 640 * MIB
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
@@ -50,7 +50,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before, fraction = torch.cuda.memory_allocated(), DRIVER.fraction(GPU)
     torch.cuda.reset_peak_memory_stats()
     network = functools.partial(mlp, width=1024, depth=4)
-    options = {"num_microbatches": 2, "device_memory_limit": "256MiB"}
+    options = {"num_microbatches": 2, "device_memory_limit": "512MiB"}
     found = train(network, vectors(width=1024), tmp_path, devices=[0, 0], options=options, epochs=1)
     assert torch.cuda.max_memory_allocated() > before, "the GPU was not used"
     assert torch.cuda.memory_allocated() <= before + MIB, "weights or activations were left on the GPU"
