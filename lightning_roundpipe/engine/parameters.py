@@ -341,11 +341,11 @@ class Replica:
         self.book_gradients(False, self.device.free(gradients, after=arriving))
         return masters, arriving
 
-    def harvest_now(self, store: GradientStore, *position: int) -> None:
-        """Brings the gradients home at once, as those of the call at ``position`` if it is given."""
+    def harvest_now(self, store: GradientStore) -> None:
+        """Brings the gradients home at once."""
         if (harvested := self.harvest()) is not None:
             for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
-                store.add(master, gradient, (self.unit.order, *position))
+                store.add(master, gradient, (self.unit.order,))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

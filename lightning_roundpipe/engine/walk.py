@@ -369,8 +369,8 @@ class Walk:
             ended = device.stamp()
             self._cargo.settle()
             self._visits.rebook_backward(booked, tensor_bytes(call.input_gradients))
-            if device.aliases_host and call.unit in self.shared.repeated:
-                replica.harvest_now(self.shared.gradients, call.index)
+            if device.aliases_host and call.unit in self.shared.repeated and (harvested := replica.harvest()):
+                self.shared.gradients.add_later(*harvested, (call.unit.order, call.index), self.slot)
             self._free_recorded(replica)
         self.runs.append(Run(device, "B", call.ran.name, started, ended, self._visits.stage, *call.ran[6:]))
         for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):

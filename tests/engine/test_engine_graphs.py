@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,3 +106,32 @@ def test_kept_and_recomputed_chains_agree_on_any_number_of_devices(devices: int,
     for one, other in zip(kept, recomputed, strict=True):
         assert_identical(graph, one, other)
     assert not torch.equal(torch.stack(kept[1].outputs), torch.stack(kept[2].outputs)), "the step's seed has no effect"
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    program=programs,
+    devices=st.integers(2, 4),
+    round_size=st.integers(1, 3),
+    copies=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_several_rounds_give_the_same_bits_in_every_run(
+    program: list[Instruction], devices: int, round_size: int, copies: bool, seed: int
+) -> None:
+    """Whoever finishes first: parts of a gradient are added up in the order of the rounds."""
+    torch.manual_seed(seed)
+    graph = Graph(program, frozenset(), dropout=0.3)
+    rows = torch.randn(6, WIDTH)
+    switch_interval = sys.getswitchinterval()
+    results = []
+    try:
+        for interval in (switch_interval, 1e-6, 1e-5):  # other threads come first
+            sys.setswitchinterval(interval)
+            engine = make_engine(graph, planner(seed), devices=devices, round_size=round_size, copies=copies)
+            results.append([run(engine, graph, rows, 6, seed=step) for step in range(2)])
+    finally:
+        sys.setswitchinterval(switch_interval)
+    for other in results[1:]:
+        for one, another in zip(results[0], other, strict=True):
+            assert_identical(graph, one, another)
