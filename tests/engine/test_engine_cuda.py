@@ -236,6 +236,30 @@ def test_a_bulk_download_reads_what_was_there_at_the_time(device: CudaDevice, dr
     second.await_done()
 
 
+def test_many_threads_copy_at_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_lanes, "CHUNK_BYTES", 64)
+    wrong: list[Tensor] = []
+
+    def copy(number: int) -> None:
+        for i in range(25):
+            source = torch.full((40,), float(100 * number + i))
+            (there,) = device.upload([source], "x", is_bulk=i % 2 == 0).wait(Edge.WEIGHTS)
+            down = device.download([there], "x", is_bulk=i % 3 == 0)
+            device.free([there], after=down)
+            del there
+            (back,) = down.wait(Edge.GRADIENTS)
+            if not torch.equal(back, source):
+                wrong.append(back)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "lanes wait for each other"
+    assert wrong == []
+
+
 def test_weights_are_page_locked_on_their_first_way(device: CudaDevice, driver: StubDriver) -> None:
     weight = torch.randn(MIB)
     for _ in range(2):
