@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import glue_parameters
+from lightning_roundpipe.engine.devices import Device
 from lightning_roundpipe.engine.glue import GlueLock, GlueState
 from lightning_roundpipe.engine.glue_parameters import GlueParameters
 from lightning_roundpipe.engine.gradients import GradientStore
 from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.engine.virtual_lanes import LazyTransfer
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 ROWS, COLUMNS = 4, 3
 NUM_BYTES = ROWS * COLUMNS * 4
@@ -294,3 +298,88 @@ def test_small_gradients_go_to_the_master_at_once(step: Step) -> None:
     assert step.devices[0].memory.peaks["gradients"] == 0
     step.parameters.take_home()
     assert step.gradients.take() == {}
+
+
+class Model(nn.Module):
+    """Two units, and a head whose weight is used in glue; tells what is on the device in each backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(COLUMNS, COLUMNS) for _ in range(2))
+        self.head = nn.Linear(COLUMNS, ROWS, bias=False)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return nn.functional.linear(x, self.head.weight).square().mean()
+
+    def keep_graph(self, x: Tensor) -> Tensor:
+        self.kept = self(x)
+        return self.kept * 1
+
+    def fail(self, x: Tensor) -> Tensor:
+        self(x)
+        raise ValueError("after the use")
+
+
+def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FUSED, 1, 2), (StageKind.BACKWARD, 0, 1)]
+    return Partition(2, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+class Run:
+    """Steps of a model on one device that has copies of its own."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.pool = DevicePool([torch.device("cpu")], link=LazyLink())
+        self.engine = Engine(self.model, self.pool, plan, num_threads=1)
+
+    def step(self, function: Callable[[Tensor], Tensor]) -> StepResult:
+        batches = list(torch.randn(6, 2, COLUMNS))
+        return self.engine.run(StepRequest(function, batches, [1 / 6] * 6, "train", 0, loss_of=lambda loss: loss))
+
+    def gradients(self, batches: list[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """As a plain loop computes them."""
+        losses = torch.stack([self.model(batch) for batch in batches])
+        parameters = list(self.model.parameters())
+        return dict(zip(parameters, torch.autograd.grad(losses.mean(), parameters), strict=True))
+
+
+def test_a_copy_goes_with_the_slot_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    end_slot = GlueParameters.end_slot
+
+    def noting(parameters: GlueParameters, device: Device) -> None:
+        before = len(parameters._copies)
+        end_slot(parameters, device)
+        left.append(before - len(parameters._copies))
+
+    monkeypatch.setattr(GlueParameters, "end_slot", noting)
+    run = Run()
+    run.step(run.model)
+    left.clear()
+    run.step(run.model)
+    assert left == [0, 1, 0]  # F, fused, B
+
+
+@pytest.mark.parametrize("name", ["forward", "keep_graph"])
+def test_gradients_of_steps(name: str) -> None:
+    """Also if the user keeps the graph that leads through the copy."""
+    run = Run()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found = run.step(getattr(run.model, name)).gradients
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, run.gradients(list(torch.randn(6, 2, COLUMNS))))
+        assert run.pool[0].memory.used == 0
+
+
+def test_a_step_that_fails_leaves_nothing_on_the_books() -> None:
+    run = Run()
+    run.step(run.model)
+    with pytest.raises(ValueError, match="after the use"):
+        run.step(run.model.fail)
+    assert run.pool[0].memory.used == 0
+    run.step(run.model)
