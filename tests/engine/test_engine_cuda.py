@@ -454,6 +454,17 @@ def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -
     assert passing.is_done()
 
 
+def test_the_end_of_a_step_waits_for_what_is_computed(device: CudaDevice, driver: StubDriver) -> None:
+    compute = driver.default_stream(device.torch_device)
+    compute.is_late = True
+    done: list[str] = []
+    compute.give("kernel", lambda: done.append("kernel"))
+    device.close()
+    assert done == ["kernel"]
+    compute.is_late = False
+    device.open()
+
+
 def test_a_step_ends_although_something_failed(device: CudaDevice, driver: StubDriver) -> None:
     """Nothing is held afterwards, no thread is left, and what failed is raised to those who want it."""
     down = device.download([torch.randn(5)], "g")
