@@ -8,10 +8,11 @@ and go home when the copy is given up, once, as those of units do; so the last b
 device. Those of a small one go to the master as they come, in the order of the micro-batches. (So does any gradient in
 a backward that the *user* runs.)
 
-A copy is given up when a slot of its device ends and no graph leads through it any more: the weight of a head after
-the fused stage, that of a position embedding when its micro-batches have been through their backward. A master that
-was changed in place since the upload is uploaded anew. Changes that leave no trace in the version of the parameter
-(through ``.data``, NumPy) cannot be noticed, so a parameter that was opened that way is not kept in this step.
+A copy is given up when a slot of its device ends, no graph leads through it and no view of it is left: the weight of a
+head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
+master that was changed in place since the upload is uploaded anew. Changes that leave no trace in the version of the
+parameter (through ``.data``, NumPy) cannot be noticed, so a parameter that was opened that way is not kept in this
+step.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class GlueParameters:
             return None
         copy, lease = found
         if not tracks:
+            # What keeps this tensor keeps the lease: a graph of a frozen one, or a view (``position.expand_as(h)``).
             given: Any = copy.tensor.detach()
-            if torch.is_grad_enabled():  # a graph may lead through a frozen one: what keeps this tensor keeps the lease
-                given._lease = lease
+            given._lease = lease
             return cast(Tensor, given)
         return cast(Tensor, _Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
 

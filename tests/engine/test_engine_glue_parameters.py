@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -202,9 +203,22 @@ def test_copies_are_given_up_when_no_graph_leads_through_them(step: Step, weight
         gc.enable()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_copy_stays_while_there_are_views_of_it(step: Step, weight: nn.Parameter, mode: Callable[[], Any]) -> None:
+    """As ``position.expand_as(h)`` that an evaluation adds in later stages, too."""
+    with mode():
+        view = step.use(weight, tracks=False).expand(2, ROWS, COLUMNS)
+    step.parameters.end_slot(step.devices[0])
+    torch.testing.assert_close(view[1], weight.detach(), rtol=0, atol=0)
+    assert step.booked == [NUM_BYTES, 0]
+    del view
+    step.parameters.end_slot(step.devices[0])
+    assert step.booked == [0, 0]
+
+
 def test_what_is_given_up_is_poisoned(step: Step, weight: nn.Parameter) -> None:
     with torch.no_grad():
-        kept = step.use(weight, tracks=False)
+        kept = step.use(weight, tracks=False).detach()  # shares the memory, and is no view
     step.parameters.end_slot(step.devices[0])
     assert kept.isnan().all()
 
