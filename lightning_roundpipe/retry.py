@@ -140,13 +140,15 @@ class Retry:
     def _announce(self, kind: str, before: int, now: int, reason: str) -> None:
         announce = rank_zero_info if self._is_auto else rank_zero_warn
         announce(
-            f"{kind} does not fit on the devices with {before} micro-batches per batch, and is run again with {now}, "
+            f"{kind} does not fit on the devices with {_microbatches(before)} per batch, and is run again with {now}, "
             f"as will be the next ones: {reason}"
         )
 
     def _explained(self, error: BaseException, kind: str, num_microbatches: int, why: str) -> Exception:
         """The error to raise: what happened, why it was final, what takes the memory, what to change."""
-        text = f"{kind} does not fit on the devices with {num_microbatches} micro-batches per batch, and {why}. {error}"
+        text = (
+            f"{kind} does not fit on the devices with {_microbatches(num_microbatches)} per batch, and {why}. {error}"
+        )
         if isinstance(error, StageMemoryError):
             return StageMemoryError(text, fits_if_split=error.fits_if_split)
         is_training = kind == "training_step"
@@ -158,3 +160,7 @@ class Retry:
             f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
             "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
         )
+
+
+def _microbatches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"

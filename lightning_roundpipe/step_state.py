@@ -36,17 +36,17 @@ class StepState:
         self.batch = _copied(batch)
         self._written = written
         self._buffers = [_Buffer(*found, written) for found in _buffers_of(root)]
-        self._fixed: list[tuple[str, Tensor, int]]
-        self._fixed = [(f"the weight {name!r}", p, _version(p)) for name, p in root.named_parameters()]
-        self._fixed += [("a tensor of the batch", t, _version(t)) for t in _tensors_of(batch)]
+        # By name; "" for tensors of the batch.
+        self._fixed: list[tuple[str, Tensor, int]] = [(name, p, _version(p)) for name, p in root.named_parameters()]
+        self._fixed += [("", tensor, _version(tensor)) for tensor in _tensors_of(batch)]
         self._put_back = [_metric_state(module) for module in root.modules() if isinstance(module, Metric)]
         self._put_back += _generator_states(devices)
 
     def lost(self) -> str | None:
         """What has changed since and cannot be put back, in words; None if everything can."""
-        for what, tensor, version in self._fixed:
+        for name, tensor, version in self._fixed:
             if _version(tensor) != version:
-                return what
+                return f"the weight {name!r}" if name else "a tensor of the batch"
         for buffer in self._buffers:
             if buffer.has_changed() and buffer.copy is None:
                 return f"the buffer {buffer.name!r}"

@@ -283,7 +283,7 @@ def test_gradients_that_wait_are_not_lost(train: Any) -> None:
 def test_a_number_that_decides_about_results_is_kept(train: Any, norm: bool, num_microbatches: int, why: str) -> None:
     module = Watched(norm)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(TOO_LITTLE, match=rf"does not fit on the devices with {num_microbatches} micro-batches .*{why}"):
+    with pytest.raises(TOO_LITTLE, match=rf"does not fit on the devices with {num_microbatches} micro-batch.*{why}"):
         train(module, FITS_4_ROWS, num_microbatches)
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 

@@ -100,7 +100,7 @@ def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         retry.run("training_step", torch.zeros(1, 1), split, Attempts(fits_from=99))
     assert str(caught.value) == (
-        "training_step does not fit on the devices with 1 micro-batches per batch, and the batch cannot be split "
+        "training_step does not fit on the devices with 1 micro-batch per batch, and the batch cannot be split "
         "further. device 0 is full Of all units 'large' needs 7.00 MiB on a device: weights 2.00 MiB, gradients 0 B, "
         "activations of one micro-batch 5.00 MiB, which is the most. What helps: smaller micro-batches (a larger "
         "num_microbatches) for activations, finer units (units=[...]) for weights and gradients, a higher "
@@ -325,7 +325,7 @@ def test_containers_of_the_batch_are_copies() -> None:
 
 def test_a_batch_without_rows_is_run_once(make_retry: Any) -> None:
     attempts = Attempts(99)
-    with pytest.raises(DeviceOutOfMemoryError, match="with 1 micro-batches per batch, and the batch cannot be split"):
+    with pytest.raises(DeviceOutOfMemoryError, match="with 1 micro-batch per batch, and the batch cannot be split"):
         make_retry().run("training_step", iter([1, 2]), split, attempts)
     assert attempts.tried == [1]
 
