@@ -129,7 +129,8 @@ def test_a_tensor_that_comes_twice_travels_once(device: VirtualDevice, graph: Te
     assert device.d2h.num_bytes == 3 * 4
 
 
-def test_sparse_tensors_do_not_need_a_lane(device: VirtualDevice) -> None:
+def test_sparse_tensors_do_not_need_a_lane(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "download", None, raising=False)
     sparse = torch.eye(3).to_sparse()
     assert Results(sparse, lambda tensor: device).arrive().to_dense().equal(torch.eye(3))
 

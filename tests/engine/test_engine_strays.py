@@ -253,6 +253,31 @@ def test_changes_in_place_hit_the_master(on_copies: Glue, weight: nn.Parameter) 
     torch.testing.assert_close(weight * ones, expected)
 
 
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "in place": lambda w, x: w.mul_(x),
+    "operator": lambda w, x: w.__iadd__(x),
+    "item": lambda w, x: w.__setitem__(0, x[0]),
+    "out": lambda w, x: torch.add(x, x, out=w),
+    "copy": lambda w, x: w.copy_(x),
+    "list": lambda w, x: torch._foreach_mul_([w], 2.0),
+    "view": lambda w, x: w[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_uploads_are_over_before_a_write(
+    on_copies: Glue, weight: nn.Parameter, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    told: list[nn.Parameter] = []
+    monkeypatch.setattr(on_copies.parameters, "before_write", told.append)
+    with torch.no_grad():
+        weight + 1
+        assert not told
+        write(weight, torch.ones(5, 4))
+    assert told
+    assert all(parameter is weight for parameter in told)
+
+
 @pytest.mark.parametrize("way", ["data", "numpy", "set data"])
 def test_changes_without_a_trace_are_seen(on_copies: Glue, weight: nn.Parameter, way: str) -> None:
     ones = torch.ones(5, 4)
