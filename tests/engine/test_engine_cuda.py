@@ -599,6 +599,9 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> Non
     assert driver.user_fraction == 0.25
     device.dispose()
     assert driver.user_fraction == 0.25
+    driver.limit(torch.device("cpu"), 12 * GIB)
+    assert driver.user_fraction == 0.25
+    driver.unlimit(torch.device("cpu"))
 
 
 def test_page_locks_go_with_the_last_worker(driver: StubDriver) -> None:
