@@ -226,8 +226,9 @@ class Replica:
         # Memory that is still written must not be freed.
         passing = self.device.free(copies.upload.tensors, None if copies.is_waited_for else copies.upload)
         self.device.memory.release("weights", copies.num_bytes, passing)
-        for leaf in copies.leaves:
-            leaf.data = torch.empty(0, dtype=leaf.dtype)
+        with torch.inference_mode(False):  # a leaf that became an inference tensor could not be unfrozen
+            for leaf in copies.leaves:
+                leaf.data = torch.empty(0, dtype=leaf.dtype)
 
     def activate(self, baseline: Callable[[], Attributes]) -> None:
         """Makes the replica ready to run: up-to-date attributes, weights, buffers."""

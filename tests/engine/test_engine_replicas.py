@@ -107,6 +107,18 @@ def test_submodules_that_the_user_compiled_compute_with_the_replica(how: str) ->
     assert engine._glue_parameters == set()  # gradients of masters that glue, or such a unit, computed with
 
 
+def test_what_was_freed_in_inference_mode_may_be_unfrozen() -> None:
+    model = Model().requires_grad_(False)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    engine = make_engine(model, True)
+    with torch.inference_mode():
+        engine.run(StepRequest(model, parts, [1 / 3] * 3, "evaluate", 0))
+    model.requires_grad_(True)
+    wanted = torch.autograd.grad(torch.stack([model(p) for p in parts]).mean(), list(model.parameters()))
+    result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
+    torch.testing.assert_close([result.gradients[p] for p in model.parameters()], list(wanted))
+
+
 def test_a_transposed_weight_is_seen_by_replicas() -> None:
     model = Model()
     rows = torch.randn(4, WIDTH)
