@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -48,13 +49,15 @@ class DevicePool:
 
     def close(self) -> None:
         """A step has ended: no thread is alive, nothing is under way."""
-        for device in self.devices:
-            device.close()
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for device in reversed(self.devices):
+                stack.callback(device.close)
 
     def dispose(self) -> None:
         """The pool is not used any more."""
-        for device in self.devices:
-            device.dispose()
+        with contextlib.ExitStack() as stack:
+            for device in reversed(self.devices):
+                stack.callback(device.dispose)
 
     @property
     def owners(self) -> dict[torch.device, Device]:
