@@ -589,7 +589,7 @@ class Checkpointed(Model):
     def step(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
@@ -623,11 +623,30 @@ def test_both_forms_of_a_unit_in_one_stage(fused: int) -> None:
     assert ours.weights.is_low(ours.unit("blocks.1"))
 
 
-def test_checkpoints_in_glue() -> None:
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_checkpoints_in_glue(is_reentrant: bool) -> None:
     model = Checkpointed()
+    model.is_reentrant = is_reentrant
     ours, aliases = Training(model), Training(model, link=False)
     results = [(ours.train(), aliases.train()) for _ in range(3)]
     assert_same(ours, aliases, results)
+    assert ours.low_names("blocks.1"), "inline runs take the full form, and say nothing about the low one"
+
+
+def test_attention_of_torch_is_full_in_evaluation() -> None:
+    """There it takes a fast path, which is not taken while it is watched, and so was not seen."""
+    model = Model()
+    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True) for _ in range(3))
+    ours, aliases = Training(model), Training(model, link=False)
+    for _ in range(3):
+        left, right = ours.train(), aliases.train()
+        assert [loss.item() for loss in left.outputs] == [loss.item() for loss in right.outputs]
+    assert "linear1.weight" in ours.low_names("blocks.1")
+    for _ in range(3):
+        # The run that learns takes the slow path: other roundings, as far as the low dtype is exact.
+        torch.testing.assert_close(ours.evaluate().outputs, aliases.evaluate().outputs, rtol=2**-7, atol=2**-7)
+    assert ours.low_names("blocks.1") == set()
+    assert ours.low_names("head") == {"weight", "bias"}
 
 
 # --- frozen weights --------------------------------------------------------------------------------------------------
