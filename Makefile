@@ -1,6 +1,8 @@
 # The environment of all targets is .venv, made on first use and again whenever its inputs change.
 
 PYTHON ?= python3
+# Processes that run tests side by side.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -31,11 +33,11 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest)
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKERS=0 runs them in one process)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
-	$(BIN)/python -m pytest -q tests/parity --devices=copies $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
 	$(BIN)/python examples/train_bytes.py $(ARGS)
