@@ -182,7 +182,11 @@ class GlueParameters:
         if copy is None or copy.version != version_of(master):
             num_bytes = num_bytes_of([master])
             device.memory.reserve("weights", num_bytes)
-            upload = device.upload([master.detach()], "parameter in glue", is_bulk=num_bytes > CHUNK_BYTES)
+            try:
+                upload = device.upload([master.detach()], "parameter in glue", is_bulk=num_bytes > CHUNK_BYTES)
+            except BaseException:
+                device.memory.release("weights", num_bytes)
+                raise
             copy = _Copy(master, device, upload)
             with self._lock:  # one that was there before stays until its graphs are gone
                 self._copies.append(copy)

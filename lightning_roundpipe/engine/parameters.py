@@ -190,10 +190,15 @@ class Replica:
                 self._is_loading = False
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
-        for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
-            leaves = [leaf for leaf, (master, _) in missing.items() if master.requires_grad is is_trained]
-            if leaves:
-                self._copies.append(self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves}))
+        try:
+            for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
+                leaves = [leaf for leaf, (master, _) in missing.items() if master.requires_grad is is_trained]
+                if leaves:
+                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
+                    self._copies.append(copies)
+                    num_bytes -= copies.num_bytes
+        finally:
+            self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
         return True
 
     def _start_upload(

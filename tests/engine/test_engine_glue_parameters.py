@@ -256,6 +256,16 @@ def test_a_failed_gradient_reservation_leaves_nothing_behind(
     assert step.booked == [0]
 
 
+def test_a_failed_upload_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, step: Step, weight: nn.Parameter
+) -> None:
+    monkeypatch.setattr(VirtualDevice, "upload", lambda *args, **kwargs: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        step.use(weight)
+    step.parameters.drop()
+    assert step.booked == [0, 0]
+
+
 @pytest.mark.parametrize("why", ["no micro-batch", "inside a hook of a unit", "inside a backward"])
 def test_who_must_not_wait_uses_what_is_there(step: Step, weight: nn.Parameter, why: str) -> None:
     device = step.devices[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from lightning_roundpipe.engine.parameters import Replica
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.step_context import Plan
+from lightning_roundpipe.engine.transfer import Transfer
 from lightning_roundpipe.engine.units import UnitTable
-from lightning_roundpipe.engine.virtual import LazyLink
+from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
 
 WIDTH = 32
@@ -218,3 +220,24 @@ def test_a_failed_step_leaves_nothing_behind(num_devices: int) -> None:
     assert all(run.loaded(device) == set() for device in range(num_devices))
     assert [device.memory.used for device in run.pool.devices] == [0] * num_devices
     assert len(run.step().gradients) == 2 * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_what_could_not_be_uploaded_is_not_on_the_books(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """As where a GPU has less memory than its books, or no more memory of the host can be page-locked."""
+    run = Run()
+    for block in run.model.blocks:
+        block.linear.bias.requires_grad_(False)  # travels apart
+    run.step()
+    uploads, upload = itertools.count(1), VirtualDevice.upload
+
+    def fail(*args: Any, **kwargs: Any) -> Transfer:
+        if next(uploads) == nth:
+            raise MemoryError
+        return upload(*args, **kwargs)
+
+    monkeypatch.setattr(VirtualDevice, "upload", fail)
+    with pytest.raises(MemoryError):
+        run.step()
+    run.engine.close()
+    assert run.pool[0].memory.used == 0
