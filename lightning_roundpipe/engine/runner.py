@@ -214,13 +214,13 @@ class Engine:
     def forget(self, key: Hashable) -> None:
         """Plans steps with this key anew, from their next first micro-batch: its size has changed."""
         self._plans.forget(key)
+        self._current_table().forget_facts()
 
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
         self._replicas.clear()
         self._plans.clear()
-        self._table = None
-        self._modules = []
+        self._table, self._modules = None, []
 
     def run(self, request: StepRequest) -> StepResult:
         """Runs one step; see [Note: one step].

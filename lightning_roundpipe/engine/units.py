@@ -123,6 +123,11 @@ class UnitTable:
                 continue
             self.units[module] = Unit(name, module, order)
 
+    def forget_facts(self) -> None:
+        """Calls have other sizes from now on, and the facts know them: they are learned again."""
+        for unit in self.units.values():
+            unit.facts.clear()
+
     def _no_split_names(self) -> set[str]:
         names: set[str] = set()
         for module in self.root.modules():

@@ -317,6 +317,25 @@ def test_evaluation_is_run_again_as_well(train: Any, make_trainer: Any) -> None:
     assert found[0] == found[1]
 
 
+def test_what_was_learned_from_larger_micro_batches_is_forgotten(make_trainer: Any) -> None:
+    """The output of the first layer alone is 64 KiB in the first attempt, and 1 KiB for each row."""
+
+    class Bulge(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
+
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.layers(batch[0])  # type: ignore[no-any-return]
+
+    module, rows = Bulge(), torch.randn(256, 4)
+    options = {"virtual_copies": True, "device_memory_limit": "64KiB"}
+    trainer = make_trainer(num_microbatches="auto", options=options)
+    (found,) = trainer.predict(module, DataLoader(TensorDataset(rows, rows), batch_size=256))
+    assert trainer.strategy.last_step.num_microbatches in (8, 16, 32)
+    torch.testing.assert_close(found, module.layers(rows).detach())
+
+
 WIDE = 512
 LAYER = 2 * 4 * (4 * WIDE + WIDE)
 
