@@ -88,7 +88,7 @@ class ForwardRunner:
                 done = self._attempt(call, replica, leaves, records, None, foreign=True)
             if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
                 unit.facts.clear()
-            facts = unit.facts[key] = _learn(replica, before, done)
+            facts = unit.facts[key] = _learn(replica, before, done, tensor_bytes(leaves))
         call.facts = facts
         written = set(facts.buffers)
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
@@ -196,7 +196,7 @@ def _snapshot(replica: Replica) -> Snapshot:
     return found
 
 
-def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
+def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int) -> Facts:
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
     changed = []
@@ -209,7 +209,7 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult) -> Facts:
             changed.append((master, name))
     num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
-    sizes = done.graph_bytes, tensor_bytes(slots.values())
+    sizes = done.graph_bytes, tensor_bytes(slots.values()), input_bytes
     return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes)
 
 

@@ -18,6 +18,7 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -168,6 +169,7 @@ class Facts:
         writes: whether other attributes of modules were written.
         graph_bytes: what the local graph held, besides parameters, arguments and results.
         output_bytes: of all slots.
+        input_bytes: of the tensor arguments then.
     """
 
     flagged: frozenset[Slot]
@@ -178,6 +180,17 @@ class Facts:
     writes: bool
     graph_bytes: int
     output_bytes: int
+    input_bytes: int
+
+    def bytes_for(self, input_bytes: int) -> tuple[int, int]:
+        """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.
+        As for the first one if ``input_bytes`` is 0, which is where nobody has counted."""
+        if not input_bytes or not self.input_bytes:
+            return self.output_bytes, self.graph_bytes
+        return (
+            math.ceil(self.output_bytes * input_bytes / self.input_bytes),
+            math.ceil(self.graph_bytes * input_bytes / self.input_bytes),
+        )
 
 
 class Call:

@@ -99,9 +99,9 @@ class Visits:
         if not self.device.counts_activations:
             return
         assert call.facts is not None
-        needed = self._forward_bytes(call, input_bytes) + call.facts.graph_bytes * (has_learned and not call.kept)
+        output_bytes, graph_bytes = call.facts.bytes_for(input_bytes)
+        needed = self._forward_bytes(call, input_bytes) + graph_bytes * (has_learned and not call.kept)
         booked += self.book(max(0, needed - booked))
-        output_bytes, graph_bytes = call.facts.output_bytes, call.facts.graph_bytes
         # Of a call that is not recorded (frozen, before all that is trained) nothing is kept.
         is_kept = call.kept and bool(call.flagged)
         call.booked = output_bytes + graph_bytes if is_kept else 0
@@ -113,7 +113,8 @@ class Visits:
         inputs = max(0, input_bytes - self.cargo.booked_bytes)  # those that were brought are on the books already
         if call.facts is None:
             return inputs
-        return inputs + call.facts.output_bytes + call.facts.graph_bytes * call.kept
+        output_bytes, graph_bytes = call.facts.bytes_for(input_bytes)
+        return inputs + output_bytes + graph_bytes * call.kept
 
     def book_backward(self, call: Call, input_bytes: int, output_bytes: int, graph_bytes: int) -> int:
         """Books a backward that is about to run, what was brought for it included: both ends, their gradients, and the

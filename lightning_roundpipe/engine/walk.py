@@ -207,7 +207,8 @@ class Walk:
         assert call.facts is not None
         call.ran = Run(
             device, "F", unit.name, started, ended, self._visits.stage, position,
-            call.kept, facts is None or done.unit.was_compiled, input_bytes, output_bytes, call.facts.graph_bytes,
+            call.kept, facts is None or done.unit.was_compiled, input_bytes, output_bytes,
+            call.facts.bytes_for(input_bytes)[1],
         )  # fmt: skip
         self.runs.append(call.ran)
         return done

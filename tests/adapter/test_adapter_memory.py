@@ -317,23 +317,33 @@ def test_evaluation_is_run_again_as_well(train: Any, make_trainer: Any) -> None:
     assert found[0] == found[1]
 
 
+class Bulge(L.LightningModule):
+    """The output of the first layer has 1 KiB for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch)  # type: ignore[no-any-return]
+
+
 def test_what_was_learned_from_larger_micro_batches_is_forgotten(make_trainer: Any) -> None:
-    """The output of the first layer alone is 64 KiB in the first attempt, and 1 KiB for each row."""
-
-    class Bulge(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
-
-        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.layers(batch[0])  # type: ignore[no-any-return]
-
     module, rows = Bulge(), torch.randn(256, 4)
     options = {"virtual_copies": True, "device_memory_limit": "64KiB"}
     trainer = make_trainer(num_microbatches="auto", options=options)
-    (found,) = trainer.predict(module, DataLoader(TensorDataset(rows, rows), batch_size=256))
+    (found,) = trainer.predict(module, DataLoader(rows, batch_size=256))  # type: ignore[arg-type]
     assert trainer.strategy.last_step.num_microbatches in (8, 16, 32)
     torch.testing.assert_close(found, module.layers(rows).detach())
+
+
+def test_larger_batches_than_the_first_one_are_on_the_books(make_trainer: Any) -> None:
+    peaks = []
+    for sizes in ([8, 256], [256]):
+        trainer = make_trainer(devices=1, num_microbatches=2, options={"virtual_copies": True})
+        trainer.predict(Bulge(), DataLoader([torch.randn(size, 4) for size in sizes], batch_size=None))  # type: ignore[arg-type]
+        peaks.append(trainer.strategy.pool[0].statistics()["peak_activations_bytes"])
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)  # half as much if it were that of 8 rows
 
 
 WIDE = 512
