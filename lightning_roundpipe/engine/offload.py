@@ -21,6 +21,8 @@ from .devices import Device
 from .memory import Ahead
 from .transfer import Done, Edge, Transfer, num_bytes_of
 
+_UNKNOWN = -1  # version of inference tensors
+
 
 class Offloaded:
     """A tensor that waits on the host, or is on its way there."""
@@ -93,7 +95,7 @@ def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
 
 def version_of(tensor: Tensor) -> int:
     """The version counter, or -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    return _UNKNOWN if tensor.is_inference() else tensor._version
 
 
 class _Arrival(NamedTuple):
@@ -144,10 +146,15 @@ class Cargo:
         """A unit has run here: what glue makes from now on is made here."""
         self._is_new = False
         self._leaving.clear()
+        # Glue may change inference tensors before the next call, and nothing would tell: they are brought anew.
+        self._drop([key for key, arrival in self._arrivals.items() if arrival.version == _UNKNOWN])
 
     def drop(self, values: Iterable[Any] | None = None) -> None:
         """What was brought is not needed any more: what came of ``values``, or everything."""
-        for key in list(self._arrivals) if values is None else map(id, values):
+        self._drop(list(self._arrivals) if values is None else map(id, values))
+
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
             arrival = self._arrivals.pop(key, None)
             if arrival is not None and arrival.booked and self._is_booked(arrival):
                 assert self._here is not None
