@@ -137,7 +137,11 @@ class RoundPipeOptions:
                 f"compile_units={given!r}: {', '.join(unknown)} cannot be given. Units are compiled whole "
                 f"(fullgraph=True), and the arguments to choose are {', '.join(sorted(_COMPILE_ARGUMENTS))}"
             )
-        mode, options = given.get("mode"), given.get("options") or {}
+        mode, options, dynamic = given.get("mode"), given.get("options") or {}, given.get("dynamic")
+        if not isinstance(options, Mapping):
+            raise TypeError(f"compile_units={given!r}: options must be a dict, as for torch.compile")
+        if not (dynamic is None or isinstance(dynamic, bool)):
+            raise TypeError(f"compile_units={given!r}: dynamic must be True, False or None")
         if mode is not None and options:
             raise ValueError(f"compile_units={given!r}: torch.compile takes either mode or options")
         if mode in _CUDA_GRAPH_MODES or options.get("triton.cudagraphs"):

@@ -145,6 +145,8 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("compile_units", {"mode": "reduce-overhead"}, ValueError, ("CUDA graphs", "'max-autotune-no-cudagraphs'")),
     ("compile_units", {"mode": "max-autotune"}, ValueError, ("CUDA graphs", "'max-autotune-no-cudagraphs'")),
     ("compile_units", {"options": {"triton.cudagraphs": True}}, ValueError, ("CUDA graphs",)),
+    ("compile_units", {"options": 5}, TypeError, ("options must be a dict",)),
+    ("compile_units", {"dynamic": "x"}, TypeError, ("dynamic must be True, False or None",)),
     ("compile_units", {"mode": "default", "options": {"a": 1}}, ValueError, ("either mode or options",)),
     ("cost_profile", 3, TypeError, ("3", "CostProfile")),
     ("cost_profile", "missing.json", ValueError, ("'missing.json'", "No such file", "save_profile")),
