@@ -118,7 +118,8 @@ class WorkingCopies:
         return copy.data
 
     def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
+        with torch.inference_mode(False):  # else it could not be written to in training
+            return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
 
     def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""

@@ -204,6 +204,18 @@ def test_a_frozen_master_is_converted_once_until_it_changes() -> None:
     assert torch.equal(weights.source(master, LOW), master.to(LOW))
 
 
+def test_what_validation_has_converted_first_is_converted_anew_in_training() -> None:
+    master = nn.Parameter(torch.randn(3, 4))
+    weights = WorkingCopies()
+    with torch.inference_mode():
+        weights.begin_step("validate", training=False)
+        weights.source(master, LOW)
+    weights.begin_step("train", training=True)
+    with torch.no_grad():
+        master.mul_(2)
+    assert torch.equal(weights.source(master, LOW), master.to(LOW))
+
+
 def test_a_write_without_trace_is_seen_when_another_kind_of_step_begins() -> None:
     weights = WorkingCopies()
     master = nn.Parameter(torch.randn(3), requires_grad=False)
