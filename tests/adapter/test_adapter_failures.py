@@ -314,6 +314,7 @@ def test_system_exit(make_trainer: Any, assert_next_fit_is_fresh: Any, place: st
 def restored_signals() -> Iterator[None]:
     """Lightning ignores further SIGINTs after the first."""
     before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     yield
     signal.signal(signal.SIGINT, before)
 

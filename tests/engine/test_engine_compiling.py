@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch._dynamo
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -212,7 +213,8 @@ def test_the_results_are_those_of_eager_units(link: LazyLink | None) -> None:
 def test_inductor() -> None:
     """Fused operators round in other places."""
     model, parts = Model(num_blocks=2), parts_of(2, 2)
-    found = results(model, parts, {}, steps=2)
+    with torch._inductor.config.patch(compile_threads=1):  # its pool of threads would outlive the test
+        found = results(model, parts, {}, steps=2)
     torch.testing.assert_close(found, results(model, parts, None, steps=2), rtol=1e-4, atol=1e-6)
 
 
