@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 import torch._dynamo
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
