@@ -431,9 +431,13 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measures and prints."""
-    args = parser(__doc__, repeats=2).parse_args()
+    options = parser(__doc__, repeats=2)
+    options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which of them")
+    args = options.parse_args()
+    if args.repeats < 2:
+        options.error(f"--repeats {args.repeats}: at least 2, to tell how much repetitions differ")
     repeats = 2 if args.quick else args.repeats
-    names = list(MODELS)[2:3] if args.quick else list(MODELS)
+    names = list(MODELS)[2:3] if args.quick else args.models
     max_work_ms = MAX_WORK_MS / 4 if args.quick else MAX_WORK_MS
     parameters = {
         "devices": NUM_DEVICES,
