@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,13 +118,17 @@ class Wait(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers and a head that wait as long as a profile says; its calls have the profile's names."""
+    """Layers and a head that are as a profile says; its calls have the profile's names.
 
-    def __init__(self, profile: CostProfile) -> None:
+    Args:
+        unit: makes a unit from what its call costs.
+    """
+
+    def __init__(self, profile: CostProfile, unit: Callable[[CallCost], nn.Module] = Wait) -> None:
         super().__init__()
         *layers, head = profile.calls
-        self.layers = nn.ModuleList(map(Wait, layers))
-        self.lm_head = Wait(head)
+        self.layers = nn.ModuleList(map(unit, layers))
+        self.lm_head = unit(head)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
-from benchmarks.bubble import SLEPT, sharpen_timers
+from benchmarks.bubble import SLEPT, Model, sharpen_timers
 from lightning_roundpipe.engine.loading import Loader
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
@@ -113,22 +113,6 @@ class Wait(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         waited: Tensor = _Waiting.apply(x, self.weight, self)
         return waited
-
-
-class Model(nn.Module):
-    """Layers and a head that take as long, and are as large, as a profile says; its calls have the profile's names."""
-
-    def __init__(self, profile: CostProfile) -> None:
-        super().__init__()
-        *layers, head = profile.calls
-        self.layers = nn.ModuleList(map(Wait, layers))
-        self.lm_head = Wait(head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        loss: Tensor = self.lm_head(x).sum()
-        return loss
 
 
 def num_elements(num_bytes: int) -> int:
@@ -312,7 +296,7 @@ class Case:
             d2h_bytes_per_ms=bytes_per_ms,
             transfer_latency_ms=self.factor * LATENCY_MS,
         )
-        model = Model(self.profile)
+        model = Model(self.profile, Wait)
         self.variants = {
             "free": Variant(model, self, self._link(bytes_per_ms=float("inf"), latency_ms=0.0)),
             "priorities": Variant(model, self, self._link()),
