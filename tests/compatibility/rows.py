@@ -1,0 +1,47 @@
+"""Rows of the compatibility table: which feature of Lightning a test shows to work here, or to be refused.
+
+[Note: compatibility rows]
+A test that shows a feature carries ``@compat(kind, name)``. ``docs/compatibility.md`` is made of these marks by
+``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments must be literals.
+A feature may have several tests. Whether every feature of the installed Lightning has a row is a test of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+# ``equal``: as in plain Lightning on one device. ``refused``: a clear error. ``differs``: works, with a difference that
+# the note names.
+Status = Literal["equal", "refused", "differs"]
+
+KINDS = (
+    "Trainer argument",
+    "Trainer method",
+    "LightningModule hook",
+    "LightningModule method",
+    "LightningDataModule",
+    "Callback hook",
+    "Callback",
+    "Logger",
+    "Profiler",
+    "Precision",
+    "Plugin",
+    "LightningCLI",
+    "Library",
+    "Migration",
+    "Misuse",
+)
+
+
+def compat(kind: str, name: str, status: Status = "equal", note: str = "") -> pytest.MarkDecorator:
+    """Marks a test as the one that shows a feature; see [Note: compatibility rows].
+
+    Args:
+        kind: one of :data:`KINDS`.
+        name: of the feature, as users write it (``max_time``, ``on_train_start``, ``StochasticWeightAveraging``).
+        status: how it behaves.
+        note: one sentence, for ``refused`` and ``differs``: what happens, what to do instead.
+    """
+    return pytest.mark.compat(kind, name, status, note)
