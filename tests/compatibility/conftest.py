@@ -1,5 +1,3 @@
-"""The small model, its data and the trainers of the adapter tests."""
+"""The small model, its data, the trainers and the comparisons of the adapter tests."""
 
-from tests.adapter.conftest import make_loader, make_trainer, one_thread, small
-
-__all__ = ["make_loader", "make_trainer", "one_thread", "small"]
+from tests.adapter.conftest import *  # noqa: F403
