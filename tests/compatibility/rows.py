@@ -1,9 +1,10 @@
 """Rows of the compatibility table: which feature of Lightning a test shows to work here, or to be refused.
 
 [Note: compatibility rows]
-A test that shows a feature carries ``@compat(kind, name)``. ``docs/compatibility.md`` is made of these marks by
-``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments must be literals.
-A feature may have several tests. Whether every feature of the installed Lightning has a row is a test of its own.
+A test that shows a feature carries ``@compat(kind, name)``, or ``@compat_each``. ``docs/compatibility.md`` is made of
+these marks by ``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments must be
+literals. A feature may have several tests. Whether every feature of the installed Lightning has a row is a test of its
+own. What follows the name in parentheses is a case of a feature, with a row of its own: ``precision (plugin object)``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ Status = Literal["equal", "refused", "differs"]
 KINDS = (
     "Trainer argument",
     "Trainer method",
+    "Trainer attribute",
     "LightningModule hook",
     "LightningModule method",
+    "LightningModule attribute",
     "LightningDataModule",
     "Callback hook",
     "Callback",
@@ -45,3 +48,8 @@ def compat(kind: str, name: str, status: Status = "equal", note: str = "") -> py
         note: one sentence, for ``refused`` and ``differs``: what happens, what to do instead.
     """
     return pytest.mark.compat(kind, name, status, note)
+
+
+def compat_each(kind: str, names: str) -> pytest.MarkDecorator:
+    """The same for several features that are all ``equal``; ``names`` has spaces between them."""
+    return pytest.mark.compat(kind, names, "equal", "")

@@ -1,0 +1,308 @@
+"""Makes ``docs/compatibility.md`` of the marks in the tests: ``python -m tests.compatibility.table``.
+
+See [Note: compatibility rows]. Only sources are read, so that the page does not depend on what is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from tests.compatibility.rows import KINDS, Status, compat, compat_each
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+COMMAND = "python -m tests.compatibility.table"
+STATUSES: tuple[str, ...] = get_args(Status)
+SHOWN_TESTS = 2
+
+_INTRODUCTION = f"""\
+# Compatibility
+
+What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is in a table if a test shows it, and only
+then; most of these tests run the same module with plain Lightning on one device and compare. They run on virtual
+devices, on a CPU: [Limits](limits.md#cuda) says what no GPU has run. This page is written by `{COMMAND}`
+from marks in the tests. A test compares the names with those of the installed Lightning, so that none is forgotten.
+
+- **equal**: as in plain Lightning on one device, within the [rule of exactness](concepts.md#exactness). This includes
+  features that do nothing on one device, and errors that plain Lightning raises as well.
+- **refused**: it cannot work here, and a clear error says so before work is lost.
+- **differs**: it works, with the difference that the note names.
+
+Paths of tests are relative to `tests/`.
+"""
+
+
+class TableError(Exception):
+    """Marks that make no table. The message names file and line of each."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One ``compat`` mark.
+
+    Attributes:
+        arguments: kind, name, status and note.
+        place: file and line.
+        tests: ids of the tests that carry it, relative to the folder of the tests.
+    """
+
+    kind: str
+    name: str
+    status: str
+    note: str
+    place: str
+    tests: tuple[str, ...]
+
+
+@dataclass
+class Feature:
+    """A row: all marks of one feature taken together."""
+
+    kind: str
+    name: str
+    status: str
+    note: str = ""
+    tests: list[str] = field(default_factory=list)
+
+
+# --- from sources to marks ---------------------------------------------------------------------------------------
+
+
+def _name_of(call: ast.Call) -> str | None:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", None)
+
+
+def _calls(node: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Calls of ``name`` or of ``<anything>.name`` in the node; without names those that make rows."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Call) and _name_of(child) in (names or ("compat", "compat_each")):
+            yield child
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {child.id for node in nodes for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def _rows(call: ast.Call, place: str) -> list[tuple[str, str, str, str]]:
+    """Kind, name, status and note of every row that the call makes.
+
+    Raises:
+        TableError: if they are not literals, or make no row.
+    """
+    if not isinstance(call.func, ast.Name):
+        raise TableError(f"{place}: use compat() of tests/compatibility/rows.py, which names its arguments")
+    try:
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        keywords: dict[str, Any] = {str(entry.arg): ast.literal_eval(entry.value) for entry in call.keywords}
+        make = compat_each if _name_of(call) == "compat_each" else compat
+        kind, name, status, note = make(*positional, **keywords).mark.args
+    except (TypeError, ValueError) as error:
+        raise TableError(f"{place}: the arguments of compat() must be literals: {error}") from None
+    if kind not in KINDS:
+        raise TableError(f"{place}: unknown kind {kind!r}: one of {', '.join(KINDS)}, or add it to rows.py")
+    if status not in STATUSES:
+        raise TableError(f"{place}: unknown status {status!r} of {name!r}: one of {', '.join(STATUSES)}")
+    if not name or name != name.strip():
+        raise TableError(f"{place}: {name!r} is no name of a feature")
+    if status != "equal" and not note:
+        raise TableError(f"{place}: {name!r} has status {status!r}: its note must say what happens, and what to do")
+    return [(kind, each, status, note) for each in (name.split() if make is compat_each else [name])]
+
+
+def _refuse_hidden_skips(nodes: Iterable[ast.AST], place: str) -> None:
+    """A row whose test never runs would show nothing."""
+    for node in nodes:
+        for child in ast.walk(node):
+            mark = child.attr if isinstance(child, ast.Attribute) else None
+            if mark in ("skip", "xfail", "gpu"):
+                raise TableError(f"{place}: the test of a row must run and pass on a CPU, but is marked {mark!r}")
+        for call in _calls(node, "skipif"):
+            if not any(entry.arg == "reason" for entry in call.keywords):
+                raise TableError(f"{place}: skipif without a reason: name what is missing")
+
+
+@dataclass
+class _File:
+    """Marks of one file, and what is needed to find the tests that they belong to."""
+
+    path: str  # relative to the folder of the tests
+    tests: list[tuple[str, set[str]]] = field(default_factory=list)  # id, names in its decorators
+    constants: dict[str, ast.AST] = field(default_factory=dict)  # what is assigned on the level of the module
+    marks: list[Mark] = field(default_factory=list)
+
+    def place(self, node: ast.AST) -> str:
+        return f"tests/{self.path}:{getattr(node, 'lineno', 0)}"
+
+    def add(self, nodes: Iterable[ast.AST], *tests: str) -> None:
+        for node in nodes:
+            for call in _calls(node):
+                self.marks += [Mark(*row, self.place(call), tests) for row in _rows(call, self.place(call))]
+            for parameter in _calls(node, "param"):
+                if any(_calls(parameter)):
+                    _refuse_hidden_skips(parameter.keywords, self.place(parameter))
+
+    def read(self, statements: Iterable[ast.stmt], prefix: str = "", names: frozenset[str] = frozenset()) -> None:
+        """Goes through a module or class. ``names`` are those in decorators of the classes around."""
+        for node in statements:
+            if isinstance(node, ast.ClassDef):
+                inner = f"{prefix}{node.name}::"
+                self._read_decorators(node, f"{self.path}::{prefix}{node.name}")
+                self.read(node.body, inner, names | _names(node.decorator_list))
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                test = f"{self.path}::{prefix}{node.name}"
+                self._read_decorators(node, test)
+                if node.name.startswith("test"):
+                    self.tests.append((test, set(names | _names(node.decorator_list))))
+                self._refuse_marks([*node.body, node.args])
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                self._read_assignment(node, prefix)
+            else:
+                self._refuse_marks([node])
+
+    def _read_decorators(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, test: str) -> None:
+        if not any(any(_calls(entry)) for entry in node.decorator_list):
+            return
+        if not node.name.lower().startswith("test"):
+            raise TableError(f"{self.place(node)}: {node.name} has a compat() mark and is no test")
+        direct = [entry for entry in node.decorator_list if not any(_calls(entry, "parametrize"))]
+        _refuse_hidden_skips(direct, self.place(node))
+        self.add(node.decorator_list, test)
+
+    def _read_assignment(self, node: ast.Assign | ast.AnnAssign, prefix: str) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = _names(targets)
+        if node.value is None:
+            return
+        if names == {"pytestmark"}:
+            if any(_calls(node.value)):
+                _refuse_hidden_skips([node.value], self.place(node))
+            self.add([node.value], f"{self.path}::{prefix}".rstrip(":"))
+        elif prefix:
+            self._refuse_marks([node.value])
+        else:
+            self.constants.update(dict.fromkeys(names, node.value))
+
+    def _refuse_marks(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            for call in _calls(node):
+                raise TableError(f"{self.place(call)}: this compat() mark belongs to no test")
+
+    def finish(self) -> list[Mark]:
+        """Adds the marks in constants, which belong to the tests whose decorators name the constant."""
+        for name, value in self.constants.items():
+            tests = [test for test, names in self.tests if name in self._reached(names)]
+            if any(_calls(value)) and not tests:
+                raise TableError(f"{self.place(value)}: no test is parametrized with {name}, which has compat() marks")
+            self.add([value], *tests)
+        return self.marks
+
+    def _reached(self, names: set[str]) -> set[str]:
+        reached: set[str] = set()
+        while names := names - reached:
+            reached |= names
+            names = _names(self.constants[name] for name in names if name in self.constants)
+        return reached
+
+
+def marks_of(source: str, path: str) -> list[Mark]:
+    """Marks in the source of the test file ``path``, which is relative to the folder of the tests.
+
+    Raises:
+        TableError: for a mark that makes no row, that belongs to no test, or whose test does not run.
+    """
+    file = _File(path)
+    file.read(ast.parse(source).body)
+    return file.finish()
+
+
+def all_marks(tests: Path = ROOT / "tests") -> list[Mark]:
+    """Marks of all test files, in the order of their paths. Raises TableError, with all that is wrong."""
+    marks, errors = [], []
+    for path in sorted(tests.rglob("test_*.py")):
+        try:
+            marks += marks_of(path.read_text(encoding="utf-8"), path.relative_to(tests).as_posix())
+        except TableError as error:
+            errors.append(str(error))
+    if errors:
+        raise TableError("\n".join(errors))
+    return marks
+
+
+# --- from marks to the page --------------------------------------------------------------------------------------
+
+
+def features_of(marks: Iterable[Mark]) -> list[Feature]:
+    """One feature per kind and name, sorted by kind and name.
+
+    Raises:
+        TableError: if two marks of a feature give it different statuses or notes.
+    """
+    features: dict[tuple[str, str], Feature] = {}
+    first: dict[tuple[str, str], Mark] = {}
+    errors = []
+    for mark in marks:
+        key = (mark.kind, mark.name)
+        other = first.setdefault(key, mark)
+        feature = features.setdefault(key, Feature(mark.kind, mark.name, mark.status))
+        if mark.status != feature.status:
+            errors.append(f"{mark.name!r} is {mark.status!r} at {mark.place}, but {other.status!r} at {other.place}")
+        if mark.note and feature.note and mark.note != feature.note:
+            errors.append(f"{mark.name!r} has one note at {mark.place}, and another one at {other.place}")
+        feature.note = feature.note or mark.note
+        feature.tests += [test for test in mark.tests if test not in feature.tests]
+    if errors:
+        raise TableError("\n".join(errors))
+    return sorted(features.values(), key=lambda feature: (KINDS.index(feature.kind), feature.name.lower()))
+
+
+def count_line(features: list[Feature]) -> str:
+    """The compatibility count."""
+    equal, refused, differs = (sum(feature.status == status for feature in features) for status in STATUSES)
+    return f"{len(features)} features: {equal} equal, {refused} refused with a clear error, {differs} with a difference"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _tests_cell(tests: list[str]) -> str:
+    shown = ", ".join(f"`{test}`" for test in tests[:SHOWN_TESTS])
+    return shown + (f" and {len(tests) - SHOWN_TESTS} more" if len(tests) > SHOWN_TESTS else "")
+
+
+def page_of(features: list[Feature]) -> str:
+    """The text of ``docs/compatibility.md``."""
+    kinds = [kind for kind in KINDS if any(feature.kind == kind for feature in features)]
+    lines = [
+        _INTRODUCTION,
+        f"**{count_line(features)}.**",
+        "",
+        "| Kind | Equal | Refused | Differs |",
+        "|---|---|---|---|",
+    ]
+    for kind in kinds:
+        counts = [sum(f.kind == kind and f.status == status for f in features) for status in STATUSES]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    for kind in kinds:
+        lines += ["", f"## {kind}", "", "| Feature | Status | Note | Test |", "|---|---|---|---|"]
+        for feature in features:
+            if feature.kind == kind:
+                status = feature.status if feature.status == "equal" else f"**{feature.status}**"
+                cells = (f"`{_cell(feature.name)}`", status, _cell(feature.note), _tests_cell(feature.tests))
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Writes the page."""
+    features = features_of(all_marks())
+    PAGE.write_text(page_of(features), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: {count_line(features)}")
+
+
+if __name__ == "__main__":
+    main()
