@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 from lightning_roundpipe import BatchSplitError
+from tests.compatibility.rows import compat, compat_each
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -121,6 +122,7 @@ def test_fewer_rows_than_microbatches(
     assert_same_training(plain, ours)
 
 
+@compat_each("LightningModule hook", "on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer")
 def test_transfer_hooks_run_once_on_the_whole_batch(small: Any, fit_both: Any, assert_same_training: Any) -> None:
     class Hooks(small):
         def __init__(self) -> None:
@@ -249,6 +251,7 @@ def test_a_split_without_microbatches_is_an_error(small: Any, make_trainer: Any,
         trainer.fit(small(), make_loader())
 
 
+@compat("LightningModule hook", "training_step (dataloader_iter)")
 def test_step_that_pulls_from_the_loader(small: Any, fit_both: Any, assert_same_training: Any) -> None:
     class Pulls(small):
         def training_step(self, dataloader_iter: Any) -> Any:
@@ -351,6 +354,7 @@ def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, wei
 # --- what training_step returns ----------------------------------------------------------------------------------
 
 
+@compat("LightningModule hook", "training_step (returns None)")
 def test_none_skips_the_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
     class Skips(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -361,6 +365,7 @@ def test_none_skips_the_step(small: Any, fit_both: Any, assert_same_training: An
     assert_same_training(plain, ours)
 
 
+@compat("LightningModule hook", "training_step")
 def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any) -> None:
     class Returns(small):
         def __init__(self) -> None:

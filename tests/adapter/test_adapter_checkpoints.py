@@ -11,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from tests.compatibility.rows import compat, compat_each
+
 
 class SavesAt(L.Callback):
     """Saves a checkpoint after a number of optimizer steps."""
@@ -155,6 +157,7 @@ def test_devices_do_not_change_random_training(small: Any, make_trainer: Any, ma
         torch.testing.assert_close(modules[1].state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
 
+@compat("Trainer method", "save_checkpoint")
 @pytest.mark.parametrize("first", ["plain", "roundpipe"])
 def test_exchange_with_plain(
     small: Any, make_trainer: Any, resumable: Any, weights: Any, assert_alike: Any, tmp_path: Path, first: str
@@ -172,6 +175,7 @@ def test_exchange_with_plain(
     assert_alike(weights(finished, trainer), weights(reference, uninterrupted))
 
 
+@compat("LightningModule method", "load_from_checkpoint")
 def test_checkpoint_files_have_plain_keys(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
     files = {}
     for kind in ("plain", "roundpipe"):
@@ -187,6 +191,7 @@ def test_checkpoint_files_have_plain_keys(small: Any, make_trainer: Any, make_lo
         assert torch.equal(value, files["roundpipe"]["state_dict"][name])
 
 
+@compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
 def test_checkpoint_hooks_of_the_module(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
     class Hooks(small):
         note = "unset"
@@ -205,6 +210,8 @@ def test_checkpoint_hooks_of_the_module(small: Any, make_trainer: Any, make_load
     assert module.note == "saved"
 
 
+@compat("Callback", "ModelCheckpoint")
+@compat("Trainer argument", "enable_checkpointing")
 def test_model_checkpoint_keeps_what_plain_keeps(
     small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
 ) -> None:
@@ -233,6 +240,7 @@ def test_model_checkpoint_keeps_what_plain_keeps(
     assert found["roundpipe"][2] == pytest.approx(found["plain"][2], rel=1e-4)
 
 
+@compat("Callback", "EarlyStopping")
 def test_early_stopping_stops_where_plain_stops(small: Any, make_trainer: Any, make_loader: Any) -> None:
     class Worsens(small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -259,6 +267,7 @@ def test_stopping_from_inside_a_step(small: Any, fit_both: Any, assert_same_trai
     assert_same_training(plain, ours)
 
 
+@compat("Callback", "StochasticWeightAveraging")
 def test_weight_averaging_callback(small: Any, fit_both: Any, make_loader: Any, assert_alike: Any) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compatibility.rows import compat, compat_each
+
 Scores = namedtuple("Scores", ["logits", "best"])
 
 OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
@@ -26,6 +28,8 @@ OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@compat("Trainer method", "predict")
+@compat("LightningModule hook", "predict_step")
 @pytest.mark.parametrize("shape", OUTPUTS)
 @pytest.mark.parametrize("num_microbatches", [3, 16])
 def test_predictions(
@@ -72,6 +76,7 @@ def test_predictions_reach_callbacks_as_tensors_without_graph(small: Any, make_t
     assert all(result.grad_fn is None and not result.requires_grad for result in results)
 
 
+@compat("Trainer argument", "inference_mode")
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_grad_and_inference_mode_in_steps(
     small: Any, make_trainer: Any, make_loader: Any, inference_mode: bool
@@ -158,6 +163,7 @@ def test_list_of_training_outputs(small: Any, fit_both: Any, assert_alike: Any) 
     assert_alike(ours.module.epochs, plain.module.epochs)
 
 
+@compat_each("LightningModule hook", "validation_step on_validation_batch_end")
 def test_outputs_given_to_validation_hooks(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
     class Hooks(small):
         def __init__(self) -> None:
@@ -182,6 +188,7 @@ def test_outputs_given_to_validation_hooks(small: Any, make_trainer: Any, make_l
     assert_alike(modules[0].given, modules[1].given)
 
 
+@compat("Trainer method", "validate")
 def test_validation_after_training_sees_the_trained_weights(
     small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
 ) -> None:

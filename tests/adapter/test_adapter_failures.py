@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.engine.dispatch import Turnstile
+from tests.compatibility.rows import compat
 
 ROWS, BATCH, MICROBATCHES = 15, 5, 5
 MARK = 100.0
@@ -244,6 +245,7 @@ def test_exceptions_in_hooks(make_trainer: Any, assert_next_fit_is_fresh: Any, h
     assert_next_fit_is_fresh(module)
 
 
+@compat("Callback hook", "on_exception")
 def test_cause_and_callback(make_trainer: Any) -> None:
     """The exception object itself arrives, its cause with it, and ``on_exception`` sees it once."""
 
@@ -384,6 +386,7 @@ def test_keyboard_interrupt_raised_by_user_code(make_trainer: Any, assert_next_f
     assert_next_fit_is_fresh(module)
 
 
+@compat("Trainer argument", "detect_anomaly")
 def test_anomaly_detection_names_the_operator(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
     class NotANumber(Trapped):
         def user_loss(self, batch: Any) -> Tensor:

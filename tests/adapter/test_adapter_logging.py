@@ -15,6 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.compatibility.rows import compat, compat_each
+
 
 class Recorder(L.Callback):
     """Keeps what callbacks can read, at every batch end and epoch end."""
@@ -71,6 +73,7 @@ ON = [
 ]
 
 
+@compat("LightningModule method", "log")
 @pytest.mark.parametrize("where", ON, ids=["default", "both", "epoch", "step"])
 @pytest.mark.parametrize("given", [True, False], ids=["batch_size", "no-batch_size"])
 def test_mean_of_the_loss(small: Any, compare_logs: Any, where: dict[str, bool], given: bool) -> None:
@@ -281,6 +284,8 @@ def test_validation_inside_fit(small: Any, compare_logs: Any, make_loader: Any) 
     assert sum(entry["where"] == "validation batch" for entry in seen) == 6
 
 
+@compat_each("Trainer method", "validate test")
+@compat("LightningModule hook", "test_step")
 def test_values_of_validate_and_test(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
     class Logs(WithMetrics, small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -329,6 +334,7 @@ def test_a_name_only_some_microbatches_log(small: Any, make_trainer: Any, make_l
     assert float(trainer.callback_metrics["positive"]) == pytest.approx(expected, rel=1e-5)
 
 
+@compat("Logger", "CSVLogger")
 def test_csv_rows_once_per_step(small: Any, fit_both: Any, tmp_path: Path) -> None:
     class Logs(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -358,6 +364,7 @@ def test_csv_rows_once_per_step(small: Any, fit_both: Any, tmp_path: Path) -> No
                 assert float(left[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6)
 
 
+@compat("Logger", "TensorBoardLogger")
 def test_tensorboard_events_once_per_step(small: Any, fit_both: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -386,6 +393,7 @@ def test_tensorboard_events_once_per_step(small: Any, fit_both: Any, tmp_path: P
         assert [e.value for e in ours[tag]] == pytest.approx([e.value for e in expected], rel=1e-4, abs=1e-6)
 
 
+@compat("Callback", "TQDMProgressBar")
 def test_progress_bar_shows_the_merged_value(small: Any, fit_both: Any) -> None:
     from lightning.pytorch.callbacks import TQDMProgressBar
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compatibility.rows import compat, compat_each
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     # A large eps: where the true gradient is nearly zero Adam follows the sign of rounding errors.
@@ -20,6 +22,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@compat("LightningModule hook", "configure_optimizers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(small: Any, fit_both: Any, assert_same_training: Any, name: str) -> None:
     class Learns(small):
@@ -57,6 +60,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@compat_each(
+    "Trainer argument",
+    "accumulate_grad_batches gradient_clip_val gradient_clip_algorithm val_check_interval detect_anomaly deterministic",
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, name: str) -> None:
     class Learns(small):
@@ -67,6 +74,7 @@ def test_settings(small: Any, fit_both: Any, make_loader: Any, assert_same_train
     assert_same_training(plain, ours)
 
 
+@compat("Callback", "GradientAccumulationScheduler")
 def test_accumulation_scheduler(small: Any, fit_both: Any, assert_same_training: Any) -> None:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -156,6 +164,8 @@ def test_unused_parameters_have_no_gradient(small: Any, fit_both: Any, assert_sa
 # --- precision ---------------------------------------------------------------------------------------------------
 
 
+@compat_each("Precision", "64-true bf16-true bf16-mixed")
+@compat("Trainer argument", "precision")
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_precision(small: Any, fit_both: Any, assert_same_training: Any, precision: str) -> None:
     """Splitting a batch changes the order of sums only, so the tolerance is what the order is worth in the format.
@@ -225,6 +235,11 @@ for _name in HOOKS:
     setattr(Spying, _name, _make_spy(_name))
 
 
+@compat_each(
+    "Callback hook",
+    "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step "
+    "on_train_batch_end",
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_callbacks_see_the_hooks_and_gradients_of_plain(
     small: Any, fit_both: Any, assert_alike: Any, accumulate: int
@@ -274,6 +289,11 @@ class Overriding:
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@compat_each(
+    "LightningModule hook",
+    "backward optimizer_step optimizer_zero_grad configure_gradient_clipping lr_scheduler_step",
+)
+@compat("LightningModule method", "clip_gradients")
 def test_overrides_of_the_module(small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any) -> None:
     class Learns(Overriding, small):
         pass

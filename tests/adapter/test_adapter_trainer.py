@@ -17,8 +17,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.compatibility.rows import compat, compat_each
 
 
+@compat("Trainer method", "fit")
 def test_several_fits_with_one_trainer(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
     states = []
     for kind in ("roundpipe", "plain"):
@@ -68,6 +70,7 @@ def test_parameters_replaced_while_training(small: Any, fit_both: Any, assert_al
     assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
 
 
+@compat("LightningModule hook", "configure_model")
 def test_module_built_in_configure_model(fit_both: Any, assert_alike: Any) -> None:
     class Late(L.LightningModule):
         def __init__(self) -> None:
@@ -167,6 +170,7 @@ class EMA(L.Callback):
                 mean.lerp_(value, 0.3)
 
 
+@compat("Callback", "Callback")
 def test_deepcopy_while_training(small: Any, fit_both: Any, assert_alike: Any, make_loader: Any) -> None:
     runs = fit_both(small, callbacks=lambda: [EMA()], max_epochs=2)
     plain, ours = (next(c for c in run.trainer.callbacks if isinstance(c, EMA)).copy for run in runs)
@@ -227,6 +231,11 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@compat_each(
+    "Trainer argument",
+    "fast_dev_run overfit_batches limit_train_batches limit_val_batches max_epochs max_steps min_steps max_time "
+    "barebones num_sanity_val_steps reload_dataloaders_every_n_epochs use_distributed_sampler benchmark",
+)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.filterwarnings("ignore:You are running with `Trainer\\(barebones=True")
 @pytest.mark.parametrize("name", FLAGS)

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.loss import expected_scale
+from tests.compatibility.rows import compat_each
 
 WIDTH = 8
 VOCAB = 24
@@ -153,6 +154,7 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
 }
 
 
+@compat_each("Precision", "bf16-mixed 16-mixed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_one_microbatch_is_equal_bit_for_bit(

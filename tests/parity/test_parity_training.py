@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.compatibility.rows import compat
+
 WIDTH = 6
 
 
@@ -63,6 +65,7 @@ def test_optimizers(assert_parity: Callable[..., Any], pipeline: dict[str, Any],
     assert_parity(Chain, vectors, **pipeline, optimizer=OPTIMIZERS[optimizer], min_calls=6)
 
 
+@compat("LightningModule hook", "optimizer_step (closure called several times)")
 def test_an_optimizer_that_calls_its_closure_several_times(
     assert_parity: Callable[..., Any], pipeline: dict[str, Any]
 ) -> None:
