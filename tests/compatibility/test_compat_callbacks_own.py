@@ -1,0 +1,170 @@
+"""Callbacks of the user that look at weights and gradients, and change them, in any hook."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from torch import nn
+
+from .rows import compat
+
+KINDS = ("plain", "roundpipe")
+
+
+class EmaByHand(Callback):
+    """Follows the weights after every step, and lets validation see the average."""
+
+    def __init__(self, swap: str) -> None:
+        self.swap = swap
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = copy.deepcopy(pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.3)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = copy.deepcopy(pl_module.state_dict())
+        self.put(pl_module, self.average)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.put(pl_module, self.kept)
+
+    def put(self, module: nn.Module, state: dict[str, Any]) -> None:
+        if self.swap == "load_state_dict":
+            module.load_state_dict(state)
+        for name, parameter in module.named_parameters():
+            if self.swap == "data.copy_":
+                parameter.data.copy_(state[name])
+            elif self.swap == "data =":
+                parameter.data = state[name].clone()
+
+
+class WeightNoise(Callback):
+    """The forward and the backward see noisy weights, the optimizer the clean ones."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        generator = torch.Generator().manual_seed(trainer.global_step)
+        self.noise = [0.1 * torch.randn(p.shape, generator=generator) for p in pl_module.parameters()]
+        for parameter, noise in zip(pl_module.parameters(), self.noise, strict=True):
+            parameter.data.add_(noise)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter, noise in zip(pl_module.parameters(), self.noise, strict=True):
+            parameter.data.sub_(noise)
+
+
+class Freezing(Callback):
+    """Freezes and unfreezes blocks at the start of epochs."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for index, block in enumerate(pl_module.body):
+            block.requires_grad_((index + trainer.current_epoch) % 2 == 0)
+
+
+class Replacing(Callback):
+    """Reads and writes weights in many hooks, by many ways."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first = copy.deepcopy(pl_module.state_dict())
+        pl_module.body[0][0].weight.data.mul_(0.5)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(float(sum(p.detach().norm() for p in pl_module.parameters())))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norms = {f"norm_{name}": p.grad.norm() for name, p in pl_module.named_parameters()}
+        pl_module.log_dict(norms)
+        pl_module.body[2][0].weight.grad.mul_(0.1)
+        pl_module.head.bias.grad = torch.ones_like(pl_module.head.bias)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            pl_module.load_state_dict(self.first)
+        if trainer.global_step == 3:
+            pl_module.body[3][0].weight.data = torch.eye(6)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.head.weight[0] = 0.25
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(pl_module.body.parameters()) * 0.9, pl_module.body[:2].parameters()
+        )
+
+
+CALLBACKS = {
+    "ema-load_state_dict": lambda: EmaByHand("load_state_dict"),
+    "ema-data.copy_": lambda: EmaByHand("data.copy_"),
+    "ema-data": lambda: EmaByHand("data ="),
+    "noise": WeightNoise,
+    "freezing": Freezing,
+    "replacing": Replacing,
+}
+
+
+@pytest.fixture
+def logs(small: Any) -> Any:
+    """The small model with a logged training loss and a logged validation loss."""
+
+    class Logs(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch))
+
+    return Logs
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@compat("Callback", "Callback")
+def test_weights_and_gradients_in_hooks(
+    logs: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
+) -> None:
+    """With copies on the devices, which must not be older than what the callback has written."""
+    runs = fit_both(
+        logs,
+        max_epochs=2,
+        val_loader=make_loader(10, 5),
+        callbacks=lambda: [CALLBACKS[name]()],
+        ours={"options": {"virtual_copies": True}},
+    )
+    plain, ours = runs
+    assert_same_training(plain, ours)
+    logged = [dict(run.trainer.callback_metrics) for run in (ours, plain)]
+    assert "val" in logged[1]
+    assert_alike(*logged)
+    if name == "replacing":
+        assert len(logged[1]) == 2 + 10
+        assert_alike(ours.trainer.callbacks[0].norms, plain.trainer.callbacks[0].norms)
+
+
+@compat("Callback", "LambdaCallback")
+def test_functions_as_hooks(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+    names = ("on_fit_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_validation_end")
+    names += ("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_fit_end")
+    seen: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+
+    def note(kind: str, name: str) -> Callable[..., None]:
+        def hook(trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+            gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
+            seen[kind].append([name, trainer.global_step, pl_module.training, len(args), gradients])
+
+        return hook
+
+    for kind in KINDS:
+        callback = LambdaCallback(**{name: note(kind, name) for name in names})
+        make_trainer(kind, callbacks=[callback]).fit(logs(), make_loader(), make_loader(10, 4))
+    assert [call[0] for call in seen["plain"]].count("on_after_backward") == 3
+    assert_alike(seen["roundpipe"], seen["plain"])
