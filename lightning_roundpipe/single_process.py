@@ -1,12 +1,17 @@
-"""The collective operations of a strategy that is one process."""
+"""A strategy that is one process: collective operations, and what it cannot honour."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import LayerSync
+from torch import Tensor, nn
 from typing_extensions import override
+
+from .profiling import ProfiledStrategy
+from .trainer_checks import check_only_process, check_precision, note_layer_sync
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -14,8 +19,38 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SingleProcessStrategy(Strategy):
+class SingleProcessStrategy(ProfiledStrategy):
     """A strategy without other processes to agree with."""
+
+    # Set by the Trainer, which asks whether a strategy has such attributes.
+    cluster_environment: ClusterEnvironment | None = None
+    _layer_sync: LayerSync | None = None
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer when launcher and plugins are known: checks them.
+
+        Raises:
+            MisconfigurationException: if there are other processes, or the precision plugin needs another strategy.
+        """
+        environment, self.cluster_environment = self.cluster_environment, None  # the next Trainer has its own
+        layer_sync, self._layer_sync = self._layer_sync, None
+        check_only_process(environment)
+        check_precision(self.precision_plugin)
+        note_layer_sync(layer_sync)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The module as the precision plugin has converted it.
+
+        Raises:
+            MisconfigurationException: if it is another module: steps would go around it.
+        """
+        if model is not self.lightning_module:
+            raise MisconfigurationException(
+                f"{type(self.precision_plugin).__name__}.convert_module returned a {type(model).__name__} in place of "
+                "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
+            )
+        return model
 
     @property
     @override
