@@ -14,7 +14,7 @@ from .footprint import graph_bytes, tensor_bytes
 from .offload import Cargo, version_of
 from .parameters import Replica
 from .randomness import ForeignRandomness
-from .recompute import Call, Entry, Facts, Slot
+from .recompute import Call, Cut, Entry, Facts, Slot
 from .transfer import Edge
 from .unit_run import UnitResult, UnitRunner
 from .working_copies import WorkingCopies
@@ -46,12 +46,17 @@ class ForwardResult:
 
 @dataclass
 class ForwardRunner:
-    """Forward runs of one micro-batch; see [Note: facts] in :mod:`recompute`."""
+    """Forward runs of one micro-batch; see [Note: facts] in :mod:`recompute`.
+
+    Attributes:
+        saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
+    """
 
     runner: UnitRunner
     cargo: Cargo
     anchor: Tensor
     weights: WorkingCopies
+    saves_kept: bool = False
 
     def run(
         self,
@@ -135,7 +140,7 @@ class ForwardRunner:
         versions = [version_of(given[i]) for i in tensors]
         # Which of several outputs require a gradient may depend on the data: only the graph can tell.
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
-        if records and not call.kept:
+        if records and (self.saves_kept or not call.kept):
             call.leaves = [self.cargo.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
         learning = ForeignRandomness.watched() if facts is None and not foreign else None
         torch._C._set_grad_enabled(graph if records else before)
@@ -165,6 +170,25 @@ class ForwardRunner:
             j: identity[id(x)] for j, x in enumerate(done.unit.leaves) if isinstance(x, Tensor) and id(x) in identity
         }
         return done
+
+    def cut(self, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
+        """Cuts the graph of a recorded call off from glue; its outputs are what glue gets then."""
+        flagged = call.flagged
+        if not flagged:
+            return
+        call.set_receivers([leaves[i] for i in call.differentiable])
+        if call.kept:
+            call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
+        outputs = done.outputs
+        inside = [s for s in outputs if s in flagged and s not in done.passed_through and not _is_named(s, "relay")]
+        slots = [s for s in inside if not _is_named(s, "input")]
+        changed = [i for i in done.changed if ("input", i) in flagged]
+        if slots or changed:
+            named = (*slots, *(("input", i) for i in changed))
+            tensors, inputs = [outputs[slot] for slot in slots], [leaves[i] for i in changed]
+            with _version_kept(inputs):
+                cut = Cut.apply(call, named, self.anchor, tensors, *inputs)  # type: ignore[no-untyped-call]
+            outputs.update(zip(slots, cut, strict=False))
 
 
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
@@ -233,3 +257,14 @@ def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, 
         return dict(slots)
     weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
     return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
+
+
+def _version_kept(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays."""
+    if not tensors:
+        return contextlib.nullcontext()
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def _is_named(slot: Slot, kind: str) -> bool:
+    return isinstance(slot, tuple) and slot[0] == kind

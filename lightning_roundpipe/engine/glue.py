@@ -67,6 +67,8 @@ class GlueState:
     Attributes:
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
         unit_writes: where writes go while the thread is inside a unit; None outside units.
+        call_unit: runs a unit; None while the thread is inside one.
+        meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
     """
 
     def __init__(self, index: int, seed: int) -> None:
@@ -77,6 +79,7 @@ class GlueState:
         self.unit_writes: UnitWrites | None = None
         self.lock: GlueLock | None = None
         self.call_unit: Callable[..., Any] | None = None
+        self.meet: Callable[..., Any] | None = None
 
 
 class GlueLock:
@@ -227,6 +230,28 @@ class GlueLock:
             self._last = None
         torch.default_generator.set_state(self._outer_random_state)
 
+    @contextlib.contextmanager
+    def gathered(self, states: Sequence[GlueState]) -> Iterator[None]:
+        """All micro-batches have stopped: modules show what the last one has written, and what is written meanwhile, by
+        a thread that is no micro-batch's, is written for all."""
+        self.suspend()
+        shown = dict(states[-1].overlay)
+        for (_, name), (module, value) in shown.items():
+            assign(module, name, value)
+        before = {key: _content(value) for key, (_, value) in shown.items()}
+        try:
+            yield
+        finally:
+            for key, (module, value) in shown.items():
+                now = read(module, key[1])
+                for state in states:
+                    if now is not value:
+                        state.overlay[key] = (module, now)
+                    elif state is not states[-1] and key in state.overlay:
+                        _follow(state.overlay[key][1], before[key], now)
+                assign(module, key[1], self._baseline[key][1])
+            self._outer_random_state = torch.default_generator.get_state()
+
     def close(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""
         self.suspend()
@@ -236,7 +261,7 @@ class GlueLock:
                     assign(module, name, _without_graph(value))
         for state in states:
             state.overlay.clear()
-            state.lock = None
+            state.lock = state.meet = None
         self._baseline.clear()
 
 
@@ -247,6 +272,20 @@ def _without_graph(value: Any) -> Any:
     if value.retains_grad:
         kept.grad = brought_home(value.grad)
     return kept
+
+
+def _content(value: Any) -> Any:
+    """What is in a container that grows, see [Note: growing containers]."""
+    return copy.copy(value) if type(value) in (list, dict) else None
+
+
+def _follow(other: Any, before: Any, now: Any) -> None:
+    """Does to the container of another micro-batch what was done to one: what was appended to it or set in it."""
+    if isinstance(before, list) and isinstance(other, list):
+        if _starts_with(now, before):
+            other.extend(now[len(before) :])
+    elif isinstance(before, dict) and isinstance(other, dict):
+        other.update({key: value for key, value in now.items() if before.get(key, MISSING) is not value})
 
 
 def assign(module: nn.Module, name: str, value: Any) -> None:

@@ -219,9 +219,32 @@ class GlueParameters:
             with device.occupied():
                 self._give_up(self._take(lambda copy: copy.device is device and not copy.is_in_use))
 
+    def send_sums(self) -> None:
+        """All micro-batches have stopped for a while: gradients go home; copies that graphs lead through stay."""
+        for device in self._devices():
+            with device.occupied():
+                self._give_up(self._take(lambda copy, here=device: copy.device is here and not copy.is_in_use))  # type: ignore[misc]
+                held = [copy for copy in self._copies if copy.device is device and copy.gradient is not None]
+                sums = [copy.gradient for copy in held if copy.gradient is not None]
+                if sums:
+                    download = device.download(sums, "gradients in glue", is_bulk=True)
+                    self._gradients.add_later([copy.master for copy in held], download, *self._source(device))
+                    download.await_done()
+                    for copy in held:
+                        copy.gradient = None
+                    device.free(sums)
+
+    def _devices(self) -> list[Device]:
+        return list(dict.fromkeys(copy.device for copy in self._copies))
+
+    def _source(self, device: Device) -> tuple[tuple[int, int], int]:
+        """Where gradients come from, for :meth:`GradientStore.add_later`."""
+        ordinal = self._ordinals[device.index] = self._ordinals.get(device.index, -1) + 1
+        return (-1, device.index), ordinal
+
     def take_home(self) -> None:
         """All micro-batches are through: what has not gone home yet goes now."""
-        for device in dict.fromkeys(copy.device for copy in self._copies):
+        for device in self._devices():
             with device.occupied():
                 self._give_up(self._take(lambda copy, here=device: copy.device is here))  # type: ignore[misc]
 
@@ -253,8 +276,7 @@ class GlueParameters:
             download = device.download(
                 [gradient for _, gradient in arrived], "gradients in glue", is_bulk=num_bytes > CHUNK_BYTES
             )
-            ordinal = self._ordinals[device.index] = self._ordinals.get(device.index, -1) + 1
-            self._gradients.add_later([copy.master for copy, _ in arrived], download, (-1, device.index), ordinal)
+            self._gradients.add_later([copy.master for copy, _ in arrived], download, *self._source(device))
         for copy in copies:
             passing = device.free([copy.tensor])
             device.memory.release("weights", copy.num_bytes, passing)

@@ -22,6 +22,7 @@ from ..planning.partition import Partition, Stage, StageKind, keep_together
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
+from .meetings import Segment
 from .profiler import CallEstimates
 from .step_context import Plan, ordered_spans
 from .units import Unit
@@ -84,11 +85,12 @@ class Plans:
         Raises:
             ValueError: if the costs that were preset for the key are not those of the calls.
         """
-        estimates = CallEstimates(walk.sequence, is_training)
+        sequence = walk.sequence
+        estimates = CallEstimates(sequence, is_training)
         if key in self._presets:
             estimates.preset(self._presets[key])
         estimates.add_sizes(walk.runs)
-        plan = self._make(tuple(walk.sequence), estimates.profile, num_microbatches, is_training)
+        plan = self._make(sequence, walk.carried, estimates.profile, num_microbatches, is_training)
         # Only now: times would let the first plan differ from run to run.
         estimates.add([walk.runs])
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
@@ -111,10 +113,14 @@ class Plans:
             known.estimates.add([walk.runs for walk in walks])
         known.num_steps += 1
         known.num_microbatches = max(known.num_microbatches, num_microbatches)
+        if any(walk.has_backward for walk in walks) and not known.is_training:
+            self.forget(key)
+            return True
         if any(walk.num_off_plan for walk in walks):
-            sequence = tuple(walks[0].sequence)
+            sequence, carried = walks[0].sequence, walks[0].carried
             known.estimates.rearrange(sequence)
-            known.plan = self._make(sequence, known.estimates.profile, known.num_microbatches, known.is_training)
+            costs = known.estimates.profile
+            known.plan = self._make(sequence, carried, costs, known.num_microbatches, known.is_training)
             return True
         if key in self._presets or known.num_steps < 2 or known.num_steps.bit_count() > 1:
             return False
@@ -124,7 +130,7 @@ class Plans:
         """Takes a better plan, if there is one; whether it did."""
         costs = known.estimates.profile
         try:
-            plan = self._make(known.plan.sequence, costs, known.num_microbatches, known.is_training)
+            plan = self._make_again(known, costs)
         except ValueError as error:  # the present plan has proved that it runs
             warnings.warn(
                 f"no new plan could be made from the measured costs, the present one stays: {error}", stacklevel=2
@@ -142,9 +148,22 @@ class Plans:
         schedule, _ = self._scheduler(partition.num_stages, known.num_microbatches, self._num_devices, 0)
         return simulate(schedule, stage_costs(partition, costs), self._machine).step_ms
 
-    def _make(self, sequence: tuple[Unit, ...], costs: CostProfile, num_microbatches: int, is_training: bool) -> Plan:
+    def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
+        plan = known.plan
+        return self._make(plan.sequence, plan.carried, costs, known.num_microbatches, known.is_training)
+
+    def _make(
+        self,
+        sequence: tuple[Unit, ...],
+        carried: tuple[int, ...],
+        costs: CostProfile,
+        num_microbatches: int,
+        is_training: bool,
+    ) -> Plan:
+        if not sequence:  # a segment without units
+            return Plan((), self.recording(is_training)[0].partition)
         partition = keep_together(self._planner(costs, num_microbatches, is_training), ordered_spans(sequence))
-        return Plan(sequence, partition, activation_bytes=_activations(partition, costs))
+        return Plan(sequence, partition, carried=carried, activation_bytes=_activations(partition, costs))
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the calls of steps with this key, as they are known now; None if nothing is known."""
@@ -160,7 +179,7 @@ class Plans:
         known = self._known.get(key)
         if known is not None:
             known.estimates.preset(profile)
-            known.plan = self._make(known.plan.sequence, profile, known.num_microbatches, known.is_training)
+            known.plan = self._make_again(known, profile)
         self._presets[key] = profile
 
     def schedule(self, num_stages: int, num_microbatches: int) -> Schedule:
@@ -173,8 +192,11 @@ class Plans:
         return schedule
 
     def forget(self, key: Hashable) -> None:
-        """Forgets the plan of a key and what was measured for it; not costs that were preset."""
-        self._known.pop(key, None)
+        """Forgets the plan of a key and what was measured for it; not costs that were preset. Of a step, the plans of
+        all its segments."""
+        for known in list(self._known):
+            if known == key or (isinstance(known, Segment) and known.step == key):
+                del self._known[known]
 
     def clear(self) -> None:
         """Forgets the plans and what was measured; the units are other ones from now on."""

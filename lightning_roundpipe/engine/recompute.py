@@ -216,12 +216,14 @@ class Call:
         gradients: gradients that have arrived per slot.
         ran: what was noted about the forward, see :class:`profiler.Run`.
         booked: bytes of a kept graph on the books of its device.
+        versions: of the weights at the end of the segment that it was made in; None in that segment.
+        is_over: whether its backward has passed for good.
     """
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "kept", "leaves", "local",
-        "ran", "receivers", "relayed", "relays", "side", "structure", "unit",
+        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
+        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "unit", "versions",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
@@ -249,9 +251,20 @@ class Call:
         self.relays: list[bool] | None = None
         self.ran: Run | None = None
         self.booked = 0
+        self.versions: tuple[int, ...] | None = None
+        self.is_over = False
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
-        """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere."""
+        """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere.
+
+        Raises:
+            RuntimeError: if the backward has passed already.
+        """
+        if self.is_over:
+            raise RuntimeError(
+                f"a second backward went through unit {self.unit.name!r}, whose graph was given up after the first "
+                "one: specify retain_graph=True for the first"
+            )
         known = self.gradients.get(slot)
         self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
 
@@ -259,8 +272,20 @@ class Call:
         """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
         self.receivers = [Receiver(x) for x in tensors]
 
+    def put_aside(self, versions: tuple[int, ...]) -> None:
+        """Keeps what a recomputation in a later segment needs, and nothing else."""
+        self.versions = self.versions or versions
+        self.kept = False
+        self.local = None
+        self.gradients = {}
+        self.input_gradients = ()
+        self.backward_stage = None
+        if self.ran is not None:
+            self.ran = self.ran._replace(position=None, kept=False)
+
     def forget(self) -> None:
         """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
+        self.is_over = True
         self.leaves = []
         self.receivers = []
         self.buffer_values = []

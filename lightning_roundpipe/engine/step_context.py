@@ -25,18 +25,24 @@ class Plan:
     """Which unit calls are expected in which order, and the stages they were cut into.
 
     Attributes:
+        carried: indices of calls of earlier segments whose backward runs in this one: the first positions.
         activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
     """
 
     sequence: tuple[Unit, ...]
     partition: Partition
     recording: bool = False
+    carried: tuple[int, ...] = ()
     activation_bytes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
 class StepContext:
-    """What the micro-batches of one run over a schedule share."""
+    """What the micro-batches of one run over a schedule share.
+
+    Attributes:
+        meets: whether there may be other runs in the same step, see [Note: meetings] in :mod:`meetings`.
+    """
 
     plan: Plan
     turnstile: Turnstile
@@ -52,6 +58,7 @@ class StepContext:
     glue_parameters: set[nn.Parameter]
     glue_is_user_code: threading.Event
     compiler: UnitCompiler | None = None
+    meets: bool = False
     _trainable: dict[Unit, bool] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
@@ -68,13 +75,26 @@ class StepContext:
         num_forward = sum(stage.kind is not StageKind.BACKWARD for stage in self.plan.partition.stages)
         return self.turnstile.schedule.stage_orders(num_forward)
 
-    def before(self, stage: int, slot: int) -> tuple[int, ...]:
+    def _before(self, stage: int, slot: int) -> tuple[int, ...]:
         """The micro-batches that write the buffers of units in ``stage`` before ``slot``.
 
         All of them: one that skips a unit does not wait for those before it.
         """
         order = self._stage_orders[stage]
         return order[: order.index(slot)]
+
+    def await_buffers(self, unit: Unit, position: int, slot: int) -> None:
+        """Waits until the micro-batches before this one have made their last call of ``unit`` in this stage.
+
+        Also where it is not known yet whether the unit writes its buffers. See :meth:`Schedule.stage_orders`.
+        """
+        partition = self.plan.partition
+        stage = partition.stages[partition.forward_stage(position)]
+        before = self._before(stage.index, slot)
+        if before:
+            last = max(i for i in range(position, stage.stop) if self.plan.sequence[i] is unit)
+            for other in before:
+                self.turnstile.await_position(slot, other, last)
 
     @functools.cached_property
     def repeated(self) -> frozenset[Unit]:

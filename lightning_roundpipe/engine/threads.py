@@ -49,31 +49,33 @@ class Surroundings:
 
 
 def run_threads(
-    threads: list[threading.Thread], over: list[threading.Event], fail: Callable[[BaseException], None]
+    threads: list[threading.Thread],
+    resume: list[Callable[[], None]],
+    halted: list[threading.Event],
+    fail: Callable[[BaseException], None],
 ) -> None:
-    """Runs all threads to their end; an interrupt of the waiting thread stops them first.
+    """Starts or resumes threads, and waits until all have halted; an interrupt of the waiting thread stops them first.
 
     Args:
-        threads: not started yet; all are joined in the end.
-        over: set by each thread as the last thing it does.
+        threads: not started yet; the last of those that are waited for.
+        resume: lets each of the others go on.
+        halted: set by each thread, in the order of ``resume`` and ``threads``, as the last thing it does for now.
         fail: makes the threads stop.
 
     Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
     """
     try:
+        for go_on in resume:
+            go_on()
         for thread in threads:
             thread.start()
-        for event in over:
+        for event in halted:
             while not event.wait(_RECHECK_S):
                 pass
     except BaseException as interrupt:
         fail(interrupt)
-        for thread, event in zip(threads, over, strict=True):
+        for thread, event in zip(threads, halted[len(resume) :], strict=True):
             # A thread is listed from inside start() on, where the interrupt may have come.
             while thread in threading.enumerate() and not event.wait(_STARTING_S):
                 pass
         raise
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()

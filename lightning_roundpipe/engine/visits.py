@@ -23,7 +23,7 @@ class Visits:
     """Where one micro-batch is.
 
     Args:
-        slot: index of the micro-batch in the schedule.
+        slot: index of the micro-batch in the schedule of the turnstile.
 
     Attributes:
         stage: the stage that it is in; -1 before the first.
@@ -32,16 +32,21 @@ class Visits:
         saved: what of it is on the host.
     """
 
-    def __init__(self, slot: int, pool: DevicePool, turnstile: Turnstile) -> None:
-        self._slot = slot
+    def __init__(self, pool: DevicePool, turnstile: Turnstile, slot: int) -> None:
         self._pool = pool
-        self._turnstile = turnstile
-        self.stage = -1
+        self.begin(turnstile, slot)
         self.device = self._device_of(0)
+        self._has_entered = False
         self.saved = SavedInputs()
         self.cargo = Cargo(self.saved, pool.owners)
         self.cargo.go_to(self.device)
         self._waiting: tuple[Device, int] = (self.device, 0)
+
+    def begin(self, turnstile: Turnstile, slot: int) -> None:
+        """A run over a schedule begins; arguments as of the class. The micro-batch comes from where it was before."""
+        self._turnstile = turnstile
+        self._slot = slot
+        self.stage = -1
 
     def _device_of(self, stage: int) -> Device:
         return self._pool[self._turnstile.device_of(Action(stage, self._slot))]
@@ -61,7 +66,8 @@ class Visits:
             self.cargo.offload(values, what)
         for passed in range(max(self.stage, 0), stage):
             self._turnstile.leave(Action(passed, self._slot))
-        is_first, self.stage, self.device = self.stage < 0, stage, target
+        is_first, self._has_entered = not self._has_entered, True
+        self.stage, self.device = stage, target
         if target is before:
             self.cargo.drop()
         else:
@@ -135,6 +141,21 @@ class Visits:
         if waited:
             device.memory.release("activations", waited)
         self._waiting = self.device, num_bytes
+
+    def put_aside(self, call: Call, versions: tuple[int, ...]) -> None:
+        """A call outlives its segment: a graph that was kept goes, and will be recomputed from the saved inputs.
+
+        Args:
+            versions: of the weights of its unit.
+        """
+        self.release(call.booked)
+        call.booked = 0
+        call.put_aside(versions)
+
+    def rest(self) -> None:
+        """The micro-batch waits for others: nothing that it has brought along stays."""
+        self._wait_with(0)
+        self.cargo.drop()
 
     def forget(self, call: Call) -> None:
         """Drops what a call remembers."""

@@ -5,13 +5,17 @@ Forward: the user's function runs; each unit call is located in the plan, the th
 (leaving the one before), runs the unit on the stage's device and cuts the graph. Backward, after the loss: the calls
 in reverse order, each in its backward stage: gradients that wait are flushed through glue, the local graph is made
 again or was kept, and the unit's backward runs on the stage's replica. A call that got no gradient is skipped.
+
+Where micro-batches meet ([Note: meetings] in :mod:`meetings`) a walk has several such segments, each with a plan of its
+own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph is dropped if
+it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +25,19 @@ from torch import Tensor, nn
 
 from ..planning.partition import StageKind
 from . import trees
+from .backward import BackwardRunner
 from .devices import Device
 from .footprint import tensor_bytes
-from .forward import ForwardResult, ForwardRunner, add_changed, enter
+from .forward import ForwardResult, ForwardRunner
 from .glue import GlueState, read
-from .offload import Offloaded
+from .meetings import Attendance
+from .offload import Offloaded, version_of
 from .parameters import Replica
 from .profiler import Run
 from .randomness import derive_seed
-from .recompute import Call, Cut, Flushing, PendingGradients, Slot, run_backward
+from .recompute import Call, Flushing, PendingGradients
 from .step_context import StepContext
-from .transfer import Edge
-from .unit_run import UnitRunner, autocast_as, autocast_state
+from .unit_run import UnitRunner, autocast_state
 from .units import Unit
 from .visits import Visits
 
@@ -46,7 +51,12 @@ class Walk:
     Args:
         index: micro-batch index: identifies it to the user and seeds its random numbers.
         slot: its index in the schedule of this run.
-        over: set when its thread has nothing left to do.
+
+    Attributes:
+        attendance: how its thread and that of the step wait for each other.
+        runs, num_off_plan: what was noted in this segment.
+        glue_gradients: of parameters that glue uses.
+        has_backward: whether its backward has begun in this segment.
     """
 
     index: int
@@ -54,26 +64,83 @@ class Walk:
     shared: StepContext
     state: GlueState
     calls: list[Call] = field(default_factory=list)
-    sequence: list[Unit] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    over: threading.Event = field(default_factory=threading.Event)
+    attendance: Attendance = field(default_factory=Attendance)
     glue_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     num_off_plan: int = 0
+    has_backward: bool = False
 
     def __post_init__(self) -> None:
-        self._next_position = 0
-        self._in_backward = False
+        self._called: list[Unit] = []
+        self._carried: list[weakref.ref[Call]] = []
         self._flushing = Flushing()
         self._pending = PendingGradients(self._flushing)
         self._anchor = torch.zeros((), requires_grad=True)
         shared = self.shared
         seed_of = functools.partial(derive_seed, shared.seed, self.index)
         self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor, shared.compiler)
-        self._replayed: dict[Unit, list[int]] = {}
-        self._visits = Visits(self.slot, shared.pool, shared.turnstile)
+        self._visits = Visits(shared.pool, shared.turnstile, self.slot)
         self._cargo = self._visits.cargo
-        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor, shared.replicas.weights)
+        self._forward = ForwardRunner(
+            self._runner, self._cargo, self._anchor, shared.replicas.weights, saves_kept=shared.meets
+        )
+        self._backward = BackwardRunner(self._runner, self._cargo, self._visits, self._anchor, shared.autocast_device)
         self.state.call_unit = self.call_unit
+        self._begin()
+
+    # --- segments ----------------------------------------------------------------------------------------------
+
+    def begin_segment(self, slot: int, shared: StepContext) -> None:
+        """Goes on after a meeting, by another plan; arguments as of the class."""
+        self.slot, self.shared = slot, shared
+        self._visits.begin(shared.turnstile, slot)
+        self._begin()
+
+    def _begin(self) -> None:
+        plan = self.shared.plan
+        self._first_call = len(self._called)
+        self._next_position = len(plan.carried)
+        self._replayed: dict[Unit, list[int]] = {}
+        self._in_backward = self.has_backward = False
+        self.runs, self.num_off_plan = [], 0
+        self._revived: list[int] = []
+        carried = {call.index: call for call in self._living()}
+        for position, index in enumerate(plan.carried):
+            call = carried.get(index)
+            if call is not None and call.unit is plan.sequence[position]:
+                assert call.ran is not None
+                call.ran = call.ran._replace(position=position)
+                call.backward_stage = plan.partition.backward_stage(position) if plan.partition.is_training else None
+
+    def _living(self) -> list[Call]:
+        """Calls of earlier segments whose backward may still come; in order."""
+        return [call for ref in self._carried if (call := ref()) is not None]
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Indices of the calls of earlier segments whose backward has come in this one."""
+        return tuple(sorted(self._revived))
+
+    @property
+    def sequence(self) -> tuple[Unit, ...]:
+        """The units of those calls, and of the calls of this segment."""
+        return (*(self._called[index] for index in self.carried), *self._called[self._first_call :])
+
+    def end_segment(self) -> None:
+        """Stops at a meeting: releases tickets and the lock, and keeps what later segments may need."""
+        self.shared.lock.release(self.state)
+        versions: dict[Unit, tuple[int, ...]] = {}
+        if not self.has_backward:
+            self.calls[:0] = self._living()
+        for call in self.calls:
+            if call.unit not in versions:
+                versions[call.unit] = _versions(call.unit)
+            self._visits.put_aside(call, versions[call.unit])
+        # What nothing leads to any more goes: the node of the cut is what holds a call.
+        self._carried = [weakref.ref(call) for call in self.calls]
+        self.calls.clear()
+        self._visits.rest()
+        self.shared.turnstile.retire(self.slot)
 
     # --- stages and devices ------------------------------------------------------------------------------------
 
@@ -113,8 +180,8 @@ class Walk:
         self.shared.turnstile.check()
         if self._in_backward:
             return self._run_in_backward(unit, args, kwargs)
-        call = Call(unit, len(self.sequence), self._flushing)
-        self.sequence.append(unit)
+        call = Call(unit, len(self._called), self._flushing)
+        self._called.append(unit)
         position = self._locate(unit)
         side_values = self._take_side_inputs(call)
         is_training = unit.module.training
@@ -145,7 +212,7 @@ class Walk:
         self._go_to_call(call, position, leaves)
         done = self._compute(call, position, leaves, records, is_training)
         if records:
-            self._cut(call, done, leaves)
+            self._forward.cut(call, done, leaves)
             self.calls.append(call)
         return done
 
@@ -179,7 +246,7 @@ class Walk:
         )  # fmt: skip
         facts = unit.facts.get(key)
         if position is not None and (unit.has_buffers if facts is None else facts.buffers):
-            self._await_buffers(unit, position)
+            self.shared.await_buffers(unit, position, self.slot)
         device = self.device
         counts = self.shared.is_measured or device.counts_activations
         input_bytes = tensor_bytes(leaves) if counts else 0
@@ -203,7 +270,7 @@ class Walk:
         if position is not None:
             self.shared.turnstile.pass_position(self.slot, position + 1)
         elif self.shared.plan.recording:
-            position = call.index  # in the plan that will be made of it
+            position = call.index - self._first_call  # in the plan that will be made of it
         assert call.facts is not None
         call.ran = Run(
             device, "F", unit.name, started, ended, self._visits.stage, position,
@@ -212,19 +279,6 @@ class Walk:
         )  # fmt: skip
         self.runs.append(call.ran)
         return done
-
-    def _await_buffers(self, unit: Unit, position: int) -> None:
-        """Waits until the micro-batches before this one have made their last call of ``unit`` in this stage.
-
-        Also where it is not known yet whether the unit writes its buffers. See :meth:`Schedule.stage_orders`.
-        """
-        partition = self.shared.plan.partition
-        stage = partition.stages[partition.forward_stage(position)]
-        before = self.shared.before(stage.index, self.slot)
-        if before:
-            last = max(i for i in range(position, stage.stop) if self.shared.plan.sequence[i] is unit)
-            for other in before:
-                self.shared.turnstile.await_position(self.slot, other, last)
 
     def _replica(self, call: Call, *, learns: bool = False) -> Replica:
         replica = self.shared.replicas.get(call, self.device, self.shared.lock.baseline, learns=learns)
@@ -238,30 +292,10 @@ class Walk:
             replica.harvest_now(self.shared.gradients)
             replica.unload()
 
-    # --- results -----------------------------------------------------------------------------------------------
-
-    def _cut(self, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
-        flagged = call.flagged
-        if not flagged:
-            return
-        call.set_receivers([leaves[i] for i in call.differentiable])
-        if call.kept:
-            call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
-        outputs = done.outputs
-        inside = [s for s in outputs if s in flagged and s not in done.passed_through and not _is_named(s, "relay")]
-        slots = [s for s in inside if not _is_named(s, "input")]
-        changed = [i for i in done.changed if ("input", i) in flagged]
-        if slots or changed:
-            named = (*slots, *(("input", i) for i in changed))
-            tensors, inputs = [outputs[slot] for slot in slots], [leaves[i] for i in changed]
-            with _version_kept(inputs):
-                cut = Cut.apply(call, named, self._anchor, tensors, *inputs)  # type: ignore[no-untyped-call]
-            outputs.update(zip(slots, cut, strict=False))
-
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit called by glue's own recomputation (activation checkpointing around units): runs inline."""
-        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self.sequence) if u is unit])
-        call = Call(unit, made[-1] if made else len(self.sequence), self._flushing)
+        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
+        call = Call(unit, made[-1] if made else len(self._called), self._flushing)
         leaves: list[Any] = []
         call.structure = trees.flatten_call(args, kwargs, [], leaves)
         with self.shared.lock.released(self.state), self.device.computing():
@@ -281,33 +315,50 @@ class Walk:
 
     # --- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, roots: list[tuple[Tensor, Tensor]]) -> None:
+    def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
         """From the loss to the parameters; called without the glue lock.
 
         Args:
             roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
+            retain_graph: whether it may be walked again, in another segment.
         """
         # The forward is over, also for calls at the end that this micro-batch has skipped.
         self.shared.turnstile.pass_position(self.slot, _ALL_POSITIONS)
-        partition = self.shared.plan.partition
-        fused = next(stage.index for stage in partition.stages if stage.kind is StageKind.FUSED)
+        stages = self.shared.plan.partition.stages
+        fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
         self._visits.move_to(fused)
-        self._in_backward = True
+        self._in_backward = self.has_backward = True
+        self.calls[:0] = self._living()
         with self._glue_backward("loss"):
             self._pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
         roots.clear()
-        while self.calls:
-            call = self.calls.pop()
-            try:
-                self.shared.turnstile.check()
-                if call.backward_stage is not None:
-                    needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
-                    self._visits.move_to(call.backward_stage, needed, what)
-                self._flush()
-                self._backward_call(call)
-            finally:
-                self._visits.forget(call)
+        kept: list[Call] = []
+        try:
+            while self.calls:
+                call, stays = self.calls.pop(), False
+                try:
+                    stays = self._backward_of(call, retain_graph)
+                finally:
+                    if stays:
+                        kept.append(call)
+                    else:
+                        self._visits.forget(call)
+            self._flush()
+        finally:
+            self.calls += kept[::-1]
+
+    def _backward_of(self, call: Call, retain_graph: bool) -> bool:
+        """Goes to the stage of the call's backward and runs it; whether it may have to run (again) later."""
+        self.shared.turnstile.check()
+        if call.backward_stage is not None:
+            needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
+            self._visits.move_to(call.backward_stage, needed, what)
         self._flush()
+        if call.versions is not None and call.gradients:
+            _check_versions(call)
+            self._revived.append(call.index)
+        self._backward_call(call)
+        return self.shared.meets and (retain_graph or not call.gradients)
 
     def _flush(self) -> None:
         if self._pending:
@@ -340,36 +391,11 @@ class Walk:
     def _backward_call(self, call: Call) -> None:
         if not call.gradients:
             return
-        device, name = self.device, call.unit.name
+        device = self.device
         assert call.ran is not None
         with device.computing():
             replica = self._replica(call)
-            replica.book_gradients(True)
-            sizes = call.ran.input_bytes, call.ran.output_bytes, call.ran.graph_bytes
-            slots = list(call.gradients)
-            gradients = self._cargo.receive(
-                [call.gradients[slot] for slot in slots], Edge.OUTPUT_GRADIENTS, f"gradient {name}"
-            )
-            leaves = None if call.kept else self._cargo.receive(call.leaves, Edge.RELOADED, f"saved {name}")
-            coming = self._drop_all_but_coming(call)
-            booked = self._visits.book_backward(call, *sizes)
-            self._cargo.send(coming, "saved inputs")
-            started = device.stamp()
-            local = call.local if leaves is None else self._recompute(call, replica, leaves)
-            assert local is not None
-            replica.has_gradients = True
-            now = frozenset(slot for slot, tensor in local.items() if tensor.requires_grad)
-            if now != call.flagged:
-                raise RuntimeError(
-                    f"unit {name!r} gave another result when it was recomputed for the backward: outputs "
-                    f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
-                    "do the same when it is called again with the same arguments."
-                )
-            run_backward([local[slot] for slot in slots], gradients)
-            replica.add_up()
-            ended = device.stamp()
-            self._cargo.settle()
-            self._visits.rebook_backward(booked, tensor_bytes(call.input_gradients))
+            started, ended = self._backward.run(call, replica, functools.partial(self._drop_all_but_coming, call))
             if device.aliases_host and call.unit in self.shared.repeated and (harvested := replica.harvest()):
                 self.shared.gradients.add_later(*harvested, (call.unit.order, call.index), self.slot)
             self._free_recorded(replica)
@@ -389,29 +415,6 @@ class Walk:
         self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
         return coming
 
-    def _recompute(self, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
-        """Runs the unit again with its graph, on what the forward saw."""
-        assert call.facts is not None
-        target = self.device.torch_device
-        for i in call.changed:  # the saved copy may serve other calls
-            leaves[i] = leaves[i].clone()
-        swapped = []
-        for master, name, value in call.buffer_values:
-            copy = replica.copy_of(master)
-            assert copy is not None
-            swapped.append((copy, name, copy._buffers[name]))
-            copy._buffers[name] = value.to(target, copy=True)
-        try:
-            with torch.enable_grad(), autocast_as(self.shared.autocast_device, call.autocast):
-                enter(call, leaves, self._anchor)
-                facts = call.facts
-                result = self._runner.run(call, replica, leaves, watch_randomness=facts.draws, foreign=facts.foreign)
-                add_changed(call, result, leaves)
-        finally:
-            for copy, name, buffer in swapped:
-                copy._buffers[name] = buffer
-        return result.slots
-
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue that produced the inputs of calls."""
         edges = [receiver.edge for call in self.calls for receiver in call.receivers]
@@ -420,7 +423,7 @@ class Walk:
     def finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""
         self.shared.lock.release(self.state)
-        for call in self.calls:
+        for call in (*self.calls, *self._living()):
             self._visits.forget(call)
         self.calls.clear()
         self._pending.clear()
@@ -435,12 +438,14 @@ def _needed_in_backward(call: Call) -> list[Any]:
     return [*call.gradients.values(), *saved] if call.gradients else saved
 
 
-def _version_kept(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays."""
-    if not tensors:
-        return contextlib.nullcontext()
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+def _versions(unit: Unit) -> tuple[int, ...]:
+    return tuple(version_of(parameter) for parameter in unit.module.parameters())
 
 
-def _is_named(slot: Slot, kind: str) -> bool:
-    return isinstance(slot, tuple) and slot[0] == kind
+def _check_versions(call: Call) -> None:
+    """A recomputation with other weights would give other values, where torch itself raises an error."""
+    if call.versions != _versions(call.unit):
+        raise RuntimeError(
+            f"the weights of unit {call.unit.name!r} have changed between its forward and its backward (an "
+            "optimizer step in between): call it again after the step, or call manual_backward before it."
+        )

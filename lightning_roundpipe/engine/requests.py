@@ -1,0 +1,87 @@
+"""What the engine is asked to run, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..planning.partition import Partition
+from ..planning.schedule import Schedule
+from ..planning.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What to run.
+
+    Attributes:
+        function: the user's step; called once per micro-batch, on a thread of its own.
+        microbatches: its argument, one per micro-batch.
+        weights: share of each micro-batch in the loss; they need not sum to 1 (the engine does not normalise).
+        key: calls with the same key are expected to call the same units in the same order.
+        seed: identifies the step: same seed, same random numbers.
+        loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
+        merge: merges what micro-batches appended to a list, see :class:`GrowingContainers`.
+        autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
+        meets: whether the function runs its backward itself, by :func:`meetings.meet`; then ``loss_of`` is None and
+            ``weights`` are not used.
+    """
+
+    function: Callable[[Any], Any]
+    microbatches: Sequence[Any]
+    weights: Sequence[float]
+    key: Hashable
+    seed: int
+    loss_of: Callable[[Any], Tensor | None] | None = None
+    merge: Callable[[list[Any]], Any] | None = None
+    autocast_device: str = "cpu"
+    meets: bool = False
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward."""
+        return self.meets or self.loss_of is not None
+
+
+@dataclass
+class StepResult:
+    """What came out.
+
+    A step with meetings has several runs over schedules: the schedule and the partition are those of the run with most
+    calls.
+
+    Attributes:
+        outputs: the function's results, in micro-batch order.
+        gradients: master weight -> weighted sum of its gradients (host, the weight's shape and dtype).
+        timeline: compute spans of the scheduled part; waits and transfers as well if the step was traced. On GPUs
+            without what a device had not reached when the step ended.
+        schedule: what was run; None if the step only recorded. It numbers the micro-batches that ran by the plan: in
+            the first step with a key its micro-batch 0 is number 1 everywhere else, because number 0 was recorded.
+        partition: the stages it was run in, or, if the step only recorded, those of the next step.
+        num_microbatches: how many there were.
+        num_off_plan: unit calls that the plan did not foresee.
+        step_ms: wall-clock time of the step, without the planning of the next one.
+        bytes_up, bytes_down: per device, bytes that were copied to it and from it: weights, buffers, gradients, and
+            inputs of calls. Gradients on their way through glue are not counted.
+        saved_bytes: bytes of activations that were kept on the host at most, if all micro-batches had theirs there.
+        peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
+            is not known.
+        replanned: whether the next step has another plan.
+    """
+
+    outputs: list[Any]
+    gradients: dict[nn.Parameter, Tensor]
+    timeline: Timeline
+    schedule: Schedule | None = None
+    partition: Partition | None = None
+    num_microbatches: int = 0
+    num_off_plan: int = 0
+    step_ms: float = 0.0
+    bytes_up: tuple[int, ...] = ()
+    bytes_down: tuple[int, ...] = ()
+    saved_bytes: int = 0
+    peak_memory_bytes: tuple[int | None, ...] = ()
+    replanned: bool = False

@@ -1,0 +1,445 @@
+"""One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
+
+A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
+started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
+no weight is on its way, patches of the process are undone, and the thread that runs the step has everything for
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..planning.partition import Partition
+from ..planning.schedule import Schedule
+from ..planning.timeline import Span
+from .checkpointing import checkpoints_passed_through
+from .compiling import UnitCompiler
+from .dispatch import StepAborted, Turnstile
+from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
+from .glue_parameters import GlueParameters
+from .gradients import GradientStore
+from .loading import Loader, ReplicaCache
+from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
+from .outputs import Results
+from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
+from .plans import Plans
+from .pool import DevicePool
+from .recompute import find_escaped
+from .requests import StepRequest
+from .step_context import Plan, StepContext
+from .strays import StrayOperands
+from .threads import Surroundings, run_threads
+from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
+from .units import UnitTable
+from .walk import Walk
+
+
+class UnitEscapeError(RuntimeError):
+    """A tensor left a unit on a way that the engine cannot follow."""
+
+
+@dataclass
+class Resources:
+    """What the steps of an engine have in common.
+
+    Attributes:
+        glue_parameters: parameters that turned out to be used in glue.
+        glue_is_user_code: set when glue has a backward that runs user code.
+    """
+
+    root: nn.Module
+    pool: DevicePool
+    plans: Plans
+    replicas: ReplicaCache
+    compiler: UnitCompiler | None
+    exempt: tuple[type, ...]
+    num_threads: int | None
+    glue_parameters: set[nn.Parameter] = field(default_factory=set)
+    glue_is_user_code: threading.Event = field(default_factory=threading.Event)
+
+
+class Step:
+    """Runs one step.
+
+    Attributes:
+        outputs: results of the user's function, by micro-batch.
+        gradients: where gradients of masters come home.
+        spans: what was computed by plan, and more if the step is traced.
+        largest: the schedule and the partition of the run with most calls.
+        planning_s: what re-planning took, in seconds.
+    """
+
+    def __init__(self, request: StepRequest, resources: Resources, table: UnitTable, trace: Trace | None) -> None:
+        self._request = request
+        self._resources = resources
+        self._table = table
+        self._trace = trace
+        self._aborted = threading.Event()  # shared with the lock, which must not know the step: no cycles
+        if trace is None:
+            self._lock = GlueLock(resources.exempt, self._aborted.is_set)
+        else:
+            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set)
+        self._states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
+        self._walks: dict[int, Walk] = {}
+        self._threads: list[threading.Thread] = []
+        self._turnstile: Turnstile | None = None
+        self._error: BaseException | None = None
+        self._error_lock = threading.Lock()
+        self._place = Place(request.key)
+        self._clock = Clock(resources.pool)
+        self._surroundings = Surroundings.of_this_thread(request.autocast_device)
+        self._aside = contextlib.ExitStack()
+        self._aside_lock = threading.Lock()
+        self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
+        self.outputs: list[Any] = [None] * len(self._states)
+        self.gradients = GradientStore(resources.replicas.weights.gradient_dtypes)
+        self._glue_parameters = GlueParameters(self.gradients)
+        self.spans: list[Span] = []
+        self.largest: tuple[Schedule | None, Partition | None] = None, None
+        self._num_calls = -1
+        self.num_off_plan = 0
+        self.saved_bytes = 0
+        self.replanned = False
+        self.planning_s = 0.0
+
+    def run(self) -> None:
+        """Runs the step to its end.
+
+        Raises:
+            BaseException: the first exception of user code in any micro-batch, with its traceback.
+            MeetingError: if micro-batches do not meet for the same.
+        """
+        lists = GrowingContainers(self._table.glue)
+        succeeded = False
+        self._resources.pool.open()
+        try:
+            lists.hand_out(self._states, self._lock)
+            for state in self._states:
+                state.lock = self._lock
+            self._run_segments(lambda arrival: arrival is None)
+            self._lock.suspend()
+            self.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
+            if self._request.merge is not None:
+                lists.collect(self._states, self._request.merge)
+            succeeded = True
+        finally:
+            self._stop()
+            self._lock.close(self._states, keep_writes=succeeded)
+            self._resources.replicas.end_step()
+            self._glue_parameters.drop()
+            self._resources.pool.close()
+
+    # --- segments and meetings -----------------------------------------------------------------------------------
+
+    def _run_segments(self, is_end: Callable[[Collective | None], bool]) -> list[Any]:
+        """Lets the micro-batches run, and meet, until they have come to an end; the values that they bring there."""
+        while True:
+            self._run_segment()
+            deferred, present = agreed([self._walks[i].attendance for i in range(len(self._states))])
+            for collectives in deferred:
+                self._hold(collectives, {})
+            if is_end(None if present is None else present[0]):
+                return [] if present is None else [collective.value for collective in present]
+            assert present is not None
+            try:
+                result = self._hold(present, self.gradients.take())
+            except Exception as error:  # user code, as any: the micro-batches may want to catch it
+                if self._aborted.is_set():
+                    raise
+                self._go_on(lambda index, error=error: raising(error, index))  # type: ignore[misc]
+            else:
+                self._go_on(lambda index, result=result: returning(result))  # type: ignore[misc]
+            self._place.passed(present[0])
+
+    def _go_on(self, outcome: Callable[[int], Callable[[], Any]]) -> None:
+        """Says how micro-batches will go on when the next segment begins."""
+        self._outcome = outcome
+
+    def _hold(self, collectives: list[Collective], gradients: dict[nn.Parameter, Tensor]) -> Any:
+        """Makes a call that all micro-batches have come for."""
+        first = collectives[0]
+        with contextlib.ExitStack() as gathered:
+            gathered.enter_context(self._lock.gathered(self._states))
+
+            def call_closures() -> list[Any]:
+                gathered.close()
+                outer, self._place = self._place, self._place.in_closure_of(first)
+                closures = [collective.closure for collective in collectives]
+                self._go_on(lambda index: functools.partial(self._call_closure, index, closures[index]))
+                values = self._run_segments(ends_closure)
+                self._place = outer
+                gathered.enter_context(self._lock.gathered(self._states))
+                return values
+
+            values = [collective.value for collective in collectives]
+            return first.perform(Meeting(values, gradients, call_closures))
+
+    def _call_closure(self, index: int, closure: Callable[[], Any] | None) -> Any:
+        """In the thread of a micro-batch, at a meeting: calls the closure, and comes back."""
+        assert closure is not None
+        try:
+            value = closure()
+        except BaseException as error:
+            self._fail(error)  # the meeting is over as well
+            raise
+        return self._stand(self._walks[index], closure_end(value))
+
+    def _meet(self, index: int, collective: Collective, roots: list[tuple[Tensor, float]], retain_graph: bool) -> Any:
+        """In the thread of a micro-batch, which runs glue: see :func:`meetings.meet`."""
+        walk = self._walks[index]
+        if collective.is_deferred:
+            walk.attendance.deferred.append(collective)
+            return None
+        weighted = [self._root(walk, loss, share) for loss, share in roots if share != 0.0]
+        roots.clear()
+        if weighted:
+            self._put_gradients_aside()
+            self._lock.release(walk.state)
+            walk.backward(weighted, retain_graph=retain_graph)
+        return self._stand(walk, collective)
+
+    def _stand(self, walk: Walk, arrival: Collective) -> Any:
+        walk.end_segment()
+        go_on = walk.attendance.await_outcome(arrival, self._aborted)
+        self._lock.acquire(walk.state)
+        return go_on()
+
+    def _run_segment(self) -> None:
+        """One segment of all micro-batches, from the plan for it to the gradients that come home."""
+        resources, request, key = self._resources, self._request, self._place.key
+        weights, plans = resources.replicas.weights, resources.plans
+        weights.begin_step(request.key, training=request.training)
+        count = len(self._states)
+        with contextlib.ExitStack() as stack:
+            self._patch(stack)
+            plan, first = plans.of(key), 0
+            if plan is None:
+                recording = plans.recording(request.training)
+                (walk,) = self._run_schedule(*recording, range(1))
+                self._note_strays()
+                training = walk.has_backward if request.meets else request.training
+                plan, first = plans.record(key, walk, count, training), 1
+            schedule, planned = None, []
+            if first < count:
+                schedule = plans.schedule(plan.partition.num_stages, count - first)
+                planned = self._run_schedule(plan, schedule, range(first, count))
+                self.spans += [span for walk in planned for span in self._clock.spans_of(walk.runs, walk.index)]
+                if self._trace is not None:
+                    self.spans.extend(self._trace.spans(self._clock))
+            self._note_strays()
+            self._bring_gradients_home()
+        self._aside.close()
+        self.num_off_plan += sum(walk.num_off_plan for walk in planned)
+        if len(plan.sequence) > self._num_calls:
+            self._num_calls, self.largest = len(plan.sequence), (schedule, plan.partition)
+        started = time.perf_counter()
+        self.replanned |= plans.note_step(key, planned, count)
+        self.planning_s += time.perf_counter() - started
+        if request.meets:
+            resources.replicas.end_step()
+
+    def _patch(self, stack: contextlib.ExitStack) -> None:
+        """Everything that a segment changes outside itself."""
+        resources = self._resources
+        if not self._request.meets:
+            self._put_gradients_aside()
+        stack.enter_context(intercepted(self._table))
+        stack.enter_context(noting_writes())
+        stack.enter_context(guarded_grad())
+        stack.enter_context(noting_hooks(resources.replicas.note_hook))
+        stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
+        stack.enter_context(process_settings_kept())
+        stack.enter_context(intra_op_threads(resources.num_threads))
+
+    def _put_gradients_aside(self) -> None:
+        """Before the first backward of a segment; if micro-batches meet, user code may look at gradients until then."""
+        with self._aside_lock:
+            if self._take_strays is dict:
+                self._take_strays = self._aside.enter_context(gradients_aside(self._resources.root))
+                self._aside.callback(setattr, self, "_take_strays", dict)
+
+    def _bring_gradients_home(self) -> None:
+        if self._request.meets:
+            self._glue_parameters.send_sums()
+        else:
+            self._glue_parameters.take_home()
+        for index in sorted(self._walks):
+            walk = self._walks[index]
+            for parameter, gradient in walk.glue_gradients.items():
+                self.gradients.add(parameter, gradient)
+            walk.glue_gradients = {}
+
+    def _note_strays(self) -> None:
+        """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
+        for parameter, gradient in self._take_strays().items():
+            self._resources.glue_parameters.add(parameter)
+            self.gradients.add(parameter, gradient)
+
+    # --- threads -------------------------------------------------------------------------------------------------
+
+    def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
+        """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
+        resources, request = self._resources, self._request
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self.gradients)
+        end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
+        if self._trace is None:
+            turnstile = Turnstile(schedule, end_slot)
+        else:
+            self._trace.begin(schedule, indices)
+            turnstile = TracedTurnstile(self._trace, schedule, end_slot)
+        shared = StepContext(
+            plan=plan,
+            turnstile=turnstile,
+            pool=resources.pool,
+            replicas=resources.replicas,
+            loader=loader,
+            lock=self._lock,
+            training=request.training,
+            is_measured=resources.plans.measures(self._place.key),
+            seed=request.seed,
+            autocast_device=request.autocast_device,
+            gradients=self.gradients,
+            glue_parameters=resources.glue_parameters,
+            glue_is_user_code=resources.glue_is_user_code,
+            compiler=resources.compiler,
+            meets=request.meets,
+        )
+        self._turnstile = turnstile
+        turnstile.join(len(indices))
+        new: list[threading.Thread] = []
+        waiting: list[Callable[[], None]] = []
+        for slot, index in enumerate(indices):
+            known = self._walks.get(index)
+            if known is None:
+                new.append(self._thread_of(index, slot, shared))
+            else:
+                known.begin_segment(slot, shared)
+                waiting.append(functools.partial(known.attendance.resume, self._outcome(index)))
+        loader.begin()
+        walks = [self._walks[index] for index in indices]
+        self._threads += new
+        run_threads(new, waiting, [walk.attendance.halted for walk in walks], self._fail)
+        if self._error is not None:
+            self._stop()
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
+        return walks
+
+    def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
+        state = self._states[index]
+        walk = self._walks[index] = Walk(index, slot, shared, state)
+        if self._request.meets:
+            state.meet = functools.partial(self._meet, index)
+        return threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._run_walk, walk),
+            name=f"roundpipe-microbatch-{index}",
+            daemon=True,
+        )
+
+    def _run_walk(self, walk: Walk) -> None:
+        """Body of a micro-batch thread."""
+        request = self._request
+        try:
+            with entered(walk.state), self._surroundings.entered(), self._strays(walk):
+                try:
+                    self._lock.acquire(walk.state)
+                    results, roots = self._forward(request, walk)
+                    if roots:
+                        self._lock.release(walk.state)
+                        walk.backward(roots)
+                finally:
+                    walk.finish()
+                self.outputs[walk.index] = results.arrive()
+        except BaseException as error:  # every error must reach the caller's thread, interrupts included
+            self._fail(error)
+        finally:
+            walk.attendance.end()
+
+    def _strays(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
+        if walk.device.aliases_host:
+            return contextlib.nullcontext()
+        return StrayOperands(lambda: walk.device, self._glue_parameters, walk.is_flushing)
+
+    def _forward(self, request: StepRequest, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
+        """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
+
+        Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
+        """
+        output = request.function(request.microbatches[walk.index])
+        loss = None if request.loss_of is None else request.loss_of(output)
+        results = Results(output, walk.owner_of)
+        share = request.weights[walk.index]
+        if loss is None or share == 0.0:
+            return results, []
+        return results, [self._root(walk, loss, share)]
+
+    def _root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """A loss to run backward from, and its gradient."""
+        if loss.numel() != 1:
+            raise ValueError(
+                f"training_step has a loss of shape {tuple(loss.shape)}: it must be a scalar, for instance its mean"
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss of training_step does not require a gradient: it does not depend on a trainable parameter, "
+                "or was detached on the way"
+            )
+        if walk.shared.plan.recording:
+            self._check_escape(walk, loss)
+        return loss, torch.full_like(loss, share)
+
+    def _check_escape(self, walk: Walk, loss: Tensor) -> None:
+        name = find_escaped([loss.grad_fn, *walk.glue_nodes()], self._resources.replicas.leaf_names())
+        if name is not None:
+            raise UnitEscapeError(
+                f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is "
+                "neither a container, a dataclass nor a registered pytree, or through a global), so its gradient "
+                "would be lost. Return it from the unit's forward, or make a coarser module the unit: "
+                "RoundPipeStrategy(units=[TheClassAroundIt])."
+            )
+
+    # --- failures ------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        with self._error_lock:
+            if self._error is None and not isinstance(error, StepAborted):
+                self._error = error
+            self._aborted.set()
+        if self._turnstile is not None:
+            self._turnstile.abort()
+
+    def _stop(self) -> None:
+        """Ends the threads that still wait at a meeting, and waits for all."""
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        if alive:
+            self._fail(StepAborted())
+            for walk in self._walks.values():
+                walk.attendance.resume(returning(None))
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        for state in self._states:
+            state.meet = None
+        self._walks.clear()
+        self._aside.close()
+
+
+def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
+    """The last micro-batch of a slot has left it. What glue does not need any more makes room for the next slot."""
+    glue_parameters.end_slot(pool[device_index])
+    loader.end_slot(device_index)
