@@ -133,6 +133,7 @@ class _File:
     tests: list[tuple[str, set[str]]] = field(default_factory=list)  # id, names in its decorators
     constants: dict[str, ast.AST] = field(default_factory=dict)  # what is assigned on the level of the module
     marks: list[Mark] = field(default_factory=list)
+    shared: list[ast.AST] = field(default_factory=list)  # marks of whole modules and classes
 
     def place(self, node: ast.AST) -> str:
         return f"tests/{self.path}:{getattr(node, 'lineno', 0)}"
@@ -178,8 +179,7 @@ class _File:
         if node.value is None:
             return
         if names == {"pytestmark"}:
-            if any(_calls(node.value)):
-                _refuse_hidden_skips([node.value], self.place(node))
+            self.shared.append(node.value)
             self.add([node.value], f"{self.path}::{prefix}".rstrip(":"))
         elif prefix:
             self._refuse_marks([node.value])
@@ -198,6 +198,9 @@ class _File:
             if any(_calls(value)) and not tests:
                 raise TableError(f"{self.place(value)}: no test is parametrized with {name}, which has compat() marks")
             self.add([value], *tests)
+        if self.marks:
+            for value in self.shared:
+                _refuse_hidden_skips([value], self.place(value))
         return self.marks
 
     def _reached(self, names: set[str]) -> set[str]:

@@ -340,3 +340,62 @@ def test_init_module(
     # bfloat16 has 8 bits; a few roundings.
     tolerances = (2**-7, 2**-7) if precision == "bf16-true" else (1e-4, 1e-6)
     assert_alike(states[1], states[0], *tolerances)
+
+
+# --- hooks that few projects have --------------------------------------------------------------------------------
+
+
+@compat("LightningModule hook", "configure_sharded_model", note="Lightning's old name of `configure_model`.")
+@pytest.mark.filterwarnings("ignore:.*configure_sharded_model")
+def test_the_old_name_of_configure_model(fit_both: Any, assert_alike: Any) -> None:
+    class Late(Sized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers: Any = None
+            self.calls = 0
+
+        def configure_sharded_model(self) -> None:
+            self.calls += 1
+            if self.layers is None:
+                self.layers = Sized().layers
+
+    plain, ours = fit_both(Late)
+    assert ours.module.calls == plain.module.calls > 0
+    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
+    assert not torch.equal(plain.module.layers[0].weight, Sized().layers[0].weight)
+
+
+@compat_each("Callback hook", "state_key state_dict load_state_dict")
+def test_states_of_callbacks_with_keys_of_their_own(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
+) -> None:
+    class Counts(L.Callback):
+        def __init__(self, start: int) -> None:
+            self.start = start
+            self.count = start
+
+        @property
+        def state_key(self) -> str:
+            return self._generate_state_key(start=self.start)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
+    found = []
+    for kind in KINDS:
+        callbacks = [Counts(1), Counts(10)]
+        trainer = make_trainer(kind, callbacks=callbacks)
+        trainer.fit(small(), make_loader())
+        trainer.save_checkpoint(tmp_path / kind)
+        saved = torch.load(tmp_path / kind, weights_only=True)["callbacks"]
+        again = [Counts(10), Counts(1)]
+        make_trainer(kind, max_epochs=2, callbacks=again).fit(small(), make_loader(), ckpt_path=tmp_path / kind)
+        found.append([saved, [callback.count for callback in again]])
+    assert found[0][1] == [16, 7]
+    assert found[1] == found[0]

@@ -148,6 +148,7 @@ WRONG = {
         "def test_a(x): ...",
         "marked 'skip'",
     ),
+    "gpu module": ("pytestmark = pytest.mark.gpu\n@compat('Callback', 'A')\ndef test_a(): ...", "marked 'gpu'"),
     "skipped module": ("pytestmark = [compat('Callback', 'A'), pytest.mark.skip]\ndef test_a(): ...", "marked 'skip'"),
 }
 
