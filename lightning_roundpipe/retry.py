@@ -10,6 +10,10 @@ changes before it succeeds (buffers, metrics that user code updates, generators)
 - A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
   is 1, which is how users say that something else does.
 
+Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is run again,
+and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest batch that
+fits with the number of micro-batches that training starts with. What no batch size would make fit ends the search.
+
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
 step has written before, the step is not run again.
@@ -46,6 +50,7 @@ class Retry:
         devices: of the pool. None where memory cannot run out: nothing is noted and nothing is run again.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
         costs: of the calls of a kind of step, as far as they are known.
+        is_trial: whether Lightning is trying a batch size at the moment.
 
     Attributes:
         num_microbatches: kind of step -> how many micro-batches are asked for now.
@@ -60,6 +65,7 @@ class Retry:
         devices: Sequence[torch.device] | None,
         forget: Callable[[str], None],
         costs: Callable[[str], CostProfile | None],
+        is_trial: Callable[[], bool] = lambda: False,
     ) -> None:
         self._root = root
         self._start = num_microbatches
@@ -67,8 +73,14 @@ class Retry:
         self._devices = devices
         self._forget = forget
         self._costs = costs
+        self._is_trial = is_trial
         self._written = WrittenBuffers()
+        self._final: str | None = None
         self.num_microbatches: dict[str, int] = {}
+
+    def forbid(self, why: str) -> None:
+        """The step that is under way cannot be run again, because of what has been done in it."""
+        self._final = why
 
     def run(
         self, kind: str, batch: Any, split: Callable[[Any, int], Batches], attempt: Callable[[Batches], T]
@@ -85,6 +97,7 @@ class Retry:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
                 takes the memory, why it was not run again, and what to change.
         """
+        self._final = None
         wanted = self.num_microbatches.setdefault(kind, self._start)
         batches = split(batch, wanted)
         if self._devices is None:
@@ -98,6 +111,9 @@ class Retry:
                 before = len(batches.microbatches)
                 more = self._split_again(error, state, split, before, num_retries)
                 state.restore()
+                if self._is_trial() and getattr(error, "fits_if_split", True) and batches.batch_size != 1:
+                    self._forget(kind)  # what was learned from this batch would mislead the next trial
+                    raise _for_finder(error, kind, before) from error
                 if isinstance(more, str):
                     raise self._explained(error, kind, before, more) from error
                 reason = str(error)
@@ -122,6 +138,8 @@ class Retry:
         num_retries: int,
     ) -> Batches | str:
         """More micro-batches of the same batch, or why not."""
+        if self._final is not None:
+            return self._final
         if not self._is_auto and num_retries:
             return "it was run again once with twice the micro-batches already"
         if not getattr(error, "fits_if_split", True):  # what a driver raises does not say
@@ -160,6 +178,12 @@ class Retry:
             f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
             "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
         )
+
+
+def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:
+    """The error that lets Lightning's batch size finder go on with a smaller batch: it goes by type and words."""
+    count = _microbatches(num_microbatches)
+    return DeviceOutOfMemoryError(f"CUDA out of memory: {kind} does not fit on the devices with {count}. {error}")
 
 
 def _microbatches(count: int) -> str:

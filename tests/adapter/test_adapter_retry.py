@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
@@ -169,6 +170,32 @@ def test_errors_of_the_driver(make_retry: Any) -> None:
     attempts = Attempts(99, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):
         make_retry().run("training_step", torch.zeros(2, 1), split, attempts)
+
+
+FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "is_understood"),
+    [
+        (8, FULL, True),
+        (8, StageMemoryError("too small", fits_if_split=True), True),
+        (8, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (8, FULL_OF_WEIGHTS, False),
+        (1, FULL, False),
+    ],
+)
+def test_the_batch_size_finder_meets_the_limit(
+    make_retry: Any, forgotten: list[str], rows: int, error: Exception, is_understood: bool
+) -> None:
+    """Nothing is run again, and Lightning goes on with a smaller batch; but not if no batch would fit."""
+    retry, attempts = make_retry(is_trial=lambda: True), Attempts(4, error)
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        retry.run("training_step", torch.zeros(rows, 1), split, attempts)
+    assert is_oom_error(caught.value) is is_understood
+    assert str(error) in str(caught.value)
+    assert attempts.tried == [min(2, rows)]
+    assert forgotten == ["training_step"] * is_understood
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyboardInterrupt()])
