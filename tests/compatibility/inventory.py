@@ -22,7 +22,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from lightning.pytorch.plugins import environments
 
-# Names that not all Lightning versions from 2.5 on have, by kind.
+# Names that not all Lightning versions from 2.5 on have, by kind. Those that Lightning has given up need no row.
 ONLY_IN: dict[str, dict[str, str]] = {
     "Trainer argument": {"enable_autolog_hparams": "from 2.6", "model_registry": "from 2.5.1"},
     "LightningModule method": {"toggled_optimizer": "from 2.5.1", "to_tensorrt": "from 2.6"},

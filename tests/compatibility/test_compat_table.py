@@ -38,7 +38,12 @@ def test_the_page_is_up_to_date(features: list[Feature]) -> None:
 
 def test_every_feature_of_lightning_has_a_row(features: list[Feature]) -> None:
     shown = {(feature.kind, base(feature.name)) for feature in features}
-    missing = [f"{kind}: {name}" for kind, names in inventory().items() for name in names if (kind, name) not in shown]
+    missing = [
+        f"{kind}: {name}"
+        for kind, names in inventory().items()
+        for name in names
+        if (kind, name) not in shown and not ONLY_IN.get(kind, {}).get(name, "").startswith("until")
+    ]
     assert not missing, f"{len(missing)} features without a test that shows them:\n" + "\n".join(missing)
 
 
