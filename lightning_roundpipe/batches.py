@@ -83,3 +83,11 @@ def _weight(microbatch: Any, size: int, loss_weight: str | Callable[[Any], float
         )
     counted = labels[..., 1:] if loss_weight == "causal_label_tokens" else labels
     return float((counted != _IGNORED_LABEL).sum())
+
+
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:
+    """The batch among the arguments of a step: the first positional argument, or the first keyword."""
+    if args:
+        return (None, args[0]), args[1:]
+    key = next(iter(kwargs), None)
+    return (key, None if key is None else kwargs[key]), ()

@@ -20,8 +20,6 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 
@@ -52,7 +50,7 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
     """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once.
 
     Args:
-        scale: by which the gradients were multiplied already, see :func:`expected_scale`.
+        scale: by which the gradients were multiplied already, see :func:`precision.expected_scale`.
     """
     if not gradients:
         return loss.requires_grad_()
@@ -60,17 +58,6 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
         Tensor,
         _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
     )
-
-
-def expected_scale(plugin: Precision, accumulate_grad_batches: int) -> float:
-    """What the loss of a training step is going to be multiplied by before its backward, as far as it should be
-    anticipated; see [Note: loss scaling]. 1 where nothing is scaled against underflow.
-    """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is None or not scaler.is_enabled():
-        return 1.0
-    # As a tensor, like the gradient that autograd will bring: equal to the last bit.
-    return (torch.tensor(scaler.get_scale()) / accumulate_grad_batches).item() or 1.0
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,29 +15,34 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, microbatches_of
+from .batches import Batches, first_argument, microbatches_of
+from .engine.glue import current
 from .engine.microbatch import merge_outputs
 from .engine.pool import DevicePool
 from .engine.randomness import derive_seed
-from .engine.runner import Engine, StepRequest, StepResult
+from .engine.requests import StepRequest, StepResult
+from .engine.runner import Engine
 from .host_report import HostReport
 from .log_merging import LogCapture, MetricTwins
-from .loss import expected_scale, hand_over, loss_of
+from .loss import hand_over, loss_of
+from .manual import ManualOptimization
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
 from .planning.partition import Partition
 from .planning.plan import plan_evaluation, plan_training
+from .precision import checked_precision, expected_scale
 from .retry import Retry
 from .single_process import SingleProcessStrategy
 from .tracing import TraceWriter, run_traced
@@ -139,6 +146,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._engine: Engine | None = None
         self._retry: Retry | None = None
         self._host_report: HostReport | None = None
+        self._manual: ManualOptimization | None = None  # of the training step that runs
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -162,18 +170,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
             raise MisconfigurationException(
                 f"strategy='roundpipe' runs on one node, but num_nodes={self.num_nodes}: use num_nodes=1"
             )
-        plugin = self._precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            self._precision_plugin = self._checked_mixed_precision(plugin)
-
-    def _checked_mixed_precision(self, plugin: MixedPrecision) -> MixedPrecision:
-        """Lightning takes every accelerator but its own CPU one for CUDA."""
-        device = self._autocast_device
-        if device == "cpu" and plugin.device != "cpu":
-            if plugin.precision == "16-mixed":
-                rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
-            return MixedPrecision("bf16-mixed", "cpu")
-        return plugin
+        if self._precision_plugin is not None:
+            self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
 
     @property
     def _autocast_device(self) -> str:
@@ -195,14 +193,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """Rejects what would not be trained correctly, then sets up like any single-process strategy.
 
         Raises:
-            MisconfigurationException: for manual optimization, and if two recordings would write the same file.
+            MisconfigurationException: if two recordings would write the same file.
         """
-        module = self._module
-        if trainer.training and not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"strategy='roundpipe' does not support manual optimization yet, and {type(module).__name__} sets "
-                "automatic_optimization=False: use automatic optimization, or train it with strategy='auto'"
-            )
         self._close_engine()
         if trainer.training:
             for writer in self._own_writers:
@@ -211,7 +203,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 writer.start()
         super().setup(trainer)
         if trainer.training:
-            self._host_report = HostReport(module, self.optimizers)
+            self._host_report = HostReport(self._module, self.optimizers)
             self._host_report.check()
 
     @override
@@ -333,6 +325,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
         with self.precision_plugin.train_step_context(), training_settings(self._module):
             batches, result = self._run("training_step", args, kwargs, scale)
+        if not self._module.automatic_optimization:
+            return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
         losses = [(loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
         if all(loss is None for loss, _ in losses):
             return None
@@ -345,6 +339,22 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return loss
         outputs = [{k: v for k, v in output.items() if k != "loss"} for output in result.outputs]
         return {**merge_outputs(outputs, batches.sizes, batches.weights), "loss": loss}
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hands out what the pipeline has computed; ``manual_backward`` of a micro-batch lets it compute first.
+
+        Raises:
+            MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
+        """
+        if self._manual is None or current() is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        scale = expected_scale(self.precision_plugin, 1)
+
+        def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+            Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
+
+        return self._manual.backward(closure_loss, scale, whole, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -373,7 +383,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     ) -> tuple[Batches, StepResult]:
         """Splits the batch, runs the user's step on every micro-batch, replays what it logged."""
         function = getattr(self._module, name)
-        (key, batch), rest = _first_argument(args, kwargs)
+        (key, batch), rest = first_argument(args, kwargs)
 
         def call(microbatch: Any) -> Any:
             if key is not None:
@@ -394,20 +404,34 @@ class RoundPipeStrategy(SingleProcessStrategy):
     ) -> tuple[LogCapture, StepResult]:
         """Runs the step on these micro-batches; what they log is held back."""
         logs = LogCapture(self._module, len(batches.microbatches), self._metric_twins)
+        is_training = name == "training_step"
+        is_manual = is_training and not self._module.automatic_optimization
         request = StepRequest(
             function=call,
             microbatches=batches.microbatches,
             weights=[weight * loss_scale for weight in batches.loss_weights],
             key=name,
             seed=self._seed(name),
-            loss_of=loss_of if name == "training_step" else None,
+            loss_of=loss_of if is_training and not is_manual else None,
             merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
             autocast_device=self._autocast_device,
+            meets=is_manual,
         )
-        with logs.capturing():
-            traced = name == "training_step" and self._writers
+        with logs.capturing(), self._meetings(batches) if is_manual else contextlib.nullcontext():
+            traced = is_training and self._writers
             result = run_traced(self.engine, request, self._writers) if traced else self.engine.run(request)
         return logs, result
+
+    @contextlib.contextmanager
+    def _meetings(self, batches: Batches) -> Iterator[None]:
+        """Around a step with manual optimization."""
+        forbid = functools.partial(self.retry.forbid, "manual_backward or an optimizer has been called in it already")
+        self._manual = ManualOptimization(self._module, batches.loss_weights, batches.weights, forbid)
+        try:
+            with self._manual.followed():
+                yield
+        finally:
+            self._manual = None
 
     def _split(self, batch: Any, num_microbatches: int) -> Batches:
         """Micro-batches of ``batch``; batch norm refuses a single row, so it gets two at least."""
@@ -429,11 +453,3 @@ class RoundPipeStrategy(SingleProcessStrategy):
             loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
             place = (trainer.global_step, loop.batch_progress.total.ready)
         return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
-
-
-def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:
-    """The batch: the first positional argument, or the first keyword."""
-    if args:
-        return (None, args[0]), args[1:]
-    key = next(iter(kwargs), None)
-    return (key, None if key is None else kwargs[key]), ()

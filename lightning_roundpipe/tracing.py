@@ -19,7 +19,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from .engine.runner import Engine, StepRequest, StepResult
+from .engine.requests import StepRequest, StepResult
+from .engine.runner import Engine
 from .options import check_count, check_writable
 from .pictures import check_picture, draw_timelines
 from .planning.partition import Partition

@@ -1,0 +1,199 @@
+"""Manual optimization: the calls of ``training_step`` that concern the whole batch are made once.
+
+[Note: manual optimization]
+The micro-batches of a step run ``training_step`` side by side. What it does for the whole batch, they do together, see
+[Note: meetings] in :mod:`engine.meetings`:
+
+- ``manual_backward``: each micro-batch runs its own backward. What has come together waits behind the loss of the
+  whole batch, and the call is made with that one, so that hooks, loss scaling and accumulation are plain Lightning's.
+- ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
+  call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
+- ``zero_grad`` is deferred to the next meeting: it often stands between a forward and its backward, and to stop there
+  would cut the step in two.
+
+The methods are replaced on the objects, while a training step runs, and do what they always did on other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from .engine.glue import current
+from .engine.meetings import Collective, Meeting, meet
+from .log_merging import weighted_mean
+
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+_SCHEDULER_METHODS = ("step",)
+_MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+_CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+class ManualOptimization:
+    """The meetings of one training step; see [Note: manual optimization].
+
+    Args:
+        module: the user's.
+        loss_weights: shares of the micro-batches in the loss.
+        weights: of the micro-batches in means.
+        on_held: called when something is done for the whole batch: from then on the step cannot be run again.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        loss_weights: Sequence[float],
+        weights: Sequence[float],
+        on_held: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._loss_weights = loss_weights
+        self._weights = weights
+        self._on_held = on_held
+
+    def backward(
+        self,
+        loss: Tensor,
+        scale: float,
+        hand_over: Callable[[Tensor, Mapping[nn.Parameter, Tensor]], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """``manual_backward`` of one micro-batch.
+
+        Args:
+            scale: by which gradients are to be multiplied.
+            hand_over: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
+            args, kwargs: of ``Tensor.backward``.
+
+        Raises:
+            MisconfigurationException: for arguments that cannot be followed through units.
+        """
+        options = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
+        _check_backward(loss, options)
+        state = current()
+        assert state is not None
+        share = self._loss_weights[state.index]
+
+        def perform(meeting: Meeting) -> None:
+            self._on_held()
+            parts = [value * w for value, w in zip(meeting.values, self._loss_weights, strict=True) if w != 0.0]
+            total = torch.stack(parts).sum() if parts else meeting.values[0]
+            hand_over(total, meeting.gradients)
+
+        value = loss.detach().to("cpu").reshape(())
+        collective = Collective("manual_backward", "manual_backward", perform, value)
+        meet(collective, [(loss, share * scale)], retain_graph=bool(options.get("retain_graph")))
+        return loss
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """While open, calls that micro-batches make for the whole batch are made together."""
+        trainer = self._module.trainer
+        strategy = trainer.strategy
+        with contextlib.ExitStack() as stack:
+            for index, optimizer in enumerate(strategy.optimizers):
+                for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
+                    for name in _OPTIMIZER_METHODS:
+                        stack.enter_context(self._together(owner, name, (type(optimizer).__name__, index)))
+            for index, config in enumerate(strategy.lr_scheduler_configs):
+                for name in _SCHEDULER_METHODS:
+                    key = (type(config.scheduler).__name__, index)
+                    stack.enter_context(self._together(config.scheduler, name, key))
+            for module in self._module.modules():
+                if isinstance(module, pl.LightningModule):
+                    for name in _MODULE_METHODS:
+                        stack.enter_context(self._together(module, name, (type(module).__name__,)))
+            for place in (clip_grad, torch.nn.utils):
+                for name in _CLIP_FUNCTIONS:
+                    if hasattr(place, name):
+                        stack.enter_context(self._together(place, name, ("torch.nn.utils",)))
+            yield
+
+    @contextlib.contextmanager
+    def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> Iterator[None]:
+        """Replaces a method or function for a while."""
+        missing = object()
+        before = vars(owner).get(name, missing)
+        vars(owner)[name] = self._replacement(getattr(owner, name), name, key)
+        try:
+            yield
+        finally:
+            if before is missing:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = before
+
+    def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs, closure = _without_closure(name, args, kwargs)
+
+            def perform(meeting: Meeting) -> Any:
+                self._on_held()
+                if closure is None:
+                    return original(
+                        *(self._merged(list(values)) for values in zip(*meeting.values, strict=True)), **kwargs
+                    )
+                return original(*args, **kwargs, closure=lambda: self._merged(meeting.call_closures()))
+
+            collective = Collective(
+                f"{key[0]}.{name}", (name, *key), perform, args, closure, is_deferred=name == "zero_grad"
+            )
+            has_met, result = meet(collective)
+            if has_met:
+                return result
+            return original(*args, **kwargs) if closure is None else original(*args, **kwargs, closure=closure)
+
+        return method
+
+    def _merged(self, values: list[Any]) -> Any:
+        """What micro-batches give a call, or what their closures give, as one for the whole batch gives it: the mean of
+        scalars, otherwise what the first one gives."""
+        if any(value is not values[0] for value in values):
+            if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+                return weighted_mean(torch.stack([v.detach().cpu().reshape(()) for v in values]), self._weights)
+            if all(isinstance(value, float) for value in values):
+                return weighted_mean(torch.tensor(values, dtype=torch.float64), self._weights).item()
+        return values[0]
+
+
+def _without_closure(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], Any] | None]:
+    """The arguments of ``optimizer.step`` without the closure, and the closure."""
+    if name != "step":
+        return args, kwargs, None
+    if args and callable(args[0]):
+        return args[1:], kwargs, cast(Callable[[], Any], args[0])
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    closure = kwargs.get("closure")
+    return (args, rest, closure) if callable(closure) else (args, kwargs, None)
+
+
+def _check_backward(loss: Tensor, options: Mapping[str, Any]) -> None:
+    if options.get("create_graph"):
+        raise MisconfigurationException(
+            "manual_backward(create_graph=True) needs the graph of the whole model, which strategy='roundpipe' cuts at "
+            "every unit: train this module with strategy='auto'"
+        )
+    if options.get("gradient") is not None:
+        raise MisconfigurationException(
+            f"manual_backward(gradient=...) is not supported by strategy='roundpipe' (loss of shape "
+            f"{tuple(loss.shape)}): reduce the loss to a scalar, for instance (loss * gradient).sum()"
+        )
+    inputs = options.get("inputs")
+    for x in [inputs] if isinstance(inputs, Tensor) else inputs or ():
+        if not isinstance(x, nn.Parameter):
+            raise MisconfigurationException(
+                f"manual_backward(inputs=...) names a tensor of shape {tuple(x.shape)} that is no parameter: with "
+                "strategy='roundpipe' it may name parameters of the module only"
+            )
