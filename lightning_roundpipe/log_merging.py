@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,55 +22,59 @@ from .engine.glue import current
 from .engine.offload import version_of
 from .engine.outputs import brought_home
 
+_LIGHTNING_FILE = LightningModule.log.__code__.co_filename
+
+
+# [Note: held logs]
+# All ways to log end in the ``log`` of Lightning's collection of results: ``self.log`` and ``log_dict``, ``log`` of
+# callbacks, ``super().log``, and bound methods that somebody was given before the step. So that is what is held back.
+# By then Lightning has checked the value and made a tensor of it, on the thread and the line of the user. What it
+# checks later, when the call is replayed, gets a note that says where the call was made.
+
 
 @dataclass
 class _LogCall:
-    module: LightningModule
+    fx: str
     name: str
     value: Any
-    args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    @property
-    def reduce_fx(self) -> Any:
-        return self.kwargs.get("reduce_fx", "mean")
+    place: str
 
 
 class LogCapture:
-    """Holds back ``log`` calls that micro-batch threads make, and replays each of them once.
+    """Holds back what micro-batch threads log, and logs it once; see [Note: held logs].
 
     Lightning's logging is not thread-safe, and M calls would count M times. A replayed call has the arguments of the
     first micro-batch that made it; its value is the mean over the micro-batches weighted like the loss (or by the
     ``batch_size`` given to the calls), or their sum, minimum or maximum where ``reduce_fx`` says so. ``Metric``
-    objects are logged as themselves. Lightning checks the arguments when the call is replayed.
+    objects are logged as themselves. What the recomputation of a unit logs has been logged by its forward.
     """
 
     def __init__(self, root: LightningModule, num_microbatches: int, metrics: MetricTwins) -> None:
         self._root = root
-        self._modules = [m for m in root.modules() if isinstance(m, LightningModule)]
+        self._results = root.trainer._results  # None while predicting: there ``log`` raises
         self._metrics = metrics if num_microbatches > 1 else None
         self._arguments = MetricArguments()
         self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """While open, ``log`` of every LightningModule in the tree is held back on micro-batch threads."""
+        """While open, what is logged on micro-batch threads is held back."""
         with contextlib.ExitStack() as stack:
-            for module in self._modules:
-                stack.enter_context(_attribute(module, "log", self._capture(module, module.log)))
+            if self._results is not None:
+                stack.enter_context(_attribute(self._results, "log", self._capture(self._results.log)))
             if self._metrics is not None:
                 stack.enter_context(self._metrics.following(self._root, self._arguments))
             stack.enter_context(self._arguments.following(self._root))
             yield
 
-    def _capture(self, module: LightningModule, original: Callable[..., None]) -> Callable[..., None]:
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _capture(self, original: Callable[..., None]) -> Callable[..., None]:
+        def log(fx: str, name: str, value: Any, **kwargs: Any) -> None:
             state = current()
             if state is None:
-                return original(name, value, *args, **kwargs)
-            held = value.detach().clone() if isinstance(value, Tensor) else value
-            self._calls[state.index].append(_LogCall(module, name, held, args, kwargs))
-            return None
+                original(fx, name, value, **kwargs)
+            elif not state.is_recomputing:
+                self._calls[state.index].append(_LogCall(fx, name, value, kwargs, _place_of_call()))
 
         return log
 
@@ -93,39 +100,78 @@ class LogCapture:
                 else:
                     kwargs["batch_size"] = batch_size
                     merged = _merge(group, [weights[index] for index, _ in group])
+                    self._warn_of_count(group, weights, batch_size)
             else:
                 merged = brought_home(first.value)
-            first.module.log(first.name, merged, *first.args, **kwargs)
+            assert self._results is not None
+            try:
+                self._results.log(first.fx, first.name, merged, **kwargs)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"{first.name!r} was logged in {first.place}")
+                raise
+
+    def _warn_of_count(
+        self, group: list[tuple[int, _LogCall]], weights: Sequence[float], batch_size: int | None
+    ) -> None:
+        """A count is logged as the mean of the counts of the micro-batches; said once, when the name is new."""
+        name, values = group[0][1].name, [call.value for _, call in group]
+        if _reduction_of(group[0][1]) != "mean" or not all(isinstance(value, Tensor) for value in values):
+            return
+        counts = [float(value) for value in values]
+        if not all(count.is_integer() for count in counts) or max(counts) <= 1.0:
+            return
+        rows = [round(weights[index] * (batch_size or 0)) for index, _ in group]
+        assert self._results is not None
+        is_new = all(result.meta.name != name for result in self._results.values())
+        if is_new and (len(set(counts)) > 1 or counts == rows):
+            shown = ", ".join(f"{count:.0f}" for count in counts)
+            rank_zero_warn(
+                f"{name!r}, logged in {group[0][1].place}, looks like a count: the micro-batches logged {shown}, and "
+                "the mean of that is shown. If it is a count, log it with reduce_fx='sum', which Lightning also "
+                "applies over the steps of an epoch."
+            )
 
     def _grouped(self) -> list[list[tuple[int, _LogCall]]]:
         """Calls that belong together: the n-th call with a name in every micro-batch; in order of appearance."""
-        groups: dict[tuple[int, str, int], list[tuple[int, _LogCall]]] = {}
+        groups: dict[tuple[str, int], list[tuple[int, _LogCall]]] = {}
         for index, calls in enumerate(self._calls):
-            seen: dict[tuple[int, str], int] = {}
+            seen: dict[str, int] = {}
             for call in calls:
-                key = (id(call.module), call.name)
-                seen[key] = seen.get(key, 0) + 1
-                groups.setdefault((*key, seen[key]), []).append((index, call))
+                seen[call.name] = seen.get(call.name, 0) + 1
+                groups.setdefault((call.name, seen[call.name]), []).append((index, call))
         return list(groups.values())
 
 
+def _place_of_call() -> str:
+    """Where the user logs: the innermost line outside Lightning and this file."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == _LIGHTNING_FILE:
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 @contextlib.contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def _attribute(owner: object, name: str, value: Any) -> Iterator[None]:
     """Sets an instance attribute for a while."""
     missing = object()
-    before = module.__dict__.get(name, missing)
-    module.__dict__[name] = value
+    before = owner.__dict__.get(name, missing)
+    owner.__dict__[name] = value
     try:
         yield
     finally:
         if before is missing:
-            module.__dict__.pop(name, None)
+            owner.__dict__.pop(name, None)
         else:
-            module.__dict__[name] = before
+            owner.__dict__[name] = before
 
 
 class MetricArguments:
-    """Brings what metrics are updated with to their device: they live on the host, predictions may be on any GPU."""
+    """Brings what metrics are updated with to their device: they live on the host, predictions may be on any GPU.
+
+    All micro-batches share the states of a metric: a unit that updates one has the glue lock meanwhile, and its
+    recomputation leaves the metric alone.
+    """
 
     def __init__(self) -> None:
         # Several metrics are shown the same predictions.
@@ -137,14 +183,30 @@ class MetricArguments:
         with contextlib.ExitStack() as stack:
             for metric in [m for m in root.modules() if isinstance(m, Metric)]:
                 stack.enter_context(_attribute(metric, "update", self._update(metric, metric.update)))
+                stack.enter_context(_attribute(metric, "forward", self._forward(metric, metric.forward)))
             yield
 
     def _update(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
         def update(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.bring(metric, args, kwargs)
-            return original(*args, **kwargs)
+            state = current()
+            if state is not None and state.is_recomputing:
+                return None
+            with _glue_lock_held():
+                args, kwargs = self.bring(metric, args, kwargs)
+                return original(*args, **kwargs)
 
         return update
+
+    def _forward(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            state = current()
+            if state is not None and state.is_recomputing:
+                args, kwargs = self.bring(metric, args, kwargs)
+                return _empty_copy(metric).forward(*args, **kwargs)
+            with _glue_lock_held():
+                return original(*args, **kwargs)
+
+        return forward
 
     def bring(self, metric: Metric, *arguments: Any) -> Any:
         """``arguments`` with their tensors on the device of ``metric``; the graph stays."""
@@ -160,6 +222,14 @@ class MetricArguments:
             return cast(Tensor, known[1])
 
         return apply_to_collection(arguments, Tensor, brought)
+
+
+def _glue_lock_held() -> contextlib.AbstractContextManager[None]:
+    """The glue lock for a unit; glue has it."""
+    state = current()
+    if state is None or state.unit_writes is None or state.lock is None:
+        return contextlib.nullcontext()
+    return state.lock.as_glue(state)
 
 
 class MetricTwins:
@@ -225,32 +295,34 @@ def _empty_copy(metric: Metric) -> Metric:
 
 def _merge(group: list[tuple[int, _LogCall]], weights: Sequence[float]) -> Any:
     values = [call.value for _, call in group]
-    if isinstance(values[0], Metric) or not all(_is_scalar(value) for value in values):
+    if not all(isinstance(value, Tensor) for value in values):
         return brought_home(values[0])
-    stacked = torch.stack([_as_tensor(value) for value in values])
-    how = group[0][1].reduce_fx
-    how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-    if how in ("sum", "min", "max", "amin", "amax"):
-        merge: Callable[[Tensor], Tensor] = getattr(torch, {"min": "amin", "max": "amax"}.get(how, how))
-        return merge(stacked)
-    return weighted_mean(stacked, weights)
+    stacked = torch.stack([_on_host(value) for value in values])
+    how = _reduction_of(group[0][1])
+    if how == "mean":
+        return weighted_mean(stacked, weights)
+    merge: Callable[[Tensor], Tensor] = getattr(torch, {"min": "amin", "max": "amax"}.get(how, how))
+    return merge(stacked)
 
 
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float))
+def _reduction_of(call: _LogCall) -> str:
+    """``"sum"``, ``"min"``, ``"max"``, or ``"mean"`` for anything else: Lightning refuses what it does not know."""
+    how = call.kwargs["reduce_fx"]
+    how = how.lower() if isinstance(how, str) else getattr(how, "__name__", "mean")
+    return how if how in ("sum", "min", "max") else "mean"
 
 
-def _as_tensor(value: Any) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
-    tensor = tensor.reshape(()).to("cpu")
-    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+def _on_host(value: Tensor) -> Tensor:
+    """In the dtype in which Lightning accumulates: float32, or float64 if the value or the default dtype is that."""
+    if value.dtype == torch.float64 or (not value.is_floating_point() and torch.get_default_dtype() == torch.float64):
+        return value.to("cpu", torch.float64)
+    return value.to("cpu", torch.float32)
 
 
 def weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:
     """Mean of ``values`` (shape ``[M]``); a weight of zero leaves its value out, even if it is NaN."""
     used = [i for i, weight in enumerate(weights) if weight != 0.0] or list(range(len(weights)))
+    if (values[used] == values[used[0]]).all():
+        return values[used[0]]  # a rate or an index stays what it is, to the last digit
     share = torch.tensor([weights[i] or 1.0 for i in used], dtype=torch.float64)
-    share = (share / share.sum()).to(values.dtype)
-    return (values[used] * share).sum()
+    return ((values[used] * share).sum() / share.sum()).to(values.dtype)

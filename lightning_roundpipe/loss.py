@@ -63,8 +63,10 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
 def loss_of(output: Any) -> Tensor | None:
     """The loss in what ``training_step`` returned, by Lightning's rules."""
     if isinstance(output, Mapping):
-        if "loss" not in output:
-            raise MisconfigurationException("training_step returned a dict without the key 'loss'")
+        if output.get("loss") is None:
+            raise MisconfigurationException(
+                "training_step returned a dict without a loss under the key 'loss': return None to skip the step"
+            )
         output = output["loss"]
     if output is None or isinstance(output, Tensor):
         return output

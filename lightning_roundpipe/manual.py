@@ -44,7 +44,7 @@ class ManualOptimization:
         module: the user's.
         loss_weights: shares of the micro-batches in the loss.
         weights: of the micro-batches in means.
-        on_held: called when something is done for the whole batch: from then on the step cannot be run again.
+        holding: entered while something is done for the whole batch.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ManualOptimization:
         module: pl.LightningModule,
         loss_weights: Sequence[float],
         weights: Sequence[float],
-        on_held: Callable[[], None],
+        holding: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._module = module
         self._loss_weights = loss_weights
         self._weights = weights
-        self._on_held = on_held
+        self._holding = holding
 
     def backward(
         self,
@@ -84,10 +84,10 @@ class ManualOptimization:
         share = self._loss_weights[state.index]
 
         def perform(meeting: Meeting) -> None:
-            self._on_held()
             parts = [value * w for value, w in zip(meeting.values, self._loss_weights, strict=True) if w != 0.0]
             total = torch.stack(parts).sum() if parts else meeting.values[0]
-            hand_over(total, meeting.gradients)
+            with self._holding():
+                hand_over(total, meeting.gradients)
 
         value = loss.detach().to("cpu").reshape(())
         collective = Collective("manual_backward", "manual_backward", perform, value)
@@ -138,12 +138,20 @@ class ManualOptimization:
             args, kwargs, closure = _without_closure(name, args, kwargs)
 
             def perform(meeting: Meeting) -> Any:
-                self._on_held()
                 if closure is None:
-                    return original(
-                        *(self._merged(list(values)) for values in zip(*meeting.values, strict=True)), **kwargs
-                    )
-                return original(*args, **kwargs, closure=lambda: self._merged(meeting.call_closures()))
+                    merged = [self._merged(list(values)) for values in zip(*meeting.values, strict=True)]
+                    with self._holding():
+                        return original(*merged, **kwargs)
+                with contextlib.ExitStack() as held:
+                    held.enter_context(self._holding())
+
+                    def call_closures() -> Any:
+                        held.close()
+                        values = meeting.call_closures()
+                        held.enter_context(self._holding())
+                        return self._merged(values)
+
+                    return original(*args, **kwargs, closure=call_closures)
 
             collective = Collective(
                 f"{key[0]}.{name}", (name, *key), perform, args, closure, is_deferred=name == "zero_grad"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,9 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,6 +35,7 @@ from .host_report import HostReport
 from .log_merging import LogCapture, MetricTwins
 from .loss import hand_over, loss_of
 from .manual import ManualOptimization
+from .misuse import StepGuard, check_has_data
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
@@ -45,7 +44,7 @@ from .planning.plan import plan_evaluation, plan_training
 from .precision import checked_precision, expected_scale
 from .retry import Retry
 from .single_process import SingleProcessStrategy
-from .tracing import TraceWriter, run_traced
+from .tracing import Recordings, TraceWriter
 from .workers import machine_of, make_pool
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -138,15 +137,14 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._metric_twins = MetricTwins()
-        # Absolute: written is what was checked, whatever the current folder is by then.
-        self._profile_path = None if save_profile is None else Path(save_profile).resolve()
-        self._own_writers = [] if trace is None else [TraceWriter(trace)]
-        self._writers: list[TraceWriter] = []
+        self._recordings = Recordings(trace, save_profile)
         self._pool: DevicePool | None = None
         self._engine: Engine | None = None
         self._retry: Retry | None = None
         self._host_report: HostReport | None = None
+        self._guard: StepGuard | None = None
         self._manual: ManualOptimization | None = None  # of the training step that runs
+        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -196,11 +194,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: if two recordings would write the same file.
         """
         self._close_engine()
+        self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer))
         if trainer.training:
-            for writer in self._own_writers:
-                self.trace_with(writer)
-            for writer in self._writers:
-                writer.start()
+            self._recordings.start()
         super().setup(trainer)
         if trainer.training:
             self._host_report = HostReport(self._module, self.optimizers)
@@ -209,40 +205,28 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def model_to_device(self) -> None:
         """The master weights stay on the host."""
+        check_has_data(self._module)
         self._module.to(self.root_device)
 
     @override
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine; no thread is alive between steps."""
-        writers, self._writers = self._writers, []
-        for writer in writers:
-            writer.finish()
-        self._save_profile()
+        self._recordings.finish(lambda: None if self._engine is None else self._engine.costs("training_step"))
         self._close_engine()
         self.pool.dispose()  # stays, for its statistics
         vars(self.accelerator).pop("get_device_stats", None)
         super().teardown()
 
-    def _save_profile(self) -> None:
-        """Runs on every way out of ``fit``, so that an error here must not hide the one that has ended it."""
-        path = self._profile_path
-        profile = None if path is None or self._engine is None else self._engine.costs("training_step")
-        if path is None or profile is None:
-            return
-        try:
-            profile.save(path)
-        except OSError as error:
-            rank_zero_warn(f"the cost profile could not be written: {error}")
-
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self._retry = self._host_report = None
+        self._retry = self._host_report = self._guard = None
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_engine": None, "_retry": None, "_host_report": None}
+        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard")
+        return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -277,13 +261,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         Raises:
             MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
         """
-        taken = {self._profile_path}.union(*(other.files for other in self._writers))
-        for file in writer.files & taken:
-            raise MisconfigurationException(
-                f"{os.fspath(file)!r} would be written twice: give each RoundPipeTimeline, and trace and save_profile "
-                "of RoundPipeStrategy, a file of its own"
-            )
-        self._writers.append(writer)
+        self._recordings.add(writer)
 
     def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
         """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
@@ -314,6 +292,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 devices=[device.torch_device for device in self.pool.devices] if is_limited else None,
                 forget=self.engine.forget,
                 costs=self.engine.costs,
+                # The finder puts all callbacks aside, itself included, while it tries a size.
+                is_trial=lambda: self._seeks_batch_size and not _callbacks_of(self._module.trainer),
             )
         return self._retry
 
@@ -335,10 +315,13 @@ class RoundPipeStrategy(SingleProcessStrategy):
             loss.detach().to(self.root_device).reshape(()) * w for loss, w in losses if loss is not None and w != 0.0
         ]
         loss = hand_over(torch.stack(shares).sum(), result.gradients, scale)
-        if not isinstance(result.outputs[0], Mapping):
-            return loss
-        outputs = [{k: v for k, v in output.items() if k != "loss"} for output in result.outputs]
-        return {**merge_outputs(outputs, batches.sizes, batches.weights), "loss": loss}
+        # Micro-batches may have returned None: what the others returned is merged.
+        parts = [
+            ({k: v for k, v in output.items() if k != "loss"}, size, weight)
+            for output, size, weight in zip(result.outputs, batches.sizes, batches.weights, strict=True)
+            if isinstance(output, Mapping)
+        ]
+        return {**merge_outputs(*zip(*parts, strict=True)), "loss": loss} if parts else loss
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -406,27 +389,32 @@ class RoundPipeStrategy(SingleProcessStrategy):
         logs = LogCapture(self._module, len(batches.microbatches), self._metric_twins)
         is_training = name == "training_step"
         is_manual = is_training and not self._module.automatic_optimization
-        request = StepRequest(
-            function=call,
-            microbatches=batches.microbatches,
-            weights=[weight * loss_scale for weight in batches.loss_weights],
-            key=name,
-            seed=self._seed(name),
-            loss_of=loss_of if is_training and not is_manual else None,
-            merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
-            autocast_device=self._autocast_device,
-            meets=is_manual,
-        )
-        with logs.capturing(), self._meetings(batches) if is_manual else contextlib.nullcontext():
-            traced = is_training and self._writers
-            result = run_traced(self.engine, request, self._writers) if traced else self.engine.run(request)
+        self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
+        meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
+        with logs.capturing(), guard.watching(name, batches, call) as function, meetings:
+            request = StepRequest(
+                function=function,
+                microbatches=batches.microbatches,
+                weights=[weight * loss_scale for weight in batches.loss_weights],
+                key=name,
+                seed=self._seed(name),
+                loss_of=loss_of if is_training and not is_manual else None,
+                merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
+                autocast_device=self._autocast_device,
+                meets=is_manual,
+            )
+            result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
         return logs, result
 
     @contextlib.contextmanager
-    def _meetings(self, batches: Batches) -> Iterator[None]:
+    def _meetings(self, batches: Batches, guard: StepGuard) -> Iterator[None]:
         """Around a step with manual optimization."""
-        forbid = functools.partial(self.retry.forbid, "manual_backward or an optimizer has been called in it already")
-        self._manual = ManualOptimization(self._module, batches.loss_weights, batches.weights, forbid)
+
+        def holding() -> contextlib.AbstractContextManager[None]:
+            self.retry.forbid("manual_backward or an optimizer has been called in it already")
+            return guard.allowed()
+
+        self._manual = ManualOptimization(self._module, batches.loss_weights, batches.weights, holding)
         try:
             with self._manual.followed():
                 yield
@@ -453,3 +441,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
             place = (trainer.global_step, loop.batch_progress.total.ready)
         return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
+
+
+def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    return cast(list[pl.Callback], trainer.callbacks)  # type: ignore[attr-defined]

@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
 from .options import check_count, check_writable
 from .pictures import check_picture, draw_timelines
+from .planning.costs import CostProfile
 from .planning.partition import Partition
 from .planning.timeline import Mark, Timeline
 
@@ -126,6 +128,69 @@ def run_traced(engine: Engine, request: StepRequest, writers: Sequence[TraceWrit
     for writer in writers:
         writer.note(result, started_at)
     return result
+
+
+class Recordings:
+    """What is written about the training steps of a ``fit``: recorded steps, and their costs.
+
+    Args:
+        trace, save_profile: files, see :class:`RoundPipeStrategy`.
+
+    Attributes:
+        writers: of the present fit.
+    """
+
+    def __init__(self, trace: str | Path | None, save_profile: str | Path | None) -> None:
+        # Absolute: written is what was checked, whatever the current folder is by then.
+        self._profile_path = None if save_profile is None else Path(save_profile).resolve()
+        self._own = [] if trace is None else [TraceWriter(trace)]
+        self.writers: list[TraceWriter] = []
+
+    def add(self, writer: TraceWriter) -> None:
+        """Lets ``writer`` record steps of the fit that is being set up.
+
+        Raises:
+            MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
+        """
+        taken = {self._profile_path}.union(*(other.files for other in self.writers))
+        for file in writer.files & taken:
+            raise MisconfigurationException(
+                f"{os.fspath(file)!r} would be written twice: give each RoundPipeTimeline, and trace and save_profile "
+                "of RoundPipeStrategy, a file of its own"
+            )
+        self.writers.append(writer)
+
+    def start(self) -> None:
+        """A fit starts.
+
+        Raises:
+            MisconfigurationException: see :meth:`add`.
+        """
+        for writer in self._own:
+            self.add(writer)
+        for writer in self.writers:
+            writer.start()
+
+    def finish(self, costs: Callable[[], CostProfile | None]) -> None:
+        """A fit has ended, on whichever way: an error here must not hide the one that has ended it.
+
+        Args:
+            costs: gives those of the training steps; None if there were none.
+        """
+        writers, self.writers = self.writers, []
+        for writer in writers:
+            writer.finish()
+        profile = None if self._profile_path is None else costs()
+        if self._profile_path is None or profile is None:
+            return
+        try:
+            profile.save(self._profile_path)
+        except OSError as error:
+            rank_zero_warn(f"the cost profile could not be written: {error}")
+
+    def run(self, engine: Engine, request: StepRequest) -> StepResult:
+        """Runs a training step, and records it for those that want it."""
+        return run_traced(engine, request, self.writers) if self.writers else engine.run(request)
 
 
 @dataclass(frozen=True)

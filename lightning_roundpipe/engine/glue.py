@@ -11,12 +11,6 @@ step, and what the last micro-batch wrote is what remains: the semantics of a si
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed while a step runs and ignores
 threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that read what
 glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
-
-[Note: growing containers]
-``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
-(``self.features[name] = out``). Lists and dicts that are attributes of glue modules are given to every micro-batch as
-a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
-and lands in the original container.
 """
 
 from __future__ import annotations
@@ -30,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .containers import MISSING, Filled, collect_dict, collect_list, content, follow, starts_with
 from .dispatch import StepAborted
 from .outputs import brought_home
 from .randomness import derive_seed
 
-MISSING: Any = object()
 _RECHECK_S = 2.0
 _local = threading.local()
 
@@ -67,6 +61,8 @@ class GlueState:
     Attributes:
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
         unit_writes: where writes go while the thread is inside a unit; None outside units.
+        is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
+            been done.
         call_unit: runs a unit; None while the thread is inside one.
         meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
     """
@@ -77,6 +73,7 @@ class GlueState:
         self.random_state: Tensor | None = None
         self.seed = seed
         self.unit_writes: UnitWrites | None = None
+        self.is_recomputing = False
         self.lock: GlueLock | None = None
         self.call_unit: Callable[..., Any] | None = None
         self.meet: Callable[..., Any] | None = None
@@ -238,7 +235,7 @@ class GlueLock:
         shown = dict(states[-1].overlay)
         for (_, name), (module, value) in shown.items():
             assign(module, name, value)
-        before = {key: _content(value) for key, (_, value) in shown.items()}
+        before = {key: content(value) for key, (_, value) in shown.items()}
         try:
             yield
         finally:
@@ -248,7 +245,7 @@ class GlueLock:
                     if now is not value:
                         state.overlay[key] = (module, now)
                     elif state is not states[-1] and key in state.overlay:
-                        _follow(state.overlay[key][1], before[key], now)
+                        follow(state.overlay[key][1], before[key], now)
                 assign(module, key[1], self._baseline[key][1])
             self._outer_random_state = torch.default_generator.get_state()
 
@@ -274,20 +271,6 @@ def _without_graph(value: Any) -> Any:
     return kept
 
 
-def _content(value: Any) -> Any:
-    """What is in a container that grows, see [Note: growing containers]."""
-    return copy.copy(value) if type(value) in (list, dict) else None
-
-
-def _follow(other: Any, before: Any, now: Any) -> None:
-    """Does to the container of another micro-batch what was done to one: what was appended to it or set in it."""
-    if isinstance(before, list) and isinstance(other, list):
-        if _starts_with(now, before):
-            other.extend(now[len(before) :])
-    elif isinstance(before, dict) and isinstance(other, dict):
-        other.update({key: value for key, value in now.items() if before.get(key, MISSING) is not value})
-
-
 def assign(module: nn.Module, name: str, value: Any) -> None:
     """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
     state = module.__dict__
@@ -307,7 +290,7 @@ def read(module: nn.Module, name: str) -> Any:
 
 
 class GrowingContainers:
-    """Lists and dicts on glue modules that micro-batches fill; see [Note: growing containers]."""
+    """Lists and dicts on glue modules that micro-batches fill; see [Note: growing containers] in :mod:`containers`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._originals = [
@@ -322,7 +305,8 @@ class GrowingContainers:
         for state in states:
             for module, name, original in self._originals:
                 lock.note(state, module, name)
-                state.overlay[id(module), name] = (module, copy.copy(original))
+                handed = Filled(original) if isinstance(original, list) else copy.copy(original)
+                state.overlay[id(module), name] = (module, handed)
 
     def collect(self, states: Sequence[GlueState], merge: Callable[[list[Any]], Any]) -> None:
         """Puts what came in, merged over the micro-batches, into the original containers.
@@ -331,41 +315,15 @@ class GrowingContainers:
         """
         for module, name, original in self._originals:
             copies = [state.overlay.pop((id(module), name), (module, MISSING))[1] for state in states]
-            if any(type(c) is not type(original) for c in copies):
-                assign(module, name, copies[-1])  # replaced by something else: the last micro-batch counts
+            last = list(copies[-1]) if isinstance(copies[-1], Filled) else copies[-1]
+            if any(type(c) not in (type(original), Filled) for c in copies):
+                assign(module, name, last)  # replaced by something else: the last micro-batch counts
             elif isinstance(original, dict):
-                _collect_dict(original, copies, merge)
-            elif all(_starts_with(c, original) for c in copies):
-                _collect_list(original, copies, merge)
+                collect_dict(original, copies, merge)
+            elif all(starts_with(c, original) for c in copies):
+                collect_list(original, copies, merge)
             else:
-                assign(module, name, copies[-1])
-
-
-def _collect_list(original: list[Any], copies: list[list[Any]], merge: Callable[[list[Any]], Any]) -> None:
-    appended = [c[len(original) :] for c in copies]
-    if len({len(items) for items in appended}) == 1:
-        original.extend(merge(brought_home(list(items))) for items in zip(*appended, strict=True))
-    else:
-        original.extend(brought_home(item) for items in appended for item in items)
-
-
-def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Callable[[list[Any]], Any]) -> None:
-    for key in [key for key in original if key not in copies[-1]]:
-        del original[key]
-    for key in dict.fromkeys(key for c in copies for key in c):
-        values = [c.get(key, MISSING) for c in copies]
-        before = original.get(key, MISSING)
-        if all(value is before for value in values):
-            continue
-        changed = [value for value in values if value is not before and value is not MISSING]
-        if changed:
-            changed = brought_home(changed)
-            original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
-
-
-def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
-    """By identity: items may be tensors, whose ``==`` is elementwise."""
-    return len(longer) >= len(shorter) and all(a is b for a, b in zip(longer, shorter, strict=False))
+                assign(module, name, last)
 
 
 def current() -> GlueState | None:

@@ -100,7 +100,7 @@ class UnitRunner:
         call.relayed = {}
         relays, call.relays = call.relays, []
         _active.run = (self, call, relays)
-        self.state.unit_writes = writes
+        self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
         written: list[tuple[nn.Module, str, Any]] = []
         num_draws, was_compiled = 0, False
         try:
@@ -114,7 +114,7 @@ class UnitRunner:
             if call.facts is None:
                 self.check_containers(call, leaves, args, kwargs)
         finally:
-            self.state.unit_writes = None
+            self.state.unit_writes, self.state.is_recomputing = None, False
             _active.run = None
             written = writes.take_back()
             for module, name, value in previous:

@@ -149,6 +149,44 @@ def test_list_of_step_outputs(small: Any, make_trainer: Any, make_loader: Any, a
     assert_alike(modules[0].epochs, modules[1].epochs)
 
 
+# Not: one item appended for each micro-batch of one row, which is read as one of the whole batch.
+@pytest.mark.parametrize(
+    ("how", "rows", "num_microbatches"),
+    [("extend", 6, 3), ("extend", 6, 4), ("extend", 6, 6), ("+=", 6, 3), ("+=", 6, 6), ("append", 6, 3)],
+)
+def test_lists_of_samples(
+    small: Any, make_trainer: Any, make_loader: Any, how: str, rows: int, num_microbatches: int
+) -> None:
+    class Collects(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.texts, self.lists, self.numbers = [], [], []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            numbers = [round(value, 3) for value in self(batch[0])[:, 0].tolist()]
+            if how == "extend":
+                self.texts.extend(str(number) for number in numbers)
+                self.lists.extend([batch_idx, y] for y in batch[1].tolist())
+                self.numbers.extend(numbers)
+            elif how == "+=":
+                self.texts += [str(number) for number in numbers]
+                self.lists += [[batch_idx, y] for y in batch[1].tolist()]
+                self.numbers += numbers
+            else:
+                for number, y in zip(numbers, batch[1].tolist(), strict=True):
+                    self.texts.append(str(number))
+                    self.lists.append([batch_idx, y])
+                    self.numbers.append(number)
+
+    modules = [Collects(), Collects()]
+    for module, kind in zip(modules, ("plain", "roundpipe"), strict=True):
+        trainer = make_trainer(kind, num_microbatches=num_microbatches)
+        trainer.validate(module, make_loader(2 * rows, rows), verbose=False)
+    for name in ("texts", "lists", "numbers"):
+        assert getattr(modules[0], name) == getattr(modules[1], name), name
+    assert len(modules[0].texts) == 2 * rows
+
+
 def test_list_of_training_outputs(small: Any, fit_both: Any, assert_alike: Any) -> None:
     class Collects(Collecting, small):
         collect = APPENDED["dict"]

@@ -177,7 +177,7 @@ def test_written_when_training_fails(
     with pytest.raises(raised):
         trainer.fit(Fails(), loader)
     assert steps_in(path) == ["training step 2", "training step 3"]
-    assert trainer.strategy._writers == []
+    assert trainer.strategy._recordings.writers == []
 
 
 def test_too_short_a_fit_says_so(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_files_are_not_written_twice(
     for _ in range(2):
         with pytest.raises(MisconfigurationException, match=r"same\.json' would be written twice: give each"):
             trainer.fit(small(), loader)
-        assert trainer.strategy._writers == []
+        assert trainer.strategy._recordings.writers == []
 
 
 def test_picture(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
