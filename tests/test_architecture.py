@@ -33,7 +33,7 @@ def _rule(parts: str = "", libraries: str = "") -> Rule:
 
 _ADAPTER_LIBRARIES = "lightning lightning_utilities torch torchmetrics typing_extensions"
 _ALL_PARTS = " ".join({path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py") for path in FILES})
-_ABOVE_THE_STRATEGY = {"__init__", "cli", "timeline_callback"}
+_ABOVE_THE_STRATEGY = {"__init__", "cli", "lightning_cli", "timeline_callback"}
 RULES = {
     "options": _rule("planning"),
     "planning": _rule("planning"),
@@ -42,6 +42,7 @@ RULES = {
     "cli": _rule("cli planning pictures __about__", "huggingface_hub rich typing_extensions"),
     "accelerator": _rule("engine", "lightning torch typing_extensions"),
     "strategy": _rule(" ".join(set(_ALL_PARTS.split()) - _ABOVE_THE_STRATEGY), _ADAPTER_LIBRARIES),
+    "lightning_cli": _rule("__about__", "lightning lightning_utilities"),
     "timeline_callback": _rule("strategy tracing", _ADAPTER_LIBRARIES),
     "__init__": _rule(_ALL_PARTS, _ADAPTER_LIBRARIES),
 }
