@@ -223,7 +223,7 @@ def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]], asse
     "Trainer attribute",
     "device_ids",
     status="differs",
-    note="`[0]`, for the same reason. `trainer.strategy.parallel_devices` are the devices of the pool.",
+    note="`[0]`, the host, as `num_devices` is 1. `trainer.strategy.parallel_devices` are the devices of the pool.",
 )
 def test_attributes_that_follow_from_the_strategy(runs: dict[str, tuple[Record, L.Trainer]]) -> None:
     trainer = runs["roundpipe"][1]

@@ -48,7 +48,7 @@ def test_every_feature_of_lightning_has_a_row(features: list[Feature]) -> None:
 
 
 def test_rows_are_names_that_lightning_knows(features: list[Feature]) -> None:
-    """A typing error in a mark would be a row of its own. Phrases, such as ``hooks set on the instance``, are no names."""
+    """A typing error in a mark would be a row of its own. Phrases (``hooks set on the instance``) are no names."""
     known = inventory()
     unknown = [
         f"{feature.kind}: {feature.name}"
