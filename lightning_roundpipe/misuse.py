@@ -67,13 +67,12 @@ class StepGuard:
         self._count = 1  # micro-batches of the step
 
     @contextlib.contextmanager
-    def watching(self, kind: str, batches: Batches, function: Function) -> Iterator[Function]:
-        """Around an attempt to run a step; gives the function to run on the micro-batches, in place of ``function``.
+    def watching(self, kind: str, batches: Batches) -> Iterator[None]:
+        """Around an attempt to run a step.
 
         Args:
             kind: of the step, such as ``"training_step"``.
             batches: of the step.
-            function: the user's step, for one micro-batch.
 
         Raises:
             MisconfigurationException: for a mistake, naming what was changed and what to do instead.
@@ -90,8 +89,9 @@ class StepGuard:
         shared = _Shared(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
         try:
-            yield self._first_alone(kind, function) if step == 0 else function
+            yield
         except Exception as error:
+            self._look_up()  # to move a module may have put new parameters in the place of the old ones
             self._check_places(error)
             raise
         if looks_closely:
@@ -128,8 +128,10 @@ class StepGuard:
 
     # --- the first micro-batch -----------------------------------------------------------------------------------
 
-    def _first_alone(self, kind: str, function: Function) -> Function:
-        """``function``, watched more closely in its first call, which has no others beside it."""
+    def followed(self, kind: str, function: Function) -> Function:
+        """``function``, the user's step; in the first step of a kind its first call, which is alone, is looked into."""
+        if self._num_steps.get(kind, 0):
+            return function
         called = iter((True,))
 
         def first(microbatch: Any) -> Any:
