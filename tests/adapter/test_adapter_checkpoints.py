@@ -145,6 +145,12 @@ def test_resumed_with_other_devices_and_microbatches(
     assert_alike(weights(resumed, other), weights(module, trainer))
 
 
+@compat(
+    "Library",
+    "seed_everything",
+    status="differs",
+    note="Dropout draws other numbers than in plain Lightning: the same for any number of devices, and when resumed.",
+)
 @pytest.mark.parametrize("devices", [1, 3, 4])
 def test_devices_do_not_change_random_training(small: Any, make_trainer: Any, make_loader: Any, devices: int) -> None:
     """The same masks for every number of devices; the order of sums may change."""

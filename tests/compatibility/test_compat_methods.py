@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module as lightning_module
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -125,6 +126,30 @@ def test_freeze_and_unfreeze(small: Any, fit_both: Any, assert_alike: Any) -> No
     assert_alike(ours.module.weights, plain.module.weights)
     assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
     assert ours.module.inner.training == plain.module.inner.training
+
+
+@compat_each("Library", "grad_norm rank_zero_only")
+def test_utilities_in_hooks(small: Any, fit_both: Any, assert_alike: Any) -> None:
+    """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
+
+    class Norms(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written: list[int] = []
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+            self.write()
+
+        @rank_zero_only
+        def write(self) -> None:
+            self.written.append(self.global_step)
+
+    plain, ours = fit_both(Norms, accumulate_grad_batches=2)
+    assert len(plain.trainer.callback_metrics) == 11
+    assert all(norm > 0 for norm in plain.trainer.callback_metrics.values())
+    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
+    assert ours.module.written == plain.module.written == [0, 1]
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
