@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .engine.microbatch import batch_rows, split_batch
+from .engine.microbatch import batch_rows, merge_outputs, split_batch
+from .engine.outputs import brought_home
 
 _IGNORED_LABEL = -100
 
@@ -30,6 +31,32 @@ class Batches:
     weights: tuple[float, ...]
     loss_weights: tuple[float, ...]
     batch_size: int | None
+    _entries: tuple[dict[Any, Any] | None, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        entries = tuple(dict(m) if isinstance(m, MutableMapping) else None for m in self.microbatches)
+        object.__setattr__(self, "_entries", entries)
+
+    def bring_back(self, batch: Any) -> None:
+        """Does to the whole batch what the step has done to its micro-batches, where these are dicts.
+
+        Hooks that come after the step may look for it: an entry that the step has put into every micro-batch
+        (``batch["predictions"] = ...``) is merged, one that it has taken out of all of them goes.
+        """
+        if not isinstance(batch, MutableMapping) or any(microbatch is batch for microbatch in self.microbatches):
+            return
+        before = [entries for entries in self._entries if entries is not None]
+        if len(before) < len(self.microbatches):
+            return
+        missing = object()
+        for key in dict.fromkeys(key for entries in (*before, *self.microbatches) for key in entries):
+            values = [microbatch.get(key, missing) for microbatch in self.microbatches]
+            if all(value is entries.get(key, missing) for value, entries in zip(values, before, strict=True)):
+                continue
+            if all(value is missing for value in values):
+                batch.pop(key, None)
+            elif not any(value is missing for value in values):
+                batch[key] = merge_outputs([brought_home(value) for value in values], self.sizes, self.weights)
 
 
 def microbatches_of(

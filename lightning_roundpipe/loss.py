@@ -15,12 +15,16 @@ overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+
+from .batches import Batches
+from .engine.microbatch import merge_outputs
 
 
 class _MasterGradients(torch.autograd.Function):
@@ -73,3 +77,30 @@ def loss_of(output: Any) -> Tensor | None:
     raise MisconfigurationException(
         f"training_step returned {type(output).__name__}: return a loss tensor, a dict with 'loss', or None"
     )
+
+
+def merged_step(
+    outputs: Sequence[Any], batches: Batches, gradients: Mapping[nn.Parameter, Tensor], scale: float
+) -> STEP_OUTPUT:
+    """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
+
+    A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped. One of weight
+    zero (no label) may have a NaN loss: it does not take part.
+
+    Args:
+        scale: by which the gradients were multiplied already.
+    """
+    shares = [
+        loss.detach().cpu().reshape(()) * weight
+        for loss, weight in zip(map(loss_of, outputs), batches.loss_weights, strict=True)
+        if loss is not None and weight != 0.0
+    ]
+    if not shares:
+        return None
+    loss = hand_over(torch.stack(shares).sum(), gradients, scale)
+    others = [
+        ({name: value for name, value in output.items() if name != "loss"}, size, weight)
+        for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)
+        if isinstance(output, Mapping)
+    ]
+    return {**merge_outputs(*zip(*others, strict=True)), "loss": loss} if others else loss

@@ -33,9 +33,9 @@ from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
 from .host_report import HostReport
 from .log_merging import LogCapture, MetricTwins
-from .loss import hand_over, loss_of
+from .loss import hand_over, loss_of, merged_step
 from .manual import ManualOptimization
-from .misuse import StepGuard, check_has_data
+from .misuse import StepGuard
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
@@ -86,7 +86,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
-        accelerator, checkpoint_io, precision_plugin: see :class:`lightning.pytorch.strategies.Strategy`.
+        accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
+        checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
+        precision_plugin: a precision object; usually named by ``Trainer(precision=...)``.
 
     Raises:
         ValueError, TypeError: for options out of range, and for files that cannot be read or written, naming the
@@ -103,7 +105,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self,
         num_microbatches: int | Literal["auto"] = "auto",
         round_size: int | None = None,
-        units: list[str | type[nn.Module]] | None = None,
+        units: list[type[nn.Module] | str] | None = None,
         loss_weight: Literal["samples", "label_tokens", "causal_label_tokens", "sum"]
         | Callable[[Any], float] = "samples",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
@@ -205,7 +207,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def model_to_device(self) -> None:
         """The master weights stay on the host."""
-        check_has_data(self._module)
         self._module.to(self.root_device)
 
     @override
@@ -307,21 +308,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        losses = [(loss_of(o), w) for o, w in zip(result.outputs, batches.loss_weights, strict=True)]
-        if all(loss is None for loss, _ in losses):
-            return None
-        # A micro-batch of weight zero (no label) may have a NaN loss: it does not take part.
-        shares = [
-            loss.detach().to(self.root_device).reshape(()) * w for loss, w in losses if loss is not None and w != 0.0
-        ]
-        loss = hand_over(torch.stack(shares).sum(), result.gradients, scale)
-        # Micro-batches may have returned None: what the others returned is merged.
-        parts = [
-            ({k: v for k, v in output.items() if k != "loss"}, size, weight)
-            for output, size, weight in zip(result.outputs, batches.sizes, batches.weights, strict=True)
-            if isinstance(output, Mapping)
-        ]
-        return {**merge_outputs(*zip(*parts, strict=True)), "loss": loss} if parts else loss
+        return merged_step(result.outputs, batches, result.gradients, scale)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -376,6 +363,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         batches, (logs, result) = self.retry.run(
             name, batch, self._split, lambda b: self._attempt(name, call, b, loss_scale)
         )
+        batches.bring_back(batch)
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
@@ -391,9 +379,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches, call) as function, meetings:
+        with logs.capturing(), guard.watching(name, batches), meetings:
             request = StepRequest(
-                function=function,
+                function=guard.followed(name, call),
                 microbatches=batches.microbatches,
                 weights=[weight * loss_scale for weight in batches.loss_weights],
                 key=name,

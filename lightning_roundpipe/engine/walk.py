@@ -81,9 +81,8 @@ class Walk:
         self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor, shared.compiler)
         self._visits = Visits(shared.pool, shared.turnstile, self.slot)
         self._cargo = self._visits.cargo
-        self._forward = ForwardRunner(
-            self._runner, self._cargo, self._anchor, shared.replicas.weights, saves_kept=shared.meets
-        )
+        weights = shared.replicas.weights
+        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor, weights, saves_kept=shared.meets)
         self._backward = BackwardRunner(self._runner, self._cargo, self._visits, self._anchor, shared.autocast_device)
         self.state.call_unit = self.call_unit
         self._begin()
