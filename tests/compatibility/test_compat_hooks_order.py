@@ -207,7 +207,41 @@ def stop(session: Session) -> None:
             session.trainer(max_epochs=4).fit(session.module(Stops))
 
 
+def optimize_manually(session: Session) -> None:
+    """Two optimizers in turns, clipping and a scheduler by hand, two backwards for the second one."""
+
+    class Manual(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            first.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(first, 0.1, "norm")
+            first.step()
+            self.untoggle_optimizer(first)
+            second.zero_grad()
+            for scale in (1.0, 0.5):
+                self.manual_backward(scale * self.loss(batch))
+            second.step()
+            self.lr_schedulers().step()
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return {"loss": loss.detach()}
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.body.parameters(), lr=0.1, momentum=0.9)
+            second = torch.optim.Adam(self.head.parameters(), lr=0.01, eps=1e-4)
+            return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.7)]
+
+    session.trainer(max_epochs=2).fit(session.module(Manual), session.datamodule())
+
+
 SCENARIOS: list[Callable[[Session], None]] = [
+    optimize_manually,
     fit_save_and_resume,
     accumulate,
     evaluate,

@@ -178,6 +178,22 @@ def test_none_for_some_micro_batches(small: Any, fit_both: Any, assert_same_trai
     assert_same_training(plain, ours)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_a_step_without_a_loss_that_counts(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+    """None from the micro-batches that have a weight; those without one are not asked."""
+
+    class Returns(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if weight(batch) else self.loss(batch)
+
+    def weight(batch: Any) -> float:
+        return float(batch[0][0, 0] > 0)
+
+    module = Returns()
+    make_trainer(options={"loss_weight": weight}).fit(module, make_loader())
+    assert_alike(dict(module.state_dict()), dict(small().state_dict()), rtol=0, atol=0)
+
+
 def test_a_loss_of_none_in_a_dict_is_the_error_of_plain(small: Any, make_trainer: Any, make_loader: Any) -> None:
     class Returns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
