@@ -1,0 +1,404 @@
+"""Plugins: checkpoint IO, synchronization of layers, cluster environments and the launchers they stand for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import (
+    AsyncCheckpointIO,
+    CheckpointIO,
+    LayerSync,
+    TorchCheckpointIO,
+    TorchSyncBatchNorm,
+    XLACheckpointIO,
+)
+from lightning.pytorch.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    XLAEnvironment,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_roundpipe import RoundPipeStrategy
+
+from .rows import compat
+
+# --- checkpoint IO ----------------------------------------------------------------------------------------------------
+
+
+class OwnIO(CheckpointIO):
+    """Writes files of its own kind, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.calls.append(("save", Path(path).name, sorted(checkpoint), storage_options))
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"wrapped": checkpoint}, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        self.calls.append(("load", Path(path).name))
+        return torch.load(path, weights_only=False)["wrapped"]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(("remove", Path(path).name))
+        Path(path).unlink()
+
+    def teardown(self) -> None:
+        self.calls.append(("teardown",))
+
+
+@compat("Plugin", "CheckpointIO")
+@compat("Trainer argument", "plugins")
+@pytest.mark.parametrize("by", ["trainer", "strategy"])
+def test_an_own_checkpoint_io_gets_the_calls_of_plain(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, assert_alike: Any, by: str
+) -> None:
+    found = []
+    for kind in ("plain", "roundpipe"):
+        io, weights = OwnIO(), []
+        for epochs, path in ((1, None), (2, tmp_path / kind / "last.ckpt")):
+            saving = ModelCheckpoint(tmp_path / kind, every_n_train_steps=2, save_last=True, save_top_k=1)
+            settings = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
+            if by == "trainer" or kind == "plain":
+                settings["plugins"] = [io]
+            else:
+                settings["options"] = {"checkpoint_io": io}
+            trainer, module = make_trainer(kind, **settings), small()
+            trainer.fit(module, make_loader(), ckpt_path=path, weights_only=False)
+            trainer.save_checkpoint(tmp_path / kind / "own.ckpt", storage_options={"option": 1})
+            weights.append(dict(module.state_dict()))
+        found.append([io.calls, weights])
+    assert {call[0] for call in found[0][0]} == {"save", "load", "remove", "teardown"}
+    assert_alike(found[1], found[0])
+
+
+@compat("Plugin", "TorchCheckpointIO")
+def test_the_default_checkpoint_io(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), small()
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(path)
+    other = small.load_from_checkpoint(path, weights_only=False)
+    for name, value in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+
+
+class Late(TorchCheckpointIO):
+    """Writes nothing before it is allowed to: training goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        assert self.may_write.wait(30)
+        super().save_checkpoint(*args, **kwargs)
+
+
+@compat("Plugin", "AsyncCheckpointIO")
+def test_what_is_written_later_is_what_was_saved(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, assert_alike: Any
+) -> None:
+    """Steps that are made before the file is written do not change what is in it."""
+
+    class Allows(small):
+        def on_train_end(self) -> None:
+            late.may_write.set()
+
+    written = []
+    for kind in ("plain", "roundpipe"):
+        late, folder = Late(), tmp_path / kind
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(
+            kind, plugins=[AsyncCheckpointIO(late)], callbacks=[saving], enable_checkpointing=True, max_epochs=2
+        )
+        trainer.fit(Allows(), make_loader())
+        files = sorted(folder.iterdir())
+        checkpoints = [torch.load(file, weights_only=False) for file in files]
+        written.append([[c["state_dict"], c["optimizer_states"], c["global_step"]] for c in checkpoints])
+        assert len({float(c["state_dict"]["head.weight"].norm()) for c in checkpoints}) == len(files) == 6
+    assert_alike(written[1], written[0])
+
+
+@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without the package torch_xla.")
+def test_the_checkpoint_io_of_xla_needs_xla() -> None:
+    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+        XLACheckpointIO()
+
+
+# --- synchronization of layers ----------------------------------------------------------------------------------------
+
+
+class OwnSync(LayerSync):
+    """Would put something else in the place of layers."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        raise AssertionError("there is nobody to synchronize with")
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        raise AssertionError("there is nobody to synchronize with")
+
+
+    "No effect, as on one device, and a warning: batch norm sees micro-batches, num_microbatches=1 whole batches."
+)
+SYNCS: list[Any] = [
+    pytest.param(
+        {"sync_batchnorm": True},
+        marks=compat(
+            "Trainer argument",
+            "sync_batchnorm",
+            note="A warning: no effect, as on one device. num_microbatches=1 lets batch norm see the whole batch.",
+        ),
+    ),
+    pytest.param(
+        {"plugins": [TorchSyncBatchNorm()]},
+        marks=compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device."),
+    ),
+    pytest.param(
+        {"plugins": [OwnSync()]}, marks=compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
+    ),
+]
+
+
+@pytest.mark.parametrize("settings", SYNCS)
+def test_there_is_nobody_to_synchronize_with(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, settings: dict[str, Any]
+) -> None:
+    class Normed(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.append(nn.BatchNorm1d(6))
+
+    states = []
+    for kind in ("plain", "roundpipe"):
+        if kind == "plain":
+            trainer = make_trainer(kind, **settings)
+        else:
+            with pytest.warns(UserWarning, match=r"no effect with strategy='roundpipe'.*num_microbatches=1"):
+                trainer = make_trainer(kind, num_microbatches=1, **settings)
+        module = Normed()
+        trainer.fit(module, make_loader())
+        assert type(module.body[4]) is nn.BatchNorm1d
+        states.append(dict(module.state_dict()))
+    assert_alike(states[1], states[0])
+
+
+# --- cluster environments and launchers -------------------------------------------------------------------------------
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29400",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "1",
+}
+SLURM = {
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_JOB_ID": "1234",
+}
+KUBEFLOW = {
+    "KUBERNETES_PORT": "tcp://127.0.0.1:443",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29400",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
+LSF = {"LSB_JOBID": "1", "JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"}
+# All that a launcher may have set around the tests themselves.
+VARIABLES = {*TORCHRUN, *SLURM, *KUBEFLOW, *LSF, "LSB_DJOB_RANKFILE", "NODE_RANK"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, str]], None]:
+    """Sets the variables of a launcher, and no others."""
+
+    def launch(variables: dict[str, str]) -> None:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        if "LSB_JOBID" in variables:
+            host = socket.gethostname()
+            (tmp_path / "rankfile").write_text(f"launcher\n{host}\n")
+            monkeypatch.setenv("LSB_DJOB_RANKFILE", str(tmp_path / "rankfile"))
+
+    return launch
+
+
+ALONE: list[Any] = [
+    pytest.param({}, LightningEnvironment, False, id="python", marks=compat("Plugin", "LightningEnvironment")),
+    pytest.param({}, LightningEnvironment, True, id="python, given"),
+    pytest.param(
+        TORCHRUN,
+        TorchElasticEnvironment,
+        False,
+        id="torchrun",
+        marks=compat("Plugin", "TorchElasticEnvironment", note="One process; an error if torchrun starts several."),
+    ),
+    pytest.param({}, TorchElasticEnvironment, True, id="torchrun, given"),
+    pytest.param(
+        SLURM,
+        SLURMEnvironment,
+        False,
+        id="slurm",
+        marks=compat("Plugin", "SLURMEnvironment", note="One task; an error if srun starts several."),
+    ),
+    pytest.param(SLURM, SLURMEnvironment, True, id="slurm, given"),
+    pytest.param(
+        KUBEFLOW,
+        KubeflowEnvironment,
+        True,
+        id="kubeflow",
+        marks=compat("Plugin", "KubeflowEnvironment", note="One process; an error if there are several."),
+    ),
+    pytest.param(
+        LSF,
+        LSFEnvironment,
+        False,
+        id="lsf",
+        marks=compat("Plugin", "LSFEnvironment", note="One process; an error if jsrun starts several."),
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "environment", "is_given"), ALONE)
+def test_one_launched_process_is_one_process(
+    launched: Any,
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    assert_alike: Any,
+    variables: dict[str, str],
+    environment: type[ClusterEnvironment],
+    is_given: bool,
+) -> None:
+    launched(variables)
+    weights = []
+    for kind in ("plain", "roundpipe"):
+        trainer, module = make_trainer(kind, **({"plugins": [environment()]} if is_given else {})), small()
+        assert type(trainer._accelerator_connector.cluster_environment) is environment
+        assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+        assert trainer.is_global_zero
+        trainer.fit(module, make_loader())
+        weights.append(dict(module.state_dict()))
+    assert trainer.strategy.launcher is None
+    assert_alike(weights[1], weights[0])
+
+
+def ranked(variables: dict[str, str], **changes: str) -> dict[str, str]:
+    return {**variables, **changes}
+
+
+SEVERAL: list[Any] = [
+    pytest.param(ranked(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), "process 1 of 2", id="torchrun"),
+    pytest.param(ranked(TORCHRUN, WORLD_SIZE="4"), "process 0 of 4", id="torchrun, first"),
+    pytest.param(
+        ranked(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1"),
+        "process 1 of 2",
+        id="srun",
+    ),
+    pytest.param(ranked(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), "process 3 of 8", id="jsrun"),
+    pytest.param({"RANK": "1", "WORLD_SIZE": "2"}, "process 1 of 2", id="by hand"),
+    pytest.param({"LOCAL_RANK": "1"}, r"process 1, ", id="a process of DDP"),
+]
+
+
+@compat("Misuse", "several processes of a launcher", "refused", "An error in each of them when the Trainer is made.")
+@pytest.mark.parametrize(("variables", "place"), SEVERAL)
+def test_several_processes_are_refused(launched: Any, make_trainer: Any, variables: dict[str, str], place: str) -> None:
+    launched(variables)
+    with pytest.raises(MisconfigurationException, match=rf"one process.*this is {place}.*'python train.py'"):
+        make_trainer()
+    make_trainer("plain")
+
+
+class Own(LightningEnvironment):
+    """A cluster of the user's own, with 3 processes."""
+
+    def world_size(self) -> int:
+        return 3
+
+
+@compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
+@pytest.mark.parametrize("environment", [Own, KubeflowEnvironment])
+def test_environments_of_several_processes_are_refused(
+    launched: Any, make_trainer: Any, environment: type[ClusterEnvironment]
+) -> None:
+    launched(ranked(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
+    with pytest.raises(
+        MisconfigurationException, match=rf"process 0 of 3, started by a launcher \({environment.__name__}\)"
+    ):
+        make_trainer(plugins=[environment()])
+
+
+@compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without the package mpi4py; one process with it.")
+@compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without the package torch_xla.")
+@pytest.mark.parametrize(("environment", "package"), [(MPIEnvironment, "mpi4py"), (XLAEnvironment, "torch_xla")])
+def test_environments_that_need_a_package(environment: type[ClusterEnvironment], package: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=package):
+        environment()
+
+
+@compat("Library", "Jupyter")
+def test_a_notebook_is_fine(
+    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch, assert_alike: Any
+) -> None:
+    """Strategies with a launcher for scripts are refused there; this one has none."""
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        make_trainer("plain", strategy="ddp", devices=2)
+    weights = []
+    for kind in ("plain", "roundpipe"):
+        trainer, module = make_trainer(kind), small()
+        for _ in range(2):  # a cell that is run again
+            trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
+            trainer.fit(module, make_loader())
+        weights.append(dict(module.state_dict()))
+    assert_alike(weights[1], weights[0])
+
+
+def test_a_strategy_keeps_nothing_of_a_trainer_that_was_refused(launched: Any, make_trainer: Any) -> None:
+    strategy = RoundPipeStrategy()
+    launched(ranked(TORCHRUN, WORLD_SIZE="2"))
+    with pytest.raises(MisconfigurationException, match="process 0 of 2"):
+        make_trainer(strategy=strategy)
+    launched({})
+    trainer = make_trainer(strategy=strategy, accelerator="auto")  # it has one by now, and Lightning wants no second
+    assert isinstance(trainer._accelerator_connector.cluster_environment, LightningEnvironment)
+
+
+@compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
+def test_what_is_no_plugin_is_refused_as_in_plain(make_trainer: Any) -> None:
+    messages = []
+    for kind in ("plain", "roundpipe"):
+        with pytest.raises(MisconfigurationException, match="invalid type for plugin") as caught:
+            make_trainer(kind, plugins=["slurm"])
+        messages.append(str(caught.value))
+        with pytest.raises(MisconfigurationException, match="multiple values for CheckpointIO"):
+            make_trainer(kind, plugins=[TorchCheckpointIO(), TorchCheckpointIO()])
+    assert messages[0] == messages[1]
+    assert isinstance(L.Trainer(strategy="roundpipe", logger=False, barebones=True).strategy, RoundPipeStrategy)
