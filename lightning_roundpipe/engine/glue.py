@@ -224,6 +224,7 @@ class GlueLock:
         """No micro-batch is current any more: modules and the generator are as before the step."""
         if self._last is not None:
             self._swap_out(self._last)
+            self._last.random_state = torch.default_generator.get_state()
             self._last = None
         torch.default_generator.set_state(self._outer_random_state)
 
