@@ -155,8 +155,6 @@ class OwnSync(LayerSync):
         raise AssertionError("there is nobody to synchronize with")
 
 
-    "No effect, as on one device, and a warning: batch norm sees micro-batches, num_microbatches=1 whole batches."
-)
 SYNCS: list[Any] = [
     pytest.param(
         {"sync_batchnorm": True},
