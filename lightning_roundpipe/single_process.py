@@ -1,21 +1,15 @@
-"""A strategy that is one process: collective operations, what it cannot honour, checkpoints of whoever wrote them."""
+"""A strategy that is one process: collective operations, and what it cannot honour."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
-from .misuse import check_has_data
 from .profiling import ProfiledStrategy
 from .trainer_checks import check_only_process, check_precision, note_layer_sync
 
@@ -38,11 +32,9 @@ class SingleProcessStrategy(ProfiledStrategy):
         Raises:
             MisconfigurationException: if there are other processes, or the precision plugin needs another strategy.
         """
-        environment, self.cluster_environment = self.cluster_environment, None  # the next Trainer has its own
-        layer_sync, self._layer_sync = self._layer_sync, None
-        check_only_process(environment)
+        check_only_process(self.cluster_environment)
         check_precision(self.precision_plugin)
-        note_layer_sync(layer_sync)
+        note_layer_sync(self._layer_sync)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -84,60 +76,3 @@ class SingleProcessStrategy(ProfiledStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object itself: there is one process."""
         return obj
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Sets up, if every weight has data.
-
-        Raises:
-            MisconfigurationException: naming a weight that has none.
-        """
-        assert self.lightning_module is not None
-        check_has_data(self.lightning_module)
-        super().setup(trainer)
-
-    @override
-    def teardown(self) -> None:
-        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
-        module = self._lightning_module
-        if module is not None and any(weight.is_meta for weight in module.parameters()):
-            self._lightning_module = None
-        try:
-            super().teardown()
-        finally:
-            self._lightning_module = module
-
-    # --- checkpoints, see [Note: foreign checkpoints] in foreign_checkpoints.py -------------------------------------
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint file.
-
-        Raises:
-            IsADirectoryError: for a folder, as FSDP and DeepSpeed write it; the message says how it becomes a file.
-            MisconfigurationException: for files that cannot be used, saying why and what to do.
-        """
-        refuse_folder(checkpoint_path, self.checkpoint_io)
-        # Before Lightning 2.6 there is no such argument.
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **given)
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        is_resumed = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        return as_lightning_checkpoint(checkpoint, checkpoint_path, is_resumed=is_resumed)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights, also under names that wrappers have given them."""
-        assert self.lightning_module is not None
-        state = with_names_of(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of the optimizers, also if parameters have names in it."""
-        module = self.lightning_module
-        assert module is not None
-        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        states = [by_position(state, module, optimizer) for state, optimizer in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

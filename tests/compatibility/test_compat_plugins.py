@@ -379,16 +379,6 @@ def test_a_notebook_is_fine(
     assert_alike(weights[1], weights[0])
 
 
-def test_a_strategy_keeps_nothing_of_a_trainer_that_was_refused(launched: Any, make_trainer: Any) -> None:
-    strategy = RoundPipeStrategy()
-    launched(ranked(TORCHRUN, WORLD_SIZE="2"))
-    with pytest.raises(MisconfigurationException, match="process 0 of 2"):
-        make_trainer(strategy=strategy)
-    launched({})
-    trainer = make_trainer(strategy=strategy, accelerator="auto")  # it has one by now, and Lightning wants no second
-    assert isinstance(trainer._accelerator_connector.cluster_environment, LightningEnvironment)
-
-
 @compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
 def test_what_is_no_plugin_is_refused_as_in_plain(make_trainer: Any) -> None:
     messages = []
