@@ -28,8 +28,9 @@ devices, on a CPU: [Limits](limits.md#cuda) says what no GPU has run. `{COMMAND}
 from marks in the tests. A test compares the names with those of the installed Lightning, so that none is forgotten.
 
 - **equal**: as in plain Lightning on one device, within the [rule of exactness](concepts.md#exactness). This includes
-  features that do nothing on one device, and errors that plain Lightning raises as well.
-- **refused**: it cannot work here, and a clear error says so before work is lost.
+  features that do nothing on one device.
+- **refused**: a clear error, before work is lost: because it cannot work here, or Lightning's own error where a package
+  or a device is missing.
 - **differs**: it works, with the difference that the note names.
 
 Paths of tests are relative to `tests/`.
@@ -268,6 +269,12 @@ def count_line(features: list[Feature]) -> str:
     return f"{len(features)} features: {equal} equal, {refused} refused with a clear error, {differs} with a difference"
 
 
+def _name_cell(name: str) -> str:
+    """The name as code, and what is said about the case as text; a phrase is text."""
+    base, *case = name.split(" (", 1)
+    return _cell(name if " " in base else " (".join([f"`{base}`", *case]))
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -295,7 +302,7 @@ def page_of(features: list[Feature]) -> str:
         for feature in features:
             if feature.kind == kind:
                 status = feature.status if feature.status == "equal" else f"**{feature.status}**"
-                cells = (f"`{_cell(feature.name)}`", status, _cell(feature.note), _tests_cell(feature.tests))
+                cells = (_name_cell(feature.name), status, _cell(feature.note), _tests_cell(feature.tests))
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -188,11 +188,14 @@ def test_contradictions_are_errors() -> None:
 def test_the_page() -> None:
     source = (
         "@compat('Misuse', 'b|c', 'refused', 'use | less')\n@compat('Callback', 'A')\ndef test_a(): ...\n"
-        "@compat('Callback', 'A')\ndef test_b(): ...\n@compat('Callback', 'A', note='n')\ndef test_c(): ..."
+        "@compat('Callback', 'A')\ndef test_b(): ...\n@compat('Callback', 'A', note='n')\ndef test_c(): ...\n"
+        "@compat('Logger', 'W (`x`)')\n@compat('Logger', 'a phrase')\ndef test_d(): ..."
     )
     features = features_of(marks_of(source, "t.py"))
-    assert count_line(features) == "2 features: 1 equal, 1 refused with a clear error, 0 with a difference"
+    assert count_line(features) == "4 features: 3 equal, 1 refused with a clear error, 0 with a difference"
     page = page_of(features)
     assert "| `A` | equal | n | `t.py::test_a`, `t.py::test_b` and 1 more |" in page
     assert "| `b\\|c` | **refused** | use \\| less | `t.py::test_a` |" in page
+    assert "| `W` (`x`) | equal |  | `t.py::test_d` |" in page
+    assert "| a phrase | equal |  | `t.py::test_d` |" in page
     assert page.index("## Callback") < page.index("## Misuse")

@@ -344,7 +344,7 @@ MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiv
 @compat("LightningModule method", "toggle_optimizer")
 @compat("LightningModule method", "untoggle_optimizer")
 @compat("LightningModule method", "clip_gradients")
-@compat("LightningModule hook", "automatic_optimization")
+@compat("LightningModule attribute", "automatic_optimization")
 @pytest.mark.parametrize("module", MODULES)
 def test_equal_to_one_device(module: type[Gan]) -> None:
     count = 6 if module is Accumulated else 4
