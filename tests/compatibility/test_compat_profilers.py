@@ -81,7 +81,9 @@ class Recorder(Profiler):
         return re.sub(r"\[Strategy\]\w+\.", "[Strategy].", action_name)
 
 
-@compat("Profiler", "Profiler")
+@compat(
+    "Profiler", "Profiler", "differs", "Actions that code of a step profiles are recorded for the first micro-batch."
+)
 @compat("Trainer argument", "profiler")
 def test_an_own_profiler_gets_the_calls_of_plain(profiled: Any, assert_alike: Any) -> None:
     recorders = [Recorder(), Recorder()]
@@ -96,7 +98,12 @@ def test_an_own_profiler_gets_the_calls_of_plain(profiled: Any, assert_alike: An
     assert_alike(dict(modules[1].state_dict()), dict(modules[0].state_dict()))
 
 
-@compat("Profiler", "SimpleProfiler")
+@compat(
+    "Profiler",
+    "SimpleProfiler",
+    "differs",
+    "Actions that code of a step profiles are recorded for the first micro-batch.",
+)
 @compat("Trainer argument", "profiler")
 @pytest.mark.parametrize("given", ["simple", "object"])
 def test_simple_profiler(profiled: Any, given: str) -> None:
@@ -139,7 +146,12 @@ def calls_in(table: str) -> dict[str, int]:
     return {row[0]: int(row[-1]) for row in rows if len(row) > 3 and row[-1].isdigit()}
 
 
-@compat("Profiler", "PyTorchProfiler")
+@compat(
+    "Profiler",
+    "PyTorchProfiler",
+    "differs",
+    "Operators and modules are counted once per micro-batch, and forwards that are run again as well.",
+)
 @compat("Trainer argument", "profiler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
 @pytest.mark.parametrize("record_module_names", [True, False])
