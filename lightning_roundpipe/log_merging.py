@@ -200,10 +200,10 @@ class MetricArguments:
     def _forward(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             state = current()
-            if state is not None and state.is_recomputing:
-                args, kwargs = self.bring(metric, args, kwargs)
-                return _empty_copy(metric).forward(*args, **kwargs)
             with _glue_lock_held():
+                if state is not None and state.is_recomputing:
+                    args, kwargs = self.bring(metric, args, kwargs)
+                    return _empty_copy(metric).forward(*args, **kwargs)
                 return original(*args, **kwargs)
 
         return forward

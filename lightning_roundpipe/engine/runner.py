@@ -132,13 +132,12 @@ class Engine:
         finally:
             if trace is not None:
                 trace.close()
-        gradients = step.gradients.take()
         moved = zip(self._pool.bytes_moved, before, strict=True)
         bytes_up, bytes_down = (tuple(n - m for n, m in zip(*counts, strict=True)) for counts in moved)
         schedule, partition = step.largest
         return StepResult(
             step.outputs,
-            gradients,
+            step.gradients,
             Timeline(tuple(step.spans), len(self._pool)),
             schedule,
             partition,

@@ -74,7 +74,7 @@ class Step:
 
     Attributes:
         outputs: results of the user's function, by micro-batch.
-        gradients: where gradients of masters come home.
+        gradients: of masters, that the last segment has brought home.
         spans: what was computed by plan, and more if the step is traced.
         largest: the schedule and the partition of the run with most calls.
         planning_s: what re-planning took, in seconds.
@@ -103,8 +103,9 @@ class Step:
         self._aside_lock = threading.Lock()
         self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
         self.outputs: list[Any] = [None] * len(self._states)
-        self.gradients = GradientStore(resources.replicas.weights.gradient_dtypes)
-        self._glue_parameters = GlueParameters(self.gradients)
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
+        self._glue_parameters = GlueParameters(self._store)
         self.spans: list[Span] = []
         self.largest: tuple[Schedule | None, Partition | None] = None, None
         self._num_calls = -1
@@ -145,7 +146,7 @@ class Step:
     def _run_segments(self, is_end: Callable[[Collective | None], bool]) -> list[Any]:
         """Lets the micro-batches run, and meet, until they have come to an end; the values that they bring there."""
         while True:
-            self._run_segment()
+            self.gradients = self._run_segment()
             deferred, present = agreed([self._walks[i].attendance for i in range(len(self._states))])
             for collectives in deferred:
                 self._hold(collectives, {})
@@ -153,7 +154,7 @@ class Step:
                 return [] if present is None else [collective.value for collective in present]
             assert present is not None
             try:
-                result = self._hold(present, self.gradients.take())
+                result = self._hold(present, self.gradients)
             except Exception as error:  # user code, as any: the micro-batches may want to catch it
                 if self._aborted.is_set():
                     raise
@@ -215,8 +216,8 @@ class Step:
         self._lock.acquire(walk.state)
         return go_on()
 
-    def _run_segment(self) -> None:
-        """One segment of all micro-batches, from the plan for it to the gradients that come home."""
+    def _run_segment(self) -> dict[nn.Parameter, Tensor]:
+        """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         weights, plans = resources.replicas.weights, resources.plans
         weights.begin_step(request.key, training=request.training)
@@ -234,12 +235,12 @@ class Step:
             if first < count:
                 schedule = plans.schedule(plan.partition.num_stages, count - first)
                 planned = self._run_schedule(plan, schedule, range(first, count))
-                self.spans += [span for walk in planned for span in self._clock.spans_of(walk.runs, walk.index)]
-                if self._trace is not None:
-                    self.spans.extend(self._trace.spans(self._clock))
             self._note_strays()
-            self._bring_gradients_home()
+            gradients = self._gradients_at_home()
         self._aside.close()
+        self.spans += [span for walk in planned for span in self._clock.spans_of(walk.runs, walk.index)]
+        if self._trace is not None and planned:
+            self.spans.extend(self._trace.spans(self._clock))
         self.num_off_plan += sum(walk.num_off_plan for walk in planned)
         if len(plan.sequence) > self._num_calls:
             self._num_calls, self.largest = len(plan.sequence), (schedule, plan.partition)
@@ -248,6 +249,7 @@ class Step:
         self.planning_s += time.perf_counter() - started
         if request.meets:
             resources.replicas.end_step()
+        return gradients
 
     def _patch(self, stack: contextlib.ExitStack) -> None:
         """Everything that a segment changes outside itself."""
@@ -269,7 +271,7 @@ class Step:
                 self._take_strays = self._aside.enter_context(gradients_aside(self._resources.root))
                 self._aside.callback(setattr, self, "_take_strays", dict)
 
-    def _bring_gradients_home(self) -> None:
+    def _gradients_at_home(self) -> dict[nn.Parameter, Tensor]:
         if self._request.meets:
             self._glue_parameters.send_sums()
         else:
@@ -277,21 +279,22 @@ class Step:
         for index in sorted(self._walks):
             walk = self._walks[index]
             for parameter, gradient in walk.glue_gradients.items():
-                self.gradients.add(parameter, gradient)
+                self._store.add(parameter, gradient)
             walk.glue_gradients = {}
+        return self._store.take()
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
         for parameter, gradient in self._take_strays().items():
             self._resources.glue_parameters.add(parameter)
-            self.gradients.add(parameter, gradient)
+            self._store.add(parameter, gradient)
 
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self.gradients)
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)
@@ -309,7 +312,7 @@ class Step:
             is_measured=resources.plans.measures(self._place.key),
             seed=request.seed,
             autocast_device=request.autocast_device,
-            gradients=self.gradients,
+            gradients=self._store,
             glue_parameters=resources.glue_parameters,
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,

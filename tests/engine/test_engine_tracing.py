@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import dispatch, runner
+from lightning_roundpipe.engine import dispatch, runner, step
 from lightning_roundpipe.engine.dispatch import Turnstile
 from lightning_roundpipe.engine.glue import GlueLock, GlueState, entered
 from lightning_roundpipe.engine.pool import DevicePool
@@ -145,10 +145,11 @@ def test_a_result_can_be_pickled() -> None:
 def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     for name in ("Turnstile", "GlueLock"):
-        original = getattr(runner, name)
-        monkeypatch.setattr(runner, name, lambda *args, original=original: made.append(original(*args)) or made[-1])
-    for name in ("Trace", "TracedTurnstile", "TracedGlueLock"):
-        monkeypatch.setattr(runner, name, None)
+        original = getattr(step, name)
+        monkeypatch.setattr(step, name, lambda *args, original=original: made.append(original(*args)) or made[-1])
+    for name in ("TracedTurnstile", "TracedGlueLock"):
+        monkeypatch.setattr(step, name, None)
+    monkeypatch.setattr(runner, "Trace", None)
     model = Model()
     engine = make_engine(model)
     assert not engine.trace
