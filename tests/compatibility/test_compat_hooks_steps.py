@@ -351,3 +351,60 @@ def test_entries_that_a_step_puts_into_its_batch(
     assert sorted(found[0][0]) == ["logits", "loss", "x", "y"]
     assert sorted(found[0][-1]) == ["logits", "unused", "y"]
     assert_alike(found[1], found[0])
+
+
+@compat(
+    "LightningModule hook",
+    "training_step (reads gradients)",
+    "differs",
+    "`.grad` is None in the step: read it in a hook, such as `on_train_batch_start` or `on_before_zero_grad`",
+)
+def test_gradients_of_the_step_before(small: Any, fit_both: Any, assert_alike: Any) -> None:
+    class Reads(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.norms.append(-1.0 if self.head.weight.grad is None else self.head.weight.grad.norm().item())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            in_steps[-1].add((self.global_step > 0, self.head.weight.grad is None))
+            return super().training_step(batch, batch_idx)
+
+    in_steps: list[set[Any]] = []
+
+    def make() -> Any:
+        in_steps.append(set())
+        return Reads()
+
+    plain, ours = fit_both(make, max_epochs=2)
+    assert_alike(ours.module.norms, plain.module.norms)
+    assert in_steps == [{(False, True), (True, False)}, {(False, True), (True, True)}]
+
+
+@compat(
+    "LightningModule hook",
+    "optimizer_step (random numbers of several closures)",
+    "differs",
+    "every call of the closure in one optimizer step draws the same random numbers",
+)
+def test_random_numbers_of_several_closures(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    """A line search compares losses: with other dropout masks it would compare noise."""
+    losses: list[float] = []
+
+    class Twice(small):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            losses.extend(optimizer_closure().item() for _ in range(2))
+            optimizer.step(closure=optimizer_closure)
+
+    def run(kind: str) -> list[tuple[float, float]]:
+        losses.clear()
+        make_trainer(kind).fit(Twice(dropout=0.5), make_loader())
+        return list(zip(losses[::2], losses[1::2], strict=True))
+
+    ours, plain = run("roundpipe"), run("plain")
+    assert len(ours) == 3
+    assert all(first == second for first, second in ours)
+    assert all(first != second for first, second in plain)
+    assert len(set(ours)) == 3
