@@ -44,6 +44,7 @@ from .planning.plan import plan_evaluation, plan_training
 from .precision import checked_precision, expected_scale
 from .retry import Retry
 from .single_process import SingleProcessStrategy
+from .supported import check_model
 from .tracing import Recordings, TraceWriter
 from .workers import machine_of, make_pool
 
@@ -207,6 +208,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def model_to_device(self) -> None:
         """The master weights stay on the host."""
+        check_model(self._module, has_copies=not all(device.aliases_host for device in self.pool.devices))
         self._module.to(self.root_device)
 
     @override

@@ -85,9 +85,13 @@ class GlueLock:
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
+        switches: flags that turned out to be switched on for a while only; all steps share them.
     """
 
-    def __init__(self, exempt: tuple[type, ...], aborted: Callable[[], bool]) -> None:
+    def __init__(
+        self, exempt: tuple[type, ...], aborted: Callable[[], bool], switches: set[tuple[int, str]] | None = None
+    ) -> None:
+        self._switches = set() if switches is None else switches
         self._lock = threading.Lock()
         self._exempt = exempt
         self._aborted = aborted
@@ -187,13 +191,15 @@ class GlueLock:
     def _latch(self, key: tuple[int, str], value: bool) -> None:
         """A flag that glue sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
 
-        A micro-batch that takes it back (a temporary switch) takes it back for itself and for those that never set it.
+        A micro-batch that takes it back takes it back for itself and for those that never set it. It is a temporary
+        switch then, which each micro-batch has for itself from now on. The first one, which runs alone, shows which.
         """
         module, before = self._baseline[key]
-        if value and before is not True and key[1] != "training":
+        if value and before is not True and key[1] != "training" and key not in self._switches:
             self._latched.setdefault(key, before)
             self._baseline[key] = (module, True)
         elif not value and key in self._latched:
+            self._switches.add(key)
             self._baseline[key] = (module, self._latched.pop(key))
 
     def _switch_to(self, state: GlueState) -> None:

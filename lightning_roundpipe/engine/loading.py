@@ -156,6 +156,8 @@ class ReplicaCache:
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
+        else:
+            replica.follow_flags()
         replica.num_hooks = self._num_hooks
         return replica
 

@@ -124,13 +124,17 @@ class Replica:
             if master._buffers:
                 buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
         self.buffers = buffers
-        for leaf, master_parameter in self.leaves.items():
-            if leaf.requires_grad != master_parameter.requires_grad:
-                leaf.requires_grad_(master_parameter.requires_grad)
+        self.follow_flags()
         for module, name, value in baseline():
             if (copied := self.copy_of(module)) is not None:
                 assign(copied, name, value)
                 self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
+
+    def follow_flags(self) -> None:
+        """Weights that glue has frozen or unfrozen are so on the replica as well."""
+        for leaf, master in self.leaves.items():
+            if leaf.requires_grad != master.requires_grad:
+                leaf.requires_grad_(master.requires_grad)
 
     def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
         state = copy.__dict__

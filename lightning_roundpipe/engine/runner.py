@@ -110,6 +110,7 @@ class Engine:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
         self._replicas.clear()
         self._plans.clear()
+        self._resources.switches.clear()
         self._table, self._modules = None, []
 
     def run(self, request: StepRequest) -> StepResult:

@@ -32,6 +32,7 @@ from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
 from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
 from .outputs import Results
+from .parametrizations import parametrizations_apart
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .plans import Plans
 from .pool import DevicePool
@@ -56,6 +57,7 @@ class Resources:
     Attributes:
         glue_parameters: parameters that turned out to be used in glue.
         glue_is_user_code: set when glue has a backward that runs user code.
+        switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
     """
 
     root: nn.Module
@@ -67,6 +69,7 @@ class Resources:
     num_threads: int | None
     glue_parameters: set[nn.Parameter] = field(default_factory=set)
     glue_is_user_code: threading.Event = field(default_factory=threading.Event)
+    switches: set[tuple[int, str]] = field(default_factory=set)
 
 
 class Step:
@@ -87,9 +90,9 @@ class Step:
         self._trace = trace
         self._aborted = threading.Event()  # shared with the lock, which must not know the step: no cycles
         if trace is None:
-            self._lock = GlueLock(resources.exempt, self._aborted.is_set)
+            self._lock = GlueLock(resources.exempt, self._aborted.is_set, resources.switches)
         else:
-            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set)
+            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
         self._states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
         self._walks: dict[int, Walk] = {}
         self._threads: list[threading.Thread] = []
@@ -262,6 +265,7 @@ class Step:
         stack.enter_context(noting_hooks(resources.replicas.note_hook))
         stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
         stack.enter_context(process_settings_kept())
+        stack.enter_context(parametrizations_apart())
         stack.enter_context(intra_op_threads(resources.num_threads))
 
     def _put_gradients_aside(self) -> None:

@@ -128,8 +128,8 @@ class TracedTurnstile(Turnstile):
 class TracedGlueLock(GlueLock):
     """Notes who waited for the glue lock."""
 
-    def __init__(self, trace: Trace, exempt: tuple[type, ...], aborted: Callable[[], bool]) -> None:
-        super().__init__(exempt, aborted)
+    def __init__(self, trace: Trace, *args: Any) -> None:
+        super().__init__(*args)
         self._trace = trace
 
     def _take(self) -> None:
