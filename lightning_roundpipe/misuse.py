@@ -93,6 +93,7 @@ class StepGuard:
         except Exception as error:
             self._look_up()  # to move a module may have put new parameters in the place of the old ones
             self._check_places(error)
+            _note_small(error, batches)
             raise
         if looks_closely:
             self._check_places()
@@ -222,6 +223,16 @@ class StepGuard:
             "work one after the other. The batch of the DataLoader is what all devices work on together: give it a "
             f"batch_size of {self._num_microbatches} or more",
             category=PossibleUserWarning,
+        )
+
+
+def _note_small(error: Exception, batches: Batches) -> None:
+    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
+    rows, count = batches.batch_size, len(batches.microbatches)
+    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(
+            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
+            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
         )
 
 
