@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -13,8 +14,16 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
 
     Args:
         autocast_device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        MisconfigurationException: if it is a class of the user's own for other devices.
     """
     if isinstance(plugin, MixedPrecision) and autocast_device == "cpu" and plugin.device != "cpu":
+        if type(plugin) is not MixedPrecision:
+            raise MisconfigurationException(
+                f"{type(plugin).__name__} is autocast for {plugin.device!r}, but all devices are CPU devices, on which "
+                "it would do nothing: make it with device='cpu'"
+            )
         if plugin.precision == "16-mixed":
             rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
         return MixedPrecision("bf16-mixed", "cpu")

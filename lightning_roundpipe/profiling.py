@@ -23,14 +23,20 @@ from torch.autograd.profiler import record_function
 from typing_extensions import override
 
 from .engine.glue import current
+from .trainer_checks import check_modes
 
 
-class ProfiledStrategy(Strategy):
+class ThreadedStrategy(Strategy):
     """A strategy whose steps run on several threads; see [Note: profiled actions]."""
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        """The first hook of a run, before anything is profiled."""
+        """The first hook of a run, before anything is profiled.
+
+        Raises:
+            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
+        """
+        check_modes()
         adapt(_profiler_of(model))
         super().connect(model)
 

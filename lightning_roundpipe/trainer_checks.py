@@ -1,9 +1,10 @@
-"""What a Trainer may be given that a strategy of one process cannot honour: refused when the Trainer is made."""
+"""What cannot be honoured by one process whose steps run on several threads: refused before a run begins."""
 
 from __future__ import annotations
 
 import os
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import (
@@ -16,6 +17,9 @@ from lightning.pytorch.plugins import (
 )
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _OTHER_STRATEGIES = {
     DeepSpeedPrecision: "DeepSpeedStrategy",
@@ -89,4 +93,24 @@ def note_layer_sync(layer_sync: LayerSync | None) -> None:
             f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}, has no effect with "
             "strategy='roundpipe': there is one process. Batch norm takes its statistics from each micro-batch; with "
             "num_microbatches=1 from the whole batch."
+        )
+
+
+def check_modes() -> None:
+    """Modes of torch are a matter of one thread: micro-batches would go around them.
+
+    Raises:
+        MisconfigurationException: for modes that see or change operators, and for hooks on what autograd saves. The
+            default device is no such mode: tensors of a step are made on the host in any case.
+    """
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*functions, *_get_current_dispatch_mode_stack()]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        names.append("saved_tensors_hooks")
+    if names:
+        raise MisconfigurationException(
+            f"the run is inside 'with {names[-1]}', which holds for the calling thread alone, and strategy='roundpipe' "
+            "runs steps on several: it would see nothing of them. Enter it in the modules whose operators it is for, "
+            "or run without it"
         )

@@ -247,7 +247,29 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[
     return launch
 
 
+class Own(LightningEnvironment):
+    """A cluster of the user's own."""
+
+    num_processes = 1
+
+    def world_size(self) -> int:
+        return self.num_processes
+
+
+class OwnOfThree(Own):
+    """One that has started 3 processes."""
+
+    num_processes = 3
+
+
 ALONE: list[Any] = [
+    pytest.param(
+        {},
+        Own,
+        True,
+        id="own",
+        marks=compat("Plugin", "ClusterEnvironment", note="One process; an error if there are several."),
+    ),
     pytest.param({}, LightningEnvironment, False, id="python", marks=compat("Plugin", "LightningEnvironment")),
     pytest.param({}, LightningEnvironment, True, id="python, given"),
     pytest.param(
@@ -334,15 +356,8 @@ def test_several_processes_are_refused(launched: Any, make_trainer: Any, variabl
     make_trainer("plain")
 
 
-class Own(LightningEnvironment):
-    """A cluster of the user's own, with 3 processes."""
-
-    def world_size(self) -> int:
-        return 3
-
-
 @compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
-@pytest.mark.parametrize("environment", [Own, KubeflowEnvironment])
+@pytest.mark.parametrize("environment", [OwnOfThree, KubeflowEnvironment])
 def test_environments_of_several_processes_are_refused(
     launched: Any, make_trainer: Any, environment: type[ClusterEnvironment]
 ) -> None:

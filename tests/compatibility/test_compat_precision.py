@@ -300,6 +300,37 @@ def test_a_module_that_is_replaced_is_refused(small: Any, make_trainer: Any, mak
         make_trainer(plugins=[Wraps()]).fit(small(), make_loader())
 
 
+class OwnMixed(MixedPrecision):
+    """Mixed precision that leaves the validation alone."""
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        with torch.autocast("cpu", enabled=False):
+            yield
+
+
+@compat("Plugin", "MixedPrecision")
+def test_an_own_mixed_precision_is_honoured(run: Any, assert_alike: Any) -> None:
+    (plain, plain_seen, _), (ours, seen, _) = (
+        run(kind, plugins=[OwnMixed("bf16-mixed", "cpu")]) for kind in ("plain", "roundpipe")
+    )
+    assert seen == plain_seen
+    assert {(what, cast) for what, *_, cast in seen} == {
+        ("training", torch.bfloat16),
+        ("validation", None),
+        ("test", torch.bfloat16),
+        ("predict", torch.bfloat16),
+    }
+    assert_alike(ours, plain, **TOLERANCES["bf16-mixed"])
+
+
+def test_an_own_mixed_precision_for_other_devices_is_refused(make_trainer: Any) -> None:
+    """Lightning's own class is replaced by what Lightning would have made; one of the user cannot be."""
+    assert make_trainer(plugins=[MixedPrecision("bf16-mixed", "cuda")]).precision_plugin.device == "cpu"
+    with pytest.raises(MisconfigurationException, match=r"OwnMixed is autocast for 'cuda'.*device='cpu'"):
+        make_trainer(plugins=[OwnMixed("bf16-mixed", "cuda")])
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 

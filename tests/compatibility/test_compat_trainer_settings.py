@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_roundpipe import RoundPipeStrategy
 
@@ -337,6 +339,50 @@ def test_without_the_flag_nothing_is_detected(small: Any, make_trainer: Any, mak
     module.body[0].append(Root())
     make_trainer(detect_anomaly=False).fit(module, make_loader())
     assert module.body[0][0].weight.isnan().all()
+
+
+# --- modes of torch around a run --------------------------------------------------------------------------------------
+
+
+class FunctionMode(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "FunctionMode": FunctionMode,
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+}
+
+
+@compat(
+    "Misuse",
+    "modes of torch around a run (FlopCounterMode, save_on_cpu)",
+    "refused",
+    "An error before the run: they hold for one thread. Enter them inside modules.",
+)
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_one_thread_are_refused(small: Any, make_trainer: Any, make_loader: Any, name: str) -> None:
+    trainer = make_trainer()
+    with pytest.raises(MisconfigurationException, match=rf"inside 'with \w*{name}'.*thread"), MODES[name]():
+        trainer.fit(small(), make_loader())
+    assert trainer.global_step == 0
+    trainer.fit(small(), make_loader())
+    assert trainer.global_step == 3
+
+
+def test_a_default_device_and_modes_in_steps_are_fine(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    class Counts(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with FunctionMode():
+                return self.loss(batch)
+
+    with torch.device("cpu"):
+        plain, ours = fit_both(Counts)
+    assert_same_training(plain, ours)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
