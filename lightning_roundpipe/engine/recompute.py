@@ -47,6 +47,10 @@ class GradientCutError(RuntimeError):
         )
 
 
+class UnitEscapeError(RuntimeError):
+    """A tensor left a unit on a way that the engine cannot follow."""
+
+
 def run_backward(roots: list[Any], gradients: list[Tensor], *, retain_graph: bool = False) -> None:
     """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward."""
     _engine_run_backward(
@@ -363,12 +367,22 @@ def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
             todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def find_escaped(roots: list[Any], leaves: dict[int, str]) -> str | None:
-    """The name of a unit one of whose replica parameters is reachable from glue, or None.
+def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
+    """Looks for parameters of replicas that are reachable from glue.
 
     Args:
         roots: autograd nodes to start from: of the loss and of the inputs of every call.
         leaves: id of a replica's leaf -> name of its unit.
+
+    Raises:
+        UnitEscapeError: if there is one.
     """
     variables = (getattr(node, "variable", None) for node in walk_graph(roots))
-    return next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)
+    name = next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)
+    if name is not None:
+        raise UnitEscapeError(
+            f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
+            "container, a dataclass nor a registered pytree, or through a global), so its gradient would be lost. "
+            "Return it from the unit's forward, or make a coarser module the unit: "
+            "RoundPipeStrategy(units=[TheClassAroundIt])."
+        )

@@ -23,8 +23,9 @@ from .compiling import UnitCompiler
 from .loading import ReplicaCache
 from .plans import Planner, Plans, Scheduler, scheduler_of
 from .pool import DevicePool
+from .recompute import UnitEscapeError
 from .requests import StepRequest, StepResult
-from .step import Resources, Step, UnitEscapeError
+from .step import Resources, Step
 from .step_context import Plan
 from .tracing import Trace
 from .unit_run import relay_hooks

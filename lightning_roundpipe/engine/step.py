@@ -36,7 +36,7 @@ from .parametrizations import parametrizations_apart
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .plans import Plans
 from .pool import DevicePool
-from .recompute import find_escaped
+from .recompute import check_escape
 from .requests import StepRequest
 from .step_context import Plan, StepContext
 from .strays import StrayOperands
@@ -44,10 +44,6 @@ from .threads import Surroundings, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
-
-
-class UnitEscapeError(RuntimeError):
-    """A tensor left a unit on a way that the engine cannot follow."""
 
 
 @dataclass
@@ -407,18 +403,8 @@ class Step:
                 "or was detached on the way"
             )
         if walk.shared.plan.recording:
-            self._check_escape(walk, loss)
+            check_escape([loss.grad_fn, *walk.glue_nodes()], self._resources.replicas.leaf_names())
         return loss, torch.full_like(loss, share)
-
-    def _check_escape(self, walk: Walk, loss: Tensor) -> None:
-        name = find_escaped([loss.grad_fn, *walk.glue_nodes()], self._resources.replicas.leaf_names())
-        if name is not None:
-            raise UnitEscapeError(
-                f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is "
-                "neither a container, a dataclass nor a registered pytree, or through a global), so its gradient "
-                "would be lost. Return it from the unit's forward, or make a coarser module the unit: "
-                "RoundPipeStrategy(units=[TheClassAroundIt])."
-            )
 
     # --- failures ------------------------------------------------------------------------------------------------
 
