@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .profiling import ProfiledStrategy
+from .profiling import ThreadedStrategy
 
 _VERSION = "pytorch-lightning_version"
 _MARKS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -165,7 +165,7 @@ def _check_same(own: Iterable[str], saved: Iterable[str]) -> None:
         )
 
 
-class LoadingStrategy(ProfiledStrategy):
+class LoadingStrategy(ThreadedStrategy):
     """A strategy that loads checkpoints of whoever wrote them; see [Note: foreign checkpoints]."""
 
     @override

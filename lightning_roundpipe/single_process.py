@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from typing_extensions import override
 
-from .profiling import ThreadedStrategy
+from .foreign_checkpoints import LoadingStrategy
+from .misuse import check_has_data
 from .trainer_checks import check_only_process, check_precision, note_layer_sync
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SingleProcessStrategy(ThreadedStrategy):
+class SingleProcessStrategy(LoadingStrategy):
     """A strategy without other processes to agree with."""
 
     # Set by the Trainer, which asks whether a strategy has such attributes.
@@ -49,6 +51,28 @@ class SingleProcessStrategy(ThreadedStrategy):
                 "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
             )
         return model
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets up, if every weight has data.
+
+        Raises:
+            MisconfigurationException: naming a weight that has none.
+        """
+        assert self.lightning_module is not None
+        check_has_data(self.lightning_module)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
+        module = self._lightning_module
+        if module is not None and any(weight.is_meta for weight in module.parameters()):
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     @property
     @override
