@@ -217,11 +217,13 @@ class StepGuard:
         """Says once that there is nothing to pipeline."""
         if len(batches.microbatches) > 1 or self._num_microbatches == 1 or self._num_devices == 1:
             return
-        why = "cannot be split" if batches.batch_size is None else f"has too few rows ({batches.batch_size}) to split"
+        rows, wanted = batches.batch_size, self._num_microbatches
+        why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
+        if rows is not None:
+            why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
         rank_zero_warn(
             f"the first training batch {why}, so that it is a single micro-batch, and the {self._num_devices} devices "
-            "work one after the other. The batch of the DataLoader is what all devices work on together: give it a "
-            f"batch_size of {self._num_microbatches} or more",
+            f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
             category=PossibleUserWarning,
         )
 
