@@ -332,14 +332,20 @@ def test_linked_arguments(config: Any, project: str, monkeypatch: pytest.MonkeyP
 
 
 @compat("LightningCLI", "command `roundpipe-lightning` (modules of the current folder)")
-def test_the_command_in_a_process_of_its_own(config: Any, project: str, tmp_path: Path) -> None:
-    path = config({"fast_dev_run": True, "devices": 2, "logger": False}, optimizer=None)
+def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The files and the command of docs/lightning-cli.md."""
+    page = (ROOT / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
+    files = re.findall(r'```\w+ title="(.+?)"\n(.*?)```', page, flags=re.DOTALL)
+    assert [name for name, _ in files] == ["mynet.py", "config.yaml"]
+    for name, content in files:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("$ roundpipe-lightning fit -c config.yaml"))
     # What an installer makes of [project.scripts]. The current folder is not on its path: only its own is.
     script = tmp_path / "bin" / "roundpipe-lightning"
     script.parent.mkdir()
     script.write_text("import sys\nfrom lightning_roundpipe.lightning_cli import main\nsys.exit(main())\n")
     done = subprocess.run(
-        [sys.executable, str(script), "fit", "-c", str(path), "--optimizer=SGD", "--optimizer.lr=0.1"],
+        [sys.executable, str(script), *command.split()[2:], "--trainer.max_epochs=1"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -349,7 +355,20 @@ def test_the_command_in_a_process_of_its_own(config: Any, project: str, tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "`Trainer.fit` stopped: `max_steps=1` reached" in done.stdout
+    assert "`Trainer.fit` stopped: `max_epochs=1` reached" in done.stdout
+    (saved,) = tmp_path.rglob("lightning_logs/*/config.yaml")
+    assert yaml.safe_load(saved.read_text())["trainer"]["strategy"] == "roundpipe"
+
+
+def test_options_on_the_page_of_the_docs(project: str, tmp_path: Path, config: Any) -> None:
+    page = (ROOT / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
+    (options,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    sys.path.insert(0, str(tmp_path))
+    cli = instantiate(config(yaml.safe_load(options)["trainer"]), "--trainer.strategy.compile_units.mode=default")
+    made = cli.trainer.strategy.options
+    assert made.units == [torch.nn.TransformerEncoderLayer]
+    assert (made.num_microbatches, made.loss_weight, made.device_memory_bytes) == (16, "label_tokens", 20 * 2**30)
+    assert made.compile_arguments == {"mode": "default"}
 
 
 def test_the_script_is_declared() -> None:
