@@ -204,8 +204,8 @@ def run_both(logging_module: Any, make_trainer: Any, make_loader: Any, tmp_path:
 @compat("Trainer argument", "log_every_n_steps")
 @compat("LightningModule attribute", "logger")
 @compat("LightningModule attribute", "loggers")
-@pytest.mark.parametrize("every", [1, 2, 0])
-def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: int) -> None:
+@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 1), (0, 1), (1, 2)])
+def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: int, accumulate: int) -> None:
     def check(module: Any, trainer: L.Trainer) -> None:
         trainer.callbacks.append(L.pytorch.callbacks.LambdaCallback(on_train_start=lambda t, m: same(m, t)))
 
@@ -214,7 +214,8 @@ def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: i
         assert module.loggers == trainer.loggers
         assert len(trainer.loggers) == 2
 
-    made = run_both(lambda root: [Recording(root), Recording(root, "other/")], check, log_every_n_steps=every)
+    settings = {"log_every_n_steps": every, "accumulate_grad_batches": accumulate}
+    made = run_both(lambda root: [Recording(root), Recording(root, "other/")], check, **settings)
     for plain, ours in zip(made["plain"], made["roundpipe"], strict=True):
         assert [what for what, _ in ours.calls] == [what for what, _ in plain.calls]
         assert_alike(ours.calls, plain.calls)
@@ -222,8 +223,23 @@ def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: i
     names = {what for what, _ in first.calls}
     assert names == {"log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"}
     steps = [details[1] for what, details in first.calls if what == "log_metrics" and "loss_step" in details[0]]
-    assert steps == {1: [0, 1, 2, 3, 4, 5], 2: [1, 3, 5], 0: []}[every]
+    assert steps == {(1, 1): [0, 1, 2, 3, 4, 5], (2, 1): [1, 3, 5], (0, 1): [], (1, 2): [0, 1, 2, 3]}[every, accumulate]
     assert any("other/val_epoch" in details[0] for what, details in second.calls if what == "log_metrics")
+
+
+@compat("LightningModule method", "log (the name `step` sets the step of loggers)")
+def test_own_steps(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+    class Counts(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            self.log("step", 1000.0 * self.current_epoch + 7 * batch_idx)
+            return loss
+
+    logger = Recording(tmp_path)
+    make_trainer(logger=logger, log_every_n_steps=1, max_epochs=2).fit(Counts(), make_loader())
+    steps = [details[1] for what, details in logger.calls if what == "log_metrics" and "loss" in details[0]]
+    assert steps == [0, 7, 14, 1000, 1007, 1014]
 
 
 def test_a_failed_run_is_finalized_alike(

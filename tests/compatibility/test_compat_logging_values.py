@@ -244,6 +244,30 @@ def test_metrics_and_several_loaders(small: Any, compare: Any, make_loader: Any)
     assert names | {"val_macro/dataloader_idx_0", "val_macro/dataloader_idx_1"} <= set(end)
 
 
+@compat("LightningModule method", "log (in manual optimization)")
+def test_manual_optimization(small: Any, compare: Any) -> None:
+    class Manual(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, name in zip(self.optimizers(), ("first", "second"), strict=True):
+                loss = self.loss(batch)
+                self.log(name, loss, prog_bar=True, **BOTH)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                self.log(f"{name}_norm", self.head.weight.norm(), **BOTH)
+            self.log("largest", batch[0].max(), reduce_fx="max", **BOTH)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+    seen = compare(Manual)
+    assert {"first_epoch", "second_epoch", "second_norm_step", "largest_epoch"} <= set(seen[-1]["logged_metrics"])
+
+
 class Child(L.LightningModule):
     def forward(self, batch: Any) -> Any:
         self.log("child", 1.0)
