@@ -270,9 +270,9 @@ def count_line(features: list[Feature]) -> str:
 
 
 def _name_cell(name: str) -> str:
-    """The name as code, and what is said about the case as text; a phrase is text."""
+    """The name as code, and what is said about the case as text; a phrase, or what has code in it, is text."""
     base, *case = name.split(" (", 1)
-    return _cell(name if " " in base else " (".join([f"`{base}`", *case]))
+    return _cell(name if " " in base or "`" in base else " (".join([f"`{base}`", *case]))
 
 
 def _cell(text: str) -> str:

@@ -367,29 +367,6 @@ def test_init_module(
     assert_alike(states[1], states[0], *tolerances)
 
 
-# --- hooks that few projects have --------------------------------------------------------------------------------
-
-
-@compat("LightningModule hook", "configure_sharded_model", note="Lightning's old name of `configure_model`.")
-@pytest.mark.filterwarnings("ignore:.*configure_sharded_model")
-def test_the_old_name_of_configure_model(fit_both: Any, assert_alike: Any) -> None:
-    class Late(Sized):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers: Any = None
-            self.calls = 0
-
-        def configure_sharded_model(self) -> None:
-            self.calls += 1
-            if self.layers is None:
-                self.layers = Sized().layers
-
-    plain, ours = fit_both(Late)
-    assert ours.module.calls == plain.module.calls > 0
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
-    assert not torch.equal(plain.module.layers[0].weight, Sized().layers[0].weight)
-
-
 @compat_each("Callback hook", "state_key state_dict load_state_dict")
 def test_states_of_callbacks_with_keys_of_their_own(
     small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
