@@ -124,20 +124,24 @@ VALUES: list[Any] = [
     pytest.param("bf16-true", "bf16-true", marks=compat("Precision", "bf16-true")),
     pytest.param("bf16-mixed", "bf16-mixed", marks=compat("Precision", "bf16-mixed")),
     pytest.param("16-mixed", "bf16-mixed", marks=compat("Precision", "16-mixed")),
-    pytest.param(64, "64-true"),
-    pytest.param("16", "bf16-mixed"),
-    pytest.param("bf16", "bf16-mixed"),
 ]
 
 
 @compat("Trainer argument", "precision")
-@pytest.mark.filterwarnings("ignore:precision=64 is supported for historical reasons")
-@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons but its usage is discouraged")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize(("value", "precision"), VALUES)
 def test_values_of_precision(assert_as_in_plain: Any, value: Any, precision: str) -> None:
     assert_as_in_plain(precision, lambda: {"precision": value})
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons but its usage is discouraged")
+@pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
+@pytest.mark.parametrize("value", [16, "16", 32, "32", 64, "64", "bf16", None])
+def test_old_values_of_precision_mean_the_same(make_trainer: Any, value: Any) -> None:
+    plain, ours = (make_trainer(kind, precision=value) for kind in ("plain", "roundpipe"))
+    assert ours.precision == plain.precision
+    assert type(ours.precision_plugin) is type(plain.precision_plugin)
 
 
 PLUGINS: list[Any] = [

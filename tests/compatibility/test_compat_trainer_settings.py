@@ -263,8 +263,7 @@ def test_weights_come_from_the_registry(
 @compat("Trainer argument", "deterministic")
 @compat("Trainer argument", "benchmark")
 @pytest.mark.filterwarnings("ignore:You passed `deterministic=True` and `benchmark=True`")
-@pytest.mark.parametrize("deterministic", [True, "warn", False])
-@pytest.mark.parametrize("benchmark", [True, False])
+@pytest.mark.parametrize(("deterministic", "benchmark"), [(True, False), ("warn", True), (False, True)])
 def test_steps_see_the_switches_of_torch(
     learner: Any, fit_both: Any, assert_same_training: Any, deterministic: Any, benchmark: bool
 ) -> None:
