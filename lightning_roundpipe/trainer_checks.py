@@ -110,7 +110,7 @@ def check_modes() -> None:
         names.append("saved_tensors_hooks")
     if names:
         raise MisconfigurationException(
-            f"the run is inside 'with {names[-1]}', which holds for the calling thread alone, and strategy='roundpipe' "
-            "runs steps on several: it would see nothing of them. Enter it in the modules whose operators it is for, "
-            "or run without it"
+            f"steps would run inside {names[-1]}, which holds for the calling thread alone, and strategy='roundpipe' "
+            "runs them on several: it would see nothing of them. Enter it in the modules whose operators it is for, or "
+            "run without it"
         )
