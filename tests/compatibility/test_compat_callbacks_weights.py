@@ -1,0 +1,235 @@
+"""Callbacks of Lightning that average, freeze, prune or accumulate: the same weights as in plain Lightning.
+
+Devices have copies of their own in all runs, which must not be older than what a callback has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torchmetrics.functional import mean_squared_error
+
+from .rows import compat
+
+COPIES = {"options": {"virtual_copies": True}}
+
+
+@pytest.fixture
+def logs(small: Any) -> Any:
+    """The small model with a scheduler, a logged training loss and a logged validation loss."""
+
+    class Logs(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch))
+
+    return Logs
+
+
+@pytest.fixture
+def compare(
+    fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """Trains with and without the pipeline; weights, optimizer state and logged values must agree."""
+
+    def run(make_module: Any, make_callback: Callable[[], Any], *others: Any, **kwargs: Any) -> tuple[Any, Any]:
+        callbacks = {"callbacks": lambda: [make_callback(), *others]}
+        plain, ours = fit_both(make_module, val_loader=make_loader(10, 5), **callbacks, **kwargs)
+        assert_same_training(plain, ours)
+        assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
+        assert {"loss", "val"} <= set(plain.trainer.callback_metrics)
+        return plain, ours
+
+    return run
+
+
+@compat("Callback", "StochasticWeightAveraging")
+def test_swa(logs: Any, compare: Any) -> None:
+    plain, ours = compare(logs, lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2), max_epochs=4, ours=COPIES)
+    assert plain.trainer.callbacks[0].n_averaged == ours.trainer.callbacks[0].n_averaged == 3
+
+
+@compat("Callback", "StochasticWeightAveraging")
+def test_swa_renews_the_statistics_of_batch_norm(logs: Any, compare: Any) -> None:
+    """A further epoch without backward, in which batch norm averages over all batches; exact with one micro-batch."""
+
+    class Norm(logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.insert(1, nn.BatchNorm1d(6))
+
+    plain, _ = compare(
+        Norm,
+        lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_strategy="linear"),
+        max_epochs=2,
+        ours={**COPIES, "num_microbatches": 1},
+    )
+    assert plain.module.body[1].num_batches_tracked == 3, "they were reset, and counted in the last epoch only"
+
+
+AVERAGES: dict[str, Callable[[], WeightAveraging]] = {
+    "mean": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.7),
+    "ema-epochs": lambda: EMAWeightAveraging(decay=0.7, update_every_n_steps=0, update_starting_at_epoch=1),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mean", marks=compat("Callback", "WeightAveraging")),
+        pytest.param("ema", marks=compat("Callback", "EMAWeightAveraging")),
+        pytest.param("ema-epochs", marks=compat("Callback", "EMAWeightAveraging")),
+    ],
+)
+def test_averages(logs: Any, compare: Any, name: str, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+    """Validation and the end see the average; the file holds both, and a resumed run goes on from both."""
+
+    def save(trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/{type(trainer.strategy).__name__}.ckpt")
+
+    plain, ours = compare(
+        logs, AVERAGES[name], LambdaCallback(on_train_epoch_end=save), max_epochs=2, log_every_n_steps=1, ours=COPIES
+    )
+    paths = [f"{run.trainer.default_root_dir}/{type(run.trainer.strategy).__name__}.ckpt" for run in (plain, ours)]
+    files = [torch.load(path, weights_only=False) for path in paths]
+    assert "current_model_state" in files[0]
+    assert_alike(files[1], files[0])
+    module = logs()
+    resumed = make_trainer(max_epochs=2, callbacks=[AVERAGES[name]()], **COPIES)
+    resumed.fit(module, make_loader(), ckpt_path=paths[0], weights_only=False)
+    assert_alike(dict(module.state_dict()), dict(plain.module.state_dict()))
+
+
+class Backbone(L.LightningModule):
+    """A backbone with batch norm and a head; only what is trainable at first is given to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+            self.backbone = nn.Sequential(blocks[0], nn.BatchNorm1d(6), *blocks[1:])
+            self.head = nn.Linear(6, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return mean_squared_error(self.head(self.backbone(batch[0])).squeeze(1), batch[1].float())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+@compat("Callback", "BackboneFinetuning")
+@pytest.mark.parametrize(("train_bn", "num_microbatches"), [(True, 1), (False, 3)])
+def test_backbone(compare: Any, train_bn: bool, num_microbatches: int) -> None:
+    """Frozen batch norm uses the statistics of its batch: only without it the number of micro-batches is free."""
+    plain, _ = compare(
+        Backbone if train_bn else WithoutNorm,
+        lambda: BackboneFinetuning(2, lambda epoch: 1.5, backbone_initial_lr=0.01, train_bn=train_bn),
+        max_epochs=4,
+        ours={**COPIES, "num_microbatches": num_microbatches},
+    )
+    assert [group["lr"] for group in plain.trainer.optimizers[0].param_groups] == [0.1, pytest.approx(0.015)]
+
+
+class WithoutNorm(Backbone):
+    """The same backbone without batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.backbone[1]
+
+
+class BlockByBlock(BaseFinetuning):
+    """Unfreezes one block per epoch, from the end."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch:
+            self.unfreeze_and_add_param_group(pl_module.backbone[-epoch], optimizer, lr=0.02)
+
+
+@compat("Callback", "BaseFinetuning")
+def test_block_by_block(compare: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+    """Also when the run is resumed after a block was unfrozen (plain Lightning loses momentum there, and so do we)."""
+    path: list[str] = []
+
+    def save(trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1 and not path:
+            path.append(f"{trainer.default_root_dir}/plain.ckpt")
+            trainer.save_checkpoint(path[0])
+
+    plain, _ = compare(WithoutNorm, BlockByBlock, LambdaCallback(on_train_epoch_end=save), max_epochs=3, ours=COPIES)
+    assert len(plain.trainer.optimizers[0].param_groups) == 3
+    found = []
+    for kind in ("plain", "roundpipe"):
+        module, resumed = WithoutNorm(), make_trainer(kind, max_epochs=3, callbacks=[BlockByBlock()])
+        resumed.fit(module, make_loader(), ckpt_path=path[0], weights_only=False)
+        found.append([resumed.optimizers[0].state_dict(), dict(module.state_dict())])
+    assert_alike(found[1], found[0])
+
+
+PRUNING: dict[str, dict[str, Any]] = {
+    "lottery": {"pruning_fn": "l1_unstructured", "amount": 0.2},
+    "structured": {
+        "pruning_fn": "ln_structured",
+        "amount": 0.3,
+        "pruning_dim": 0,
+        "pruning_norm": 1,
+        "use_global_unstructured": False,
+        "use_lottery_ticket_hypothesis": False,
+        "parameter_names": ["weight"],
+        "make_pruning_permanent": False,
+    },
+}
+
+
+@compat("Callback", "ModelPruning")
+@pytest.mark.parametrize("name", PRUNING)
+def test_pruning(logs: Any, compare: Any, name: str) -> None:
+    """Masks are put on weights inside units, more of them after every epoch, and training goes on below them."""
+    plain, ours = compare(logs, lambda: ModelPruning(**PRUNING[name]), max_epochs=3, ours=COPIES)
+    if name == "lottery":
+        num_zeros = [sum(int((p == 0).sum()) for p in run.module.parameters()) for run in (plain, ours)]
+        assert num_zeros[0] == num_zeros[1] > 30
+    else:
+        assert "body.0.0.weight_mask" in plain.module.state_dict()
+        assert prune.is_pruned(ours.module)
+
+
+@compat("Callback", "GradientAccumulationScheduler")
+def test_accumulation(logs: Any, compare: Any) -> None:
+    scheduling = {0: 3, 1: 1, 3: 2}
+    plain, _ = compare(logs, lambda: GradientAccumulationScheduler(scheduling), max_epochs=4, ours=COPIES)
+    assert plain.trainer.global_step == 1 + 3 + 3 + 2
