@@ -7,6 +7,9 @@
 - ``sharded-2``, ...: the same, as a folder with the parts of both processes.
 - ``fsdp-2``, ...: a folder as ``FSDPStrategy(state_dict_type="sharded")`` writes it, which itself needs GPUs: the same
   parts under its names.
+
+Then DDP and FSDP2 go on from ``FOLDER/begun-True.ckpt`` and ``begun-False.ckpt`` (by whether the optimizer has the head
+first), to the end of the second epoch: ``ddp-6.ckpt``, ``full-6.ckpt``.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ ROWS, BATCH, PROCESSES = 24, 8, 2
 class Migrating(Small):
     """The small model with hyper-parameters, an optimizer with two states per weight, and a scheduler."""
 
-    def __init__(self, lr: float = 0.02, gamma: float = 0.8) -> None:
+    def __init__(self, lr: float = 0.02, gamma: float = 0.8, head_first: bool = True) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -45,7 +48,9 @@ class Migrating(Small):
 
     def configure_optimizers(self) -> Any:
         head, body = list(self.head.parameters()), list(self.body.parameters())
-        groups = [{"params": head, "weight_decay": 0.1}, {"params": body}]  # not in the order of the module
+        groups = [{"params": head, "weight_decay": 0.1}, {"params": body}]
+        if not self.hparams["head_first"]:  # the order of the module, which is the only one that FSDP can load
+            groups.reverse()
         optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], eps=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, self.hparams["gamma"])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -120,22 +125,22 @@ def save_as_fsdp(trainer: L.Trainer, folder: Path) -> None:
         torch.save(checkpoint, folder / "meta.pt")
 
 
-def fit(module: Migrating, strategy: Strategy, patterns: list[str], rank: int) -> None:
-    """One epoch in this process, which is one of several."""
+def fit(module: Migrating, strategy: Strategy, patterns: list[str], rank: int, begun: str | None = None) -> None:
+    """One epoch, or the rest of two, in this process, which is one of several."""
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=PROCESSES,
-        max_epochs=1,
+        max_epochs=1 if begun is None else 2,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[SavesAfter(pattern) for pattern in patterns],
+        callbacks=[SavesAfter(pattern, (2, 3) if begun is None else (6,)) for pattern in patterns],
     )
     share = BATCH // PROCESSES
-    trainer.fit(module, Rows(slice(rank * share, (rank + 1) * share)))
+    trainer.fit(module, Rows(slice(rank * share, (rank + 1) * share)), ckpt_path=begun)
 
 
 def process(rank: int, folder: str, port: int) -> None:
@@ -144,16 +149,23 @@ def process(rank: int, folder: str, port: int) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
     torch.set_num_threads(1)
-    fit(Migrating(), DDPStrategy(process_group_backend="gloo"), [f"{folder}/ddp-{{}}.ckpt"], rank)
-    for names in (["full-{}.ckpt"], ["sharded-{}", "fsdp-{}"]):
-        is_sharded = len(names) > 1
-        strategy = ModelParallelStrategy(
-            data_parallel_size=PROCESSES,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=is_sharded,
-            process_group_backend="gloo",
-        )
-        fit(Sharded(), strategy, [f"{folder}/{name}" for name in names], rank)
+    for has_begun in (False, True):
+        begun = f"{folder}/begun-{{}}.ckpt".format if has_begun else lambda head_first: None
+        strategy = DDPStrategy(process_group_backend="gloo")
+        fit(Migrating(), strategy, [f"{folder}/ddp-{{}}.ckpt"], rank, begun(True))
+        module = Sharded(head_first=not has_begun)
+        fit(module, sharding(False), [f"{folder}/full-{{}}.ckpt"], rank, begun(False))
+    fit(Sharded(), sharding(True), [f"{folder}/sharded-{{}}", f"{folder}/fsdp-{{}}"], rank)
+
+
+def sharding(writes_folders: bool) -> ModelParallelStrategy:
+    """FSDP2 over all processes."""
+    return ModelParallelStrategy(
+        data_parallel_size=PROCESSES,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=writes_folders,
+        process_group_backend="gloo",
+    )
 
 
 def main(folder: str) -> None:

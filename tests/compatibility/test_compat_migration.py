@@ -26,10 +26,22 @@ ROOT = Path(__file__).resolve().parents[2]
 EPOCHS, STEPS = 2, 6
 
 
+def quiet(**settings: Any) -> L.Trainer:
+    """A Trainer for fixtures that several tests share."""
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **settings,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what DDP and FSDP have written on two processes; see :mod:`other_strategies`."""
     folder = tmp_path_factory.mktemp("written")
+    for head_first in (True, False):
+        saves = SavesAfter(f"{folder}/begun-{head_first}.ckpt", (2,))
+        trainer = quiet(strategy=RoundPipeStrategy(num_microbatches=3), devices=2, max_epochs=1, callbacks=[saves])
+        trainer.fit(Migrating(head_first=head_first), Rows())
     command = [sys.executable, "-m", "tests.compatibility.other_strategies", str(folder)]
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", timeout=200, check=False
@@ -42,10 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of a plain run on one device, after 2, 3 and all 6 steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[SavesAfter(f"{folder}/{{}}.ckpt", (2, 3))],
-    )  # fmt: skip
+    trainer = quiet(devices=1, max_epochs=EPOCHS, callbacks=[SavesAfter(f"{folder}/{{}}.ckpt", (2, 3))])
     trainer.fit(Migrating(), Rows())
     assert trainer.global_step == STEPS
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -100,6 +109,17 @@ def assert_goes_on(
 @pytest.mark.parametrize("name", ["ddp", "full"])
 def test_files_of_several_processes(written: Path, assert_goes_on: Any, name: str, step: int) -> None:
     assert_goes_on(written / f"{name}-{step}.ckpt")
+
+
+@compat("Migration", "checkpoint from here, resumed by DDP")
+@compat("Migration", "checkpoint from here, resumed by FSDP")
+@pytest.mark.parametrize("name", ["ddp", "full"])
+def test_several_processes_go_on(written: Path, uninterrupted: Path, assert_alike: Any, name: str) -> None:
+    ended, expected = training_of(written / f"{name}-6.ckpt"), training_of(uninterrupted / "end.ckpt")
+    assert ended.pop("steps")[1] == expected.pop("steps")[1] == STEPS  # the epoch is not over when this one is saved
+    if name == "full":  # has another order of parameters
+        ended, expected = ended["weights"], expected["weights"]
+    assert_alike(ended, expected)
 
 
 @pytest.fixture
@@ -277,9 +297,9 @@ def test_weights_only_and_hyper_parameters(
     module = Migrating(lr=0.03)
     trainer.fit(module, Rows())
     trainer.save_checkpoint(path)
-    assert content(path)["hyper_parameters"] == {"lr": 0.03, "gamma": 0.8}
+    assert content(path)["hyper_parameters"] == {"lr": 0.03, "gamma": 0.8, "head_first": True}
     loaded = Migrating.load_from_checkpoint(path, weights_only=True, gamma=0.5)
-    assert dict(loaded.hparams) == {"lr": 0.03, "gamma": 0.5}
+    assert dict(loaded.hparams) == {"lr": 0.03, "gamma": 0.5, "head_first": True}
     assert_alike(dict(loaded.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
     fresh = Migrating()
     make_trainer().validate(fresh, Rows(), ckpt_path=path, weights_only=True, verbose=False)
