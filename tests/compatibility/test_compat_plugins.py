@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
     XLAEnvironment,
 )
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -327,6 +330,46 @@ def test_one_launched_process_is_one_process(
         weights.append(dict(module.state_dict()))
     assert trainer.strategy.launcher is None
     assert_alike(weights[1], weights[0])
+
+
+@compat("Plugin", "SLURMEnvironment")
+def test_a_job_is_saved_and_queued_again_on_a_signal(
+    launched: Any,
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    assert_alike: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal comes in the middle of a step, from which Lightning saves a checkpoint, and the next job goes on."""
+
+    class Signalled(small):
+        is_sent = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx == 1 and not self.is_sent:
+                self.is_sent = True
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return loss
+
+    launched(SLURM)
+    asked: list[Any] = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: asked.append(command) or 0)
+    found = []
+    for kind in ("plain", "roundpipe"):
+        folder = tmp_path / kind
+        make_trainer(kind, default_root_dir=folder).fit(Signalled(), make_loader())
+        (path,) = folder.glob("hpc_ckpt_*.ckpt")
+        saved = torch.load(path, weights_only=False)
+        trainer, module = make_trainer(kind, default_root_dir=folder, max_epochs=2), small()
+        trainer.fit(module, make_loader(), weights_only=False)
+        found.append([saved["state_dict"], saved["optimizer_states"], saved["global_step"], dict(module.state_dict())])
+        assert trainer.global_step == 6
+    assert asked == [["scontrol", "requeue", SLURM["SLURM_JOB_ID"]]] * 2
+    assert found[0][2] == 1
+    assert_alike(found[1], found[0])
 
 
 def ranked(variables: dict[str, str], **changes: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ change the journal of plain Lightning: otherwise the comparison would show nothi
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -120,6 +121,7 @@ def journals_without() -> dict[str, Any]:
     return {}
 
 
+TAKES_TIMES = "timedelta" in str(inspect.signature(L.Trainer.__init__).parameters["val_check_interval"].annotation)
 # id: (settings, settings of the run that plain Lightning must differ from)
 TWO_EPOCHS = {"max_epochs": 2}
 EVALUATES = {"evaluates": True}
@@ -194,6 +196,15 @@ LOOPS: list[Any] = [
         TWO_EPOCHS,
         id="val_check across epochs",
         marks=[compat("Trainer argument", "val_check_interval"), compat("Trainer argument", "check_val_every_n_epoch")],
+    ),
+    pytest.param(
+        {"val_check_interval": datetime.timedelta(0)},
+        {},
+        id="val_check by time",
+        marks=[
+            compat("Trainer argument", "val_check_interval"),
+            pytest.mark.skipif(not TAKES_TIMES, reason="this version of Lightning knows no intervals in time"),
+        ],
     ),
     pytest.param(
         {"check_val_every_n_epoch": 2, "max_epochs": 2},
