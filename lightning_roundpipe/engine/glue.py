@@ -11,6 +11,9 @@ step, and what the last micro-batch wrote is what remains: the semantics of a si
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed while a step runs and ignores
 threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that read what
 glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
+
+``requires_grad`` of parameters is such an attribute: a step may freeze modules for a while (a reference model with its
+adapters disabled). A unit runs with the flags that its caller had: ``Call.trained``.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +103,7 @@ class GlueLock:
         self._borrower: int | None = None  # thread that borrowed the lock
         self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._latched: dict[tuple[int, str], Any] = {}
+        self.switches_flags = False  # whether glue has switched requires_grad of any parameter
         self._outer_random_state = torch.default_generator.get_state()
 
     def acquire(self, state: GlueState) -> None:
@@ -187,6 +191,11 @@ class GlueLock:
             state.overlay[key] = (module, MISSING)
         if type(value) is bool:
             self._latch(key, value)
+
+    def note_flag(self, state: GlueState, parameter: nn.Parameter) -> None:
+        """``requires_grad`` of a parameter is about to be switched by glue code of ``state``."""
+        self.switches_flags = True
+        self.note(state, cast(nn.Module, parameter), "requires_grad")  # kept and swapped as if it were a module's
 
     def _latch(self, key: tuple[int, str], value: bool) -> None:
         """A flag that glue sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
@@ -280,6 +289,9 @@ def _without_graph(value: Any) -> Any:
 
 def assign(module: nn.Module, name: str, value: Any) -> None:
     """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
+    if isinstance(module, Tensor):
+        _FLAG.__set__(module, value)
+        return
     state = module.__dict__
     if name in state.get("_buffers", ()):
         state = state["_buffers"]
@@ -290,7 +302,9 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def read(module: nn.Module, name: str) -> Any:
-    """A plain attribute or buffer, ``MISSING`` if there is none."""
+    """A plain attribute or buffer, ``MISSING`` if there is none; ``requires_grad`` of a parameter."""
+    if isinstance(module, Tensor):
+        return _FLAG.__get__(module)
     state = module.__dict__
     buffers = state.get("_buffers", ())
     return buffers[name] if name in buffers else state.get(name, MISSING)
@@ -359,6 +373,7 @@ def left() -> Iterator[None]:
         _local.state = state
 
 
+_FLAG: Any = torch._C.TensorBase.requires_grad
 _original_setattr = nn.Module.__setattr__
 _original_delattr = nn.Module.__delattr__
 _patch_lock = threading.Lock()
@@ -391,6 +406,23 @@ def _noting_delattr(self: nn.Module, name: str) -> None:
     _original_delattr(self, name)
 
 
+def _note_flag(parameter: nn.Parameter, value: bool) -> None:
+    state: GlueState | None = getattr(_local, "state", None)
+    if state is not None and state.unit_writes is None and state.lock is not None and value != _FLAG.__get__(parameter):
+        state.lock.note_flag(state, parameter)
+
+
+def _noting_parameter_setattr(self: nn.Parameter, name: str, value: Any) -> None:
+    if name == "requires_grad":
+        _note_flag(self, value)
+    object.__setattr__(self, name, value)
+
+
+def _noting_requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
+    _note_flag(self, requires_grad)
+    return Tensor.requires_grad_(self, requires_grad)  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def noting_writes() -> Iterator[None]:
     """Attribute writes on modules are noted while this is open; see [Note: attribute writes]."""
@@ -401,6 +433,9 @@ def noting_writes() -> Iterator[None]:
             _original_setattr, _original_delattr = nn.Module.__setattr__, nn.Module.__delattr__
             nn.Module.__setattr__ = _noting_setattr  # type: ignore[method-assign]
             nn.Module.__delattr__ = _noting_delattr  # type: ignore[method-assign]
+            # Parameters have neither of their own, and what is not there costs nothing outside of steps.
+            nn.Parameter.__setattr__ = _noting_parameter_setattr  # type: ignore[method-assign,assignment]
+            nn.Parameter.requires_grad_ = _noting_requires_grad_  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -409,3 +444,4 @@ def noting_writes() -> Iterator[None]:
             if _patch_users == 0:
                 nn.Module.__setattr__ = _original_setattr  # type: ignore[method-assign]
                 nn.Module.__delattr__ = _original_delattr  # type: ignore[method-assign]
+                del nn.Parameter.__setattr__, nn.Parameter.requires_grad_

@@ -156,9 +156,8 @@ class ReplicaCache:
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
-        else:
-            replica.follow_flags()
         replica.num_hooks = self._num_hooks
+        replica.switch(call.trained)
         return replica
 
     def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:

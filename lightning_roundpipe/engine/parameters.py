@@ -13,7 +13,7 @@ the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +124,16 @@ class Replica:
             if master._buffers:
                 buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
         self.buffers = buffers
-        self.follow_flags()
         for module, name, value in baseline():
             if (copied := self.copy_of(module)) is not None:
                 assign(copied, name, value)
                 self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
 
-    def follow_flags(self) -> None:
-        """Weights that glue has frozen or unfrozen are so on the replica as well."""
-        for leaf, master in self.leaves.items():
-            if leaf.requires_grad != master.requires_grad:
-                leaf.requires_grad_(master.requires_grad)
+    def switch(self, trained: Sequence[bool]) -> None:
+        """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
+        for leaf, flag in zip(self.leaves, trained, strict=True):
+            if leaf.requires_grad is not flag:
+                Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]
 
     def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
         state = copy.__dict__

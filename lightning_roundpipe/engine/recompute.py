@@ -203,6 +203,7 @@ class Call:
     Attributes:
         unit: what was called.
         index: ordinal of the call in its micro-batch; seeds its random numbers.
+        trained: for each parameter of the unit whether it required a gradient when glue called it.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
         leaves, structure: the arguments, see :mod:`trees`; tensors are :class:`Offloaded` if the call is recomputed.
@@ -227,12 +228,14 @@ class Call:
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
         "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
-        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "unit", "versions",
+        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "versions",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, index: int, flushing: Flushing) -> None:
+    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], flushing: Flushing) -> None:
         self.unit = unit
         self.index = index
+        self.trained = trained
         self.flushing = flushing
         self.kept = False
         self.backward_stage: int | None = None

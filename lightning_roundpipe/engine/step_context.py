@@ -59,15 +59,19 @@ class StepContext:
     glue_is_user_code: threading.Event
     compiler: UnitCompiler | None = None
     meets: bool = False
-    _trainable: dict[Unit, bool] = field(default_factory=dict)
+    _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
-    def is_trainable(self, unit: Unit) -> bool:
-        """Whether any parameter of ``unit`` requires a gradient in this step; looks at the unit once per step."""
-        known = self._trainable.get(unit)
+    def trained(self, unit: Unit) -> tuple[bool, ...]:
+        """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the glue lock.
+
+        Looks at the unit once per step, unless glue switches parameters.
+        """
+        known = self._trained.get(unit)
         if known is None:
             unit.look()
-            known = self._trainable[unit] = unit.is_trainable
+        if known is None or self.lock.switches_flags:
+            known = self._trained[unit] = tuple(p.requires_grad for p in unit.module.parameters())
         return known
 
     @functools.cached_property

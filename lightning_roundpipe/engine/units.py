@@ -43,7 +43,6 @@ class Unit:
         name: dotted path below the root module.
         module: the module itself; it holds the master weights.
         order: position in ``named_modules`` order; identifies the unit.
-        is_trainable: whether any parameter requires a gradient.
         members: all modules of the unit.
         interceptor: what replaces ``forward`` while a step runs, and what it was made for.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
@@ -53,7 +52,6 @@ class Unit:
     module: nn.Module
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
-    is_trainable: bool = True
     interceptor: tuple[Any, bool, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 
@@ -72,7 +70,6 @@ class Unit:
         settings = [plain, flags]
         if settings != self._settings:
             self._settings = settings
-            self.is_trainable = any(flags)
             self.facts.clear()
 
     @property

@@ -179,7 +179,7 @@ class Walk:
         self.shared.turnstile.check()
         if self._in_backward:
             return self._run_in_backward(unit, args, kwargs)
-        call = Call(unit, len(self._called), self._flushing)
+        call = Call(unit, len(self._called), self.shared.trained(unit), self._flushing)
         self._called.append(unit)
         position = self._locate(unit)
         side_values = self._take_side_inputs(call)
@@ -205,9 +205,8 @@ class Walk:
         """Moves to the device of the call, runs it there, cuts the graph."""
         call.autocast = autocast_state(self.shared.autocast_device)
         call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        is_trainable = self.shared.is_trainable(call.unit)
         differentiates = self.shared.training and torch.is_grad_enabled()
-        records = differentiates and (bool(call.differentiable) or is_trainable)
+        records = differentiates and (bool(call.differentiable) or any(call.trained))
         self._go_to_call(call, position, leaves)
         done = self._compute(call, position, leaves, records, is_training)
         if records:
@@ -241,7 +240,8 @@ class Walk:
         unit = call.unit
         key = (
             self.shared.training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
-            tuple(call.differentiable), call.autocast, tuple(x for x in leaves if x is None or type(x) in (bool, str)),
+            tuple(call.differentiable), call.trained, call.autocast,
+            tuple(x for x in leaves if x is None or type(x) in (bool, str)),
         )  # fmt: skip
         facts = unit.facts.get(key)
         if position is not None and (unit.has_buffers if facts is None else facts.buffers):
@@ -294,7 +294,7 @@ class Walk:
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit called by glue's own recomputation (activation checkpointing around units): runs inline."""
         made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
-        call = Call(unit, made[-1] if made else len(self._called), self._flushing)
+        call = Call(unit, made[-1] if made else len(self._called), self.shared.trained(unit), self._flushing)
         leaves: list[Any] = []
         call.structure = trees.flatten_call(args, kwargs, [], leaves)
         with self.shared.lock.released(self.state), self.device.computing():
