@@ -176,8 +176,8 @@ class Bare(nn.Module):
 @compat("LightningModule method", "log (called inside a unit)")
 @compat("LightningModule method", "log (a bound method that was kept, `super().log`, `log` of a callback)")
 @compat("Library", "torchmetrics (metrics that a unit updates)")
-@pytest.mark.parametrize("num_microbatches", [3, 1])
-def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, num_microbatches: int) -> None:
+@pytest.mark.parametrize("ours", [{}, {"num_microbatches": 1}, {"options": {"virtual_copies": True}}])
+def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, ours: dict[str, Any]) -> None:
     class Logs(small):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, nu
             self.log("called", unit.called, on_step=True, on_epoch=True)
             return loss
 
-    seen = compare(Logs, ours={"num_microbatches": num_microbatches})
+    seen = compare(Logs, ours=ours)
     assert {"unit_sum_epoch", "hook_epoch", "super_epoch", "kept_epoch", "updated", "called_epoch"} <= set(
         seen[-1]["logged_metrics"]
     )
