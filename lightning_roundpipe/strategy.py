@@ -46,6 +46,7 @@ from .retry import Retry
 from .single_process import SingleProcessStrategy
 from .supported import check_model
 from .tracing import Recordings, TraceWriter
+from .trainer_checks import check_modes
 from .workers import machine_of, make_pool
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -353,7 +354,12 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def _run(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scale: float = 1.0
     ) -> tuple[Batches, StepResult]:
-        """Splits the batch, runs the user's step on every micro-batch, replays what it logged."""
+        """Splits the batch, runs the user's step on every micro-batch, replays what it logged.
+
+        Raises:
+            MisconfigurationException: if the precision plugin's context is a mode that micro-batches would not see.
+        """
+        check_modes()
         function = getattr(self._module, name)
         (key, batch), rest = first_argument(args, kwargs)
 
