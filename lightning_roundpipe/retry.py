@@ -12,7 +12,8 @@ changes before it succeeds (buffers, metrics that user code updates, generators)
 
 Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is run again,
 and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest batch that
-fits with the number of micro-batches that training starts with. What no batch size would make fit ends the search.
+fits with the number of micro-batches that training starts with. Every trial starts without plan and costs, as training
+does. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
@@ -74,6 +75,7 @@ class Retry:
         self._forget = forget
         self._costs = costs
         self._is_trial = is_trial
+        self._tried_rows: int | None = None
         self._written = WrittenBuffers()
         self._final: str | None = None
         self.num_microbatches: dict[str, int] = {}
@@ -102,6 +104,9 @@ class Retry:
         batches = split(batch, wanted)
         if self._devices is None:
             return batches, attempt(batches)
+        if self._is_trial() and batches.batch_size != self._tried_rows:
+            self._tried_rows = batches.batch_size
+            self._forget(kind)
         state = StepState(self._root, batch, self._devices, self._written)
         num_retries = 0
         while True:
@@ -112,7 +117,6 @@ class Retry:
                 more = self._split_again(error, state, split, before, num_retries)
                 state.restore()
                 if self._is_trial() and getattr(error, "fits_if_split", True) and batches.batch_size != 1:
-                    self._forget(kind)  # what was learned from this batch would mislead the next trial
                     raise _for_finder(error, kind, before) from error
                 if isinstance(more, str):
                     raise self._explained(error, kind, before, more) from error

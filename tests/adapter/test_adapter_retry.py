@@ -195,7 +195,10 @@ def test_the_batch_size_finder_meets_the_limit(
     assert is_oom_error(caught.value) is is_understood
     assert str(error) in str(caught.value)
     assert attempts.tried == [min(2, rows)]
-    assert forgotten == ["training_step"] * is_understood
+    retry.run("training_step", torch.zeros(rows, 1), split, Attempts(1))
+    assert forgotten == ["training_step"], "once per size: every trial begins like a training"
+    retry.run("training_step", torch.zeros(rows + 1, 1), split, Attempts(1))
+    assert len(forgotten) == 2
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyboardInterrupt()])
