@@ -228,10 +228,15 @@ def test_compiled_module(assert_refused: Any) -> None:
     status="refused",
     note="Lightning does not know the name.",
 )
-def test_forgotten_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(StrategyRegistry, "roundpipe")
-    with pytest.raises(ValueError, match="invalid strategy name: `strategy='roundpipe'`"):
-        L.Trainer(strategy="roundpipe", accelerator="cpu")
+def test_forgotten_import() -> None:
+    # Its own methods would make a strategy of the entry.
+    entry = dict.pop(StrategyRegistry, "roundpipe")
+    try:
+        with pytest.raises(ValueError, match="invalid strategy name: `strategy='roundpipe'`"):
+            L.Trainer(strategy="roundpipe", accelerator="cpu")
+    finally:
+        dict.__setitem__(StrategyRegistry, "roundpipe", entry)
+    assert type(L.Trainer(strategy="roundpipe", accelerator="cpu", logger=False).strategy) is RoundPipeStrategy
 
 
 @compat(
