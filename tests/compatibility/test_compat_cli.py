@@ -177,6 +177,7 @@ def numbers_of(table: str) -> list[Any]:
 @compat("LightningCLI", "`optimizer` and `lr_scheduler` from YAML")
 @compat("LightningCLI", "command `roundpipe-lightning`")
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_all_commands_from_yaml(config: Any, project: str, tmp_path: Path, assert_alike: Any) -> None:
     plain = run_all(config, project, tmp_path / "plain", {"strategy": "auto", "devices": 1})
     assert plain["scheduler"][0]["last_epoch"] == 2
