@@ -364,7 +364,8 @@ class Step:
                     results, roots = self._forward(request, walk)
                     if roots:
                         self._lock.release(walk.state)
-                        walk.backward(roots)
+                        with self._surroundings.in_backward():
+                            walk.backward(roots)
                 finally:
                     walk.finish()
                 self.outputs[walk.index] = results.arrive()

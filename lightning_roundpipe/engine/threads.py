@@ -47,6 +47,14 @@ class Surroundings:
                 stack.enter_context(torch.autocast(self.device_type, dtype=dtype, cache_enabled=False))
             yield
 
+    def in_backward(self) -> contextlib.AbstractContextManager[Any]:
+        """Without autocast: Lightning leaves it before ``loss.backward()``, where it would cast what autograd computes
+        in float32 (the backward of a region without autocast, functions of the user).
+        """
+        if not self.autocast[0]:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.autocast[1], enabled=False, cache_enabled=False)
+
 
 def run_threads(
     threads: list[threading.Thread],

@@ -92,6 +92,36 @@ class Chain(L.LightningModule):
             self.bytes_up.append(sum(step.bytes_up))
 
 
+class Careful(nn.Module):
+    """A block that computes in float32, and so does its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x + torch.tanh(self.inner(x.float()))
+
+
+class PartlyMixed(Chain):
+    """Regions without autocast in a unit and between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Careful() if i % 2 else Block(WIDTH) for i in range(4))
+        self.register_buffer("mixing", torch.randn(WIDTH, WIDTH))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        with torch.autocast(x.device.type, enabled=False):
+            x = torch.tanh(x.float() @ self.mixing)
+        return F.mse_loss(self.head(x).float(), y)
+
+
 class Encoder(L.LightningModule):
     """Attention of torch, whose projections are one weight, and an embedding that is its own head."""
 
@@ -149,6 +179,7 @@ def texts() -> list[tuple[Tensor, ...]]:
 
 MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
     "chain": (Chain, vectors),
+    "regions": (PartlyMixed, vectors),
     "encoder": (Encoder, texts),
     "lora": (Adapted, texts),
 }
