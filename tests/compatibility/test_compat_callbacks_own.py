@@ -150,6 +150,44 @@ def test_weights_and_gradients_in_hooks(
         assert_alike(ours.trainer.callbacks[0].norms, plain.trainer.callbacks[0].norms)
 
 
+class Following(Callback):
+    """A frozen teacher follows its student."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for teacher, student in zip(pl_module.teacher.parameters(), pl_module.body.parameters(), strict=True):
+            if self.how == "data =":
+                teacher.data = teacher.data * 0.8 + student.data * 0.2
+            else:
+                with torch.no_grad():
+                    teacher.mul_(0.8).add_(student, alpha=0.2)
+
+
+@pytest.mark.parametrize("how", ["data =", "no_grad"])
+@compat("Callback", "Callback")
+def test_a_teacher_that_follows(small: Any, fit_both: Any, assert_same_training: Any, how: str) -> None:
+    """Frozen weights stay on a device from step to step, but not if they change."""
+
+    class Taught(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                target = self.teacher(batch[0])
+            return self.loss(batch) + 5.0 * nn.functional.mse_loss(self.body(batch[0]), target)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    options = {"options": {"virtual_copies": True}}
+    plain, ours = fit_both(Taught, max_epochs=2, callbacks=lambda: [Following(how)], ours=options)
+    assert_same_training(plain, ours)
+
+
 @compat("Callback", "LambdaCallback")
 def test_functions_as_hooks(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
     names = ("on_fit_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_validation_end")
