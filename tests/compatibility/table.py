@@ -33,7 +33,7 @@ from marks in the tests. A test compares the names with those of the installed L
   or a device is missing.
 - **differs**: it works, with the difference that the note names.
 
-Paths of tests are relative to `tests/`.
+Paths of tests are relative to `tests/`. A test that needs a package is skipped without it.
 """
 
 
@@ -49,6 +49,7 @@ class Mark:
         arguments: kind, name, status and note.
         place: file and line.
         tests: ids of the tests that carry it, relative to the folder of the tests.
+        needs: by test, the packages without which it is skipped.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Mark:
     note: str
     place: str
     tests: tuple[str, ...]
+    needs: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Feature:
     status: str
     note: str = ""
     tests: list[str] = field(default_factory=list)
+    needs: dict[str, list[str]] = field(default_factory=dict)
 
 
 # --- from sources to marks ---------------------------------------------------------------------------------------
@@ -135,6 +138,7 @@ class _File:
     constants: dict[str, ast.AST] = field(default_factory=dict)  # what is assigned on the level of the module
     marks: list[Mark] = field(default_factory=list)
     shared: list[ast.AST] = field(default_factory=list)  # marks of whole modules and classes
+    needs: dict[str, list[str]] = field(default_factory=dict)  # packages without which a test is skipped
 
     def place(self, node: ast.AST) -> str:
         return f"tests/{self.path}:{getattr(node, 'lineno', 0)}"
@@ -142,7 +146,8 @@ class _File:
     def add(self, nodes: Iterable[ast.AST], *tests: str) -> None:
         for node in nodes:
             for call in _calls(node):
-                self.marks += [Mark(*row, self.place(call), tests) for row in _rows(call, self.place(call))]
+                place = self.place(call)
+                self.marks += [Mark(*row, place, tests, self.needs) for row in _rows(call, place)]
             for parameter in _calls(node, "param"):
                 if any(_calls(parameter)):
                     _refuse_hidden_skips(parameter.keywords, self.place(parameter))
@@ -159,6 +164,7 @@ class _File:
                 self._read_decorators(node, test)
                 if node.name.startswith("test"):
                     self.tests.append((test, set(names | _names(node.decorator_list))))
+                    self.needs[test] = [str(ast.literal_eval(c.args[0])) for c in _calls(node, "importorskip")]
                 self._refuse_marks([*node.body, node.args])
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
                 self._read_assignment(node, prefix)
@@ -258,6 +264,7 @@ def features_of(marks: Iterable[Mark]) -> list[Feature]:
             errors.append(f"{mark.name!r} has one note at {mark.place}, and another one at {other.place}")
         feature.note = feature.note or mark.note
         feature.tests += [test for test in mark.tests if test not in feature.tests]
+        feature.needs |= {test: mark.needs.get(test, []) for test in mark.tests}
     if errors:
         raise TableError("\n".join(errors))
     return sorted(features.values(), key=lambda feature: (KINDS.index(feature.kind), feature.name.lower()))
@@ -279,9 +286,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _tests_cell(tests: list[str]) -> str:
-    shown = ", ".join(f"`{test}`" for test in tests[:SHOWN_TESTS])
-    return shown + (f" and {len(tests) - SHOWN_TESTS} more" if len(tests) > SHOWN_TESTS else "")
+def _tests_cell(feature: Feature) -> str:
+    tests = sorted(feature.tests, key=lambda test: bool(feature.needs[test]))  # first those that always run
+    shown = []
+    for test in tests[:SHOWN_TESTS]:
+        needs = " and ".join(f"`{name}`" for name in feature.needs[test])
+        shown.append(f"`{test}`" + (f" (needs {needs})" if needs else ""))
+    return ", ".join(shown) + (f" and {len(tests) - SHOWN_TESTS} more" if len(tests) > SHOWN_TESTS else "")
 
 
 def page_of(features: list[Feature]) -> str:
@@ -302,7 +313,7 @@ def page_of(features: list[Feature]) -> str:
         for feature in features:
             if feature.kind == kind:
                 status = feature.status if feature.status == "equal" else f"**{feature.status}**"
-                cells = (_name_cell(feature.name), status, _cell(feature.note), _tests_cell(feature.tests))
+                cells = (_name_cell(feature.name), status, _cell(feature.note), _tests_cell(feature))
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import pytest
 
 from tests.compatibility.inventory import ONLY_IN, inventory
@@ -59,6 +62,17 @@ def test_rows_are_names_that_lightning_knows(features: list[Feature]) -> None:
         and base(feature.name) not in ONLY_IN.get(feature.kind, {})
     ]
     assert unknown == []
+
+
+def test_every_row_has_a_test_that_runs(features: list[Feature]) -> None:
+    """In an environment with the extra ``test``: a row whose tests are skipped for everybody shows nothing."""
+    installed = functools.cache(lambda name: importlib.util.find_spec(name.split(".")[0]) is not None)
+    skipped = [
+        f"{feature.kind}: {feature.name} needs {feature.needs}"
+        for feature in features
+        if not any(all(map(installed, feature.needs[test])) for test in feature.tests)
+    ]
+    assert skipped == []
 
 
 def test_the_inventory_is_about_kinds_of_rows() -> None:
@@ -189,13 +203,16 @@ def test_the_page() -> None:
     source = (
         "@compat('Misuse', 'b|c', 'refused', 'use | less')\n@compat('Callback', 'A')\ndef test_a(): ...\n"
         "@compat('Callback', 'A')\ndef test_b(): ...\n@compat('Callback', 'A', note='n')\ndef test_c(): ...\n"
-        "@compat('Logger', 'W (`x`)')\n@compat('Logger', 'a phrase')\ndef test_d(): ..."
+        "@compat('Logger', 'W (`x`)')\n@compat('Logger', 'a phrase')\ndef test_d(): ...\n"
+        "@compat('Logger', 'a phrase')\ndef test_c2():\n    pytest.importorskip('wandb')\n"
+        "@compat('Logger', 'Z')\ndef test_e():\n    z = pytest.importorskip('z')"
     )
     features = features_of(marks_of(source, "t.py"))
-    assert count_line(features) == "4 features: 3 equal, 1 refused with a clear error, 0 with a difference"
+    assert count_line(features) == "5 features: 4 equal, 1 refused with a clear error, 0 with a difference"
     page = page_of(features)
     assert "| `A` | equal | n | `t.py::test_a`, `t.py::test_b` and 1 more |" in page
     assert "| `b\\|c` | **refused** | use \\| less | `t.py::test_a` |" in page
     assert "| `W` (`x`) | equal |  | `t.py::test_d` |" in page
-    assert "| a phrase | equal |  | `t.py::test_d` |" in page
+    assert "| a phrase | equal |  | `t.py::test_d`, `t.py::test_c2` (needs `wandb`) |" in page
+    assert "| `Z` | equal |  | `t.py::test_e` (needs `z`) |" in page
     assert page.index("## Callback") < page.index("## Misuse")
