@@ -144,7 +144,7 @@ STEPS = [_warms_up, _skips_every_other, _calls_the_closure_twice, _sharpness_awa
 @compat("LightningModule hook", "optimizer_step")
 def test_optimizer_step_overrides(small: Any, fit_both: Any, assert_same_training: Any, override: Any) -> None:
     learns = type("Learns", (small,), {"optimizer_step": override})
-    plain, ours = fit_both(learns, max_epochs=2)
+    plain, ours = fit_both(learns)
     assert_same_training(plain, ours)
     assert ours.trainer.fit_loop.epoch_loop.state_dict() == plain.trainer.fit_loop.epoch_loop.state_dict()
 
@@ -224,7 +224,7 @@ BACKWARDS = [
 @compat("LightningModule hook", "backward")
 def test_backward_overrides(small: Any, fit_both: Any, assert_same_training: Any, override: Any) -> None:
     learns = type("Learns", (small,), {"backward": override})
-    assert_same_training(*fit_both(learns, max_epochs=2))
+    assert_same_training(*fit_both(learns))
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_more_optimizers(small: Any, fit_both: Any, assert_same_training: Any, n
         def configure_optimizers(self) -> Any:
             return OPTIMIZERS[name](self.parameters())
 
-    plain, ours = fit_both(Learns, max_epochs=2, precision="64-true")
+    plain, ours = fit_both(Learns, precision="64-true")
     assert_same_training(plain, ours)
     assert ours.module.num_steps == plain.module.num_steps, "closures were called another number of times"
 
@@ -296,7 +296,7 @@ def test_sparse_gradients(
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert self.words.weight.grad.is_sparse
 
-    assert_same_training(*fit_both(Words, max_epochs=2, accumulate_grad_batches=accumulate))
+    assert_same_training(*fit_both(Words, accumulate_grad_batches=accumulate))
 
 
 def test_freezing_and_unfreezing_between_batches(small: Any, fit_both: Any, assert_same_training: Any) -> None:
@@ -388,7 +388,7 @@ def test_forms_of_configure_optimizers(small: Any, fit_both: Any, assert_same_tr
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.rates += (self.optimizers().param_groups[0]["lr"],)
 
-    plain, ours = fit_both(Learns, max_epochs=3)
+    plain, ours = fit_both(Learns, max_epochs=2)
     assert_same_training(plain, ours)
     assert ours.module.rates == plain.module.rates
     assert (len(set(plain.module.rates)) > 1) == (form not in ("list of one", "dict", "a value that is not there"))
