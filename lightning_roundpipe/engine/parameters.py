@@ -194,8 +194,9 @@ class Replica:
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
         try:
+            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}  # once: glue may switch them
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
-                leaves = [leaf for leaf, (master, _) in missing.items() if master.requires_grad is is_trained]
+                leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
                     copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
                     self._copies.append(copies)
