@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.compatibility.rows import compat
 
 VOCAB = 40
 IGNORED = -100
@@ -495,6 +496,14 @@ def plain() -> Callable[[str], Run]:
 
 @pytest.mark.parametrize(("devices", "microbatches"), SHAPES)
 @pytest.mark.parametrize("name", MODELS)
+@compat("Library", "transformers Llama")
+@compat("Library", "transformers Qwen3 (tied embeddings)")
+@compat("Library", "transformers GPT-2 (tied embeddings)")
+@compat("Library", "transformers T5")
+@compat("Library", "transformers BART")
+@compat("Library", "transformers Whisper")
+@compat("Library", "transformers BERT (masked language model, classification)")
+@compat("Library", "transformers ViT")
 def test_models_train_like_plain_lightning(
     name: str, devices: int, microbatches: int, plain: Callable[[str], Run]
 ) -> None:
@@ -514,6 +523,13 @@ def _causal_tokens(microbatch: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("model", [mixtral, qwen3_moe])
+@compat(
+    "Library",
+    "transformers Mixtral, Qwen3-MoE",
+    "differs",
+    "The auxiliary loss balances the experts over a micro-batch, as under gradient accumulation: num_microbatches=1 "
+    "takes the whole batch.",
+)
 def test_mixture_of_experts_with_auxiliary_loss(model: Callable[[], nn.Module]) -> None:
     """The auxiliary loss couples all tokens of a batch: exact with one micro-batch, else as under accumulation."""
     batches = batches_of(text_batch)
@@ -526,6 +542,12 @@ def test_mixture_of_experts_with_auxiliary_loss(model: Callable[[], nn.Module]) 
         assert_same(run, train(Accumulating(build(model), microbatches, _causal_tokens), batches))
 
 
+@compat(
+    "Library",
+    "transformers ResNet (batch norm)",
+    "differs",
+    "Statistics are those of a micro-batch, as under gradient accumulation: num_microbatches=1 takes the whole batch.",
+)
 def test_batch_norm() -> None:
     """Statistics are those of a micro-batch; the running ones see the micro-batches one after another."""
     batches = batches_of(lambda rows: image_batch(rows, 24), (7, 7, 6))
@@ -559,6 +581,8 @@ def _eager(model: nn.Module) -> nn.Module:
     [(llama, full_text_batch), (gpt2, full_text_batch), (vit, image_batch)],
     ids=["llama", "gpt2", "vit"],
 )
+@compat("Library", "transformers output_hidden_states")
+@compat("Library", "transformers output_attentions")
 def test_hidden_states_and_attentions_in_the_loss(
     model: Callable[[], nn.Module], batch: Callable[[int], Batch], devices: int, microbatches: int
 ) -> None:
@@ -593,6 +617,7 @@ def test_recording_that_starts_in_the_middle_of_a_step() -> None:
 @pytest.mark.parametrize(("devices", "microbatches"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "t5"])
+@compat("Library", "transformers gradient_checkpointing_enable")
 def test_gradient_checkpointing(
     name: str, use_reentrant: bool, devices: int, microbatches: int, plain: Callable[[str], Run]
 ) -> None:
@@ -604,6 +629,7 @@ def test_gradient_checkpointing(
     assert model.is_gradient_checkpointing
 
 
+@compat("Library", "transformers use_cache")
 def test_the_cache_is_off_in_training_steps_and_on_again_after() -> None:
     class Watching(Task):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -638,6 +664,7 @@ class Generating(Task):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-tied", "t5"])
+@compat("Library", "transformers generate (greedy)")
 def test_generate_in_validation(name: str) -> None:
     make, batch, loss_weight = MODELS[name]
     training = batches_of(batch)

@@ -16,6 +16,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from tests.compatibility.rows import compat
+
 VOCAB = 40
 IGNORED = -100
 SHAPES = [(2, 2), (2, 3), (4, 2), (4, 3)]  # (devices, micro-batches)
@@ -105,6 +107,10 @@ def trained_names(name: str) -> set[str]:
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), SHAPES)
 @pytest.mark.parametrize("name", CASES)
+@compat("Library", "PEFT LoRA")
+@compat("Library", "PEFT DoRA")
+@compat("Library", "PEFT IA3")
+@compat("Library", "PEFT modules_to_save")
 def test_adapters_train_like_plain_lightning(
     name: str,
     devices: int,
@@ -164,6 +170,8 @@ def test_base_weights_keep_their_identity_and_bits(train: Callable[..., Any]) ->
         assert torch.equal(parameter, bits[name])
 
 
+@compat("Library", "PEFT save_pretrained")
+@compat("Library", "PEFT from_pretrained")
 def test_a_saved_adapter_is_the_one_of_plain_lightning(
     train: Callable[..., Any], assert_same: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -185,6 +193,7 @@ def test_a_saved_adapter_is_the_one_of_plain_lightning(
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@compat("Library", "transformers enable_input_require_grads")
 def test_gradient_checkpointing_with_inputs_that_require_gradients(
     use_reentrant: bool, train: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
@@ -201,6 +210,12 @@ def test_gradient_checkpointing_with_inputs_that_require_gradients(
     assert_same(run, train(case("lora-llama"), padded_batches, optimizer=adamw))
 
 
+@compat(
+    "Library",
+    "PEFT LoRA (dropout)",
+    "differs",
+    "Random numbers are not those of plain Lightning; they are the same for any number of devices.",
+)
 def test_adapter_dropout_does_not_depend_on_the_number_of_devices(
     train: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
