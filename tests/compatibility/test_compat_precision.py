@@ -24,6 +24,7 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe import RoundPipeStrategy
 
@@ -333,6 +334,35 @@ def test_an_own_mixed_precision_for_other_devices_is_refused(make_trainer: Any) 
     assert make_trainer(plugins=[MixedPrecision("bf16-mixed", "cuda")]).precision_plugin.device == "cpu"
     with pytest.raises(MisconfigurationException, match=r"OwnMixed is autocast for 'cuda'.*device='cpu'"):
         make_trainer(plugins=[OwnMixed("bf16-mixed", "cuda")])
+
+
+class Changes(TorchDispatchMode):
+    """Would do something to every operator."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class InMode(Precision):
+    """Runs steps inside a mode of torch, which is one of the calling thread."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with Changes():
+            yield
+
+
+@compat(
+    "Misuse",
+    "Precision.forward_context that enters a mode of torch",
+    "refused",
+    "An error in the first step: micro-batches run on threads of their own, which would not be in the mode.",
+)
+def test_a_context_that_micro_batches_would_not_see_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    trainer = make_trainer(plugins=[InMode()])
+    with pytest.raises(MisconfigurationException, match=r"inside Changes, which holds for the calling thread alone"):
+        trainer.fit(small(), make_loader())
+    assert trainer.global_step == 0
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
