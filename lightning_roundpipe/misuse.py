@@ -10,6 +10,7 @@ where it runs on a copy. Looked at are
   alone: what it changes is found behind the unit, or behind the user's step, that did it, before anything is trained.
 - **gradients**: the engine adds them up elsewhere. What user code writes to ``.grad`` would be taken for one of them.
 - **tensors of the batch** that all micro-batches share, in the first steps: a change would happen M times.
+- **schedulers**, in automatic optimization: stepped in the step, they would be stepped M times.
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
 
 A step with a single micro-batch may change weights in glue. Later than in the first steps a mistake is an error as
@@ -88,6 +89,7 @@ class StepGuard:
             self._hint(batches)
         shared = _Shared(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
+        num_scheduler_steps = self._num_scheduler_steps(kind)
         try:
             yield
         except Exception as error:
@@ -98,6 +100,12 @@ class StepGuard:
         if looks_closely:
             self._check_places()
         self._check_weights(kind)
+        if self._num_scheduler_steps(kind) != num_scheduler_steps:
+            raise MisconfigurationException(
+                f"{kind} steps a learning rate scheduler, {count} times per batch: once in every micro-batch. Let "
+                'Lightning do it ("interval": "step" in configure_optimizers, lr_scheduler_step), or do it in '
+                f"{_HOOKS}, or use manual optimization"
+            )
         if shared is not None and (name := shared.changed()) is not None:
             raise MisconfigurationException(
                 f"{kind} changes the tensor {name} in place. All {count} micro-batches share it, so that it has been "
@@ -189,6 +197,13 @@ class StepGuard:
             f"{what}. It runs once per micro-batch, so that the change is made {count} times per batch, while other "
             f"micro-batches compute with the weight: make it in {_HOOKS}, or use num_microbatches=1"
         )
+
+    def _num_scheduler_steps(self, kind: str) -> list[Any]:
+        """How often schedulers were stepped, as far as a step must not do it."""
+        if self._count == 1 or kind != "training_step" or not self._root.automatic_optimization:
+            return []
+        configs = self._root.trainer.lr_scheduler_configs
+        return [getattr(config.scheduler, "last_epoch", None) for config in configs]
 
     def _check_gradients(self) -> None:
         written = [p for p in self._weights if p.grad is not None]

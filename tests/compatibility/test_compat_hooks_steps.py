@@ -408,3 +408,28 @@ def test_random_numbers_of_several_closures(small: Any, make_trainer: Any, make_
     assert all(first == second for first, second in ours)
     assert all(first != second for first, second in plain)
     assert len(set(ours)) == 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@compat(
+    "Misuse",
+    "a scheduler stepped in `training_step` of automatic optimization",
+    "refused",
+    'it would be stepped once per micro-batch: use `"interval": "step"`, a hook, or manual optimization',
+)
+def test_schedulers_stepped_in_a_step(small: Any, make_trainer: Any, make_loader: Any, every: int) -> None:
+    class Steps(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if (batch_idx + 1) % every == 0:
+                self.lr_schedulers().step()
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    with pytest.raises(MisconfigurationException, match=r"3 times per batch.*interval"):
+        make_trainer().fit(Steps(), make_loader())
+    trainer = make_trainer(num_microbatches=1)
+    trainer.fit(Steps(), make_loader())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 // every + 1
