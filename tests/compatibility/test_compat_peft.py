@@ -36,16 +36,12 @@ def adapted(config: peft.PeftConfig, model: nn.Module | None = None) -> nn.Modul
 # Methods --------------------------------------------------------------------------------------------------------------
 
 Make = Callable[[], nn.Module]
+# LoRA on linear layers, DoRA, IA3 and modules_to_save: tests/parity/test_parity_peft.py.
 METHODS = [
     pytest.param(
-        lambda: adapted(lora(target_modules="all-linear", lora_alpha=1)),
-        id="lora",
-        marks=compat("Library", "PEFT LoRA"),
-    ),
-    pytest.param(
-        lambda: adapted(lora(use_rslora=True, lora_alpha=1, bias="all")),
-        id="rslora",
-        marks=compat("Library", "PEFT LoRA (rank-stabilized, biases)"),
+        lambda: adapted(lora(target_modules="all-linear", use_rslora=True, lora_alpha=1, bias="all")),
+        id="lora-all",
+        marks=compat("Library", "PEFT LoRA (all-linear, rank-stabilized, biases)"),
     ),
     pytest.param(
         lambda: adapted(
@@ -64,19 +60,6 @@ METHODS = [
         lambda: adapted(lora(target_modules=["c_attn"], fan_in_fan_out=True), causal("GPT2")),
         id="lora-gpt2",
         marks=compat("Library", "PEFT LoRA (fan_in_fan_out)"),
-    ),
-    pytest.param(lambda: adapted(lora(use_dora=True)), id="dora", marks=compat("Library", "PEFT DoRA")),
-    pytest.param(
-        lambda: adapted(lora(modules_to_save=["lm_head", "embed_tokens"])),
-        id="modules-to-save",
-        marks=compat("Library", "PEFT modules_to_save"),
-    ),
-    pytest.param(
-        lambda: adapted(
-            peft.IA3Config(task_type=LM, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-        ),
-        id="ia3",
-        marks=compat("Library", "PEFT IA3"),
     ),
     pytest.param(
         lambda: adapted(peft.PromptTuningConfig(task_type=LM, num_virtual_tokens=3)),

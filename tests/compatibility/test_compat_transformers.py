@@ -35,31 +35,27 @@ from tests.compatibility.rows import compat
 # Settings of models --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
 @compat("Library", "transformers gradient_checkpointing_enable")
-def test_checkpoints_are_not_recomputed_twice(
-    use_reentrant: bool, make_trainer: Any, assert_alike: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_not_recomputed_twice(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they train alike: tests/parity/test_parity_huggingface.py."""
     calls: list[bool] = []
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda *args: calls.append(True) or forward(*args))
 
-    def run(kind: str, is_enabled: bool) -> tuple[dict[str, Any], int]:
+    def num_calls(kind: str, **settings: bool) -> int:
         model = causal()
-        if is_enabled:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        if settings:
+            model.gradient_checkpointing_enable(settings)
             model.enable_input_require_grads()
         calls.clear()
-        results = train(make_trainer, kind, Task(model), batches()).results
-        assert is_enabled == any(vars(module).get("gradient_checkpointing") for module in model.modules())
-        return results, len(calls)
+        train(make_trainer, kind, Task(model), batches())
+        assert bool(settings) == any(vars(module).get("gradient_checkpointing") for module in model.modules())
+        return len(calls)
 
-    (plain, once), (_, twice) = run("plain", False), run("plain", True)
-    assert twice == 2 * once
-    (ours, expected), (checkpointed, found) = run("roundpipe", False), run("roundpipe", True)
-    assert found == expected
-    assert_alike(ours, plain)
-    assert_alike(checkpointed, plain)
+    assert num_calls("plain", use_reentrant=False) == 2 * num_calls("plain")
+    expected = num_calls("roundpipe")
+    assert num_calls("roundpipe", use_reentrant=True) == expected
+    assert num_calls("roundpipe", use_reentrant=False) == expected
 
 
 @compat("Library", "transformers use_cache")
@@ -429,28 +425,9 @@ def outputs(rows: int) -> BaseModelOutput:
     return BaseModelOutput(last_hidden_state=torch.randn(rows, 6, 16), hidden_states=(labels,))
 
 
-class FromEncodings(Task):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert isinstance(batch, hf.BatchEncoding)
-        return self.model(**batch).loss
-
-
-BATCHES = [
-    pytest.param(FromOutputs, outputs, id="ModelOutput", marks=compat("Library", "transformers ModelOutput (batches)")),
-    pytest.param(
-        FromEncodings,
-        lambda rows: hf.BatchEncoding(text(rows)),
-        id="BatchEncoding",
-        marks=compat("Library", "transformers BatchEncoding"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "make_batch"), BATCHES)
-def test_kinds_of_batches(
-    kind: type[Task], make_batch: Callable[[int], Any], make_trainer: Any, assert_alike: Any
-) -> None:
-    plain, ours = train_both(make_trainer, lambda: kind(causal()), batches(make_batch))
+@compat("Library", "transformers ModelOutput (batches)")
+def test_batches_that_are_results(make_trainer: Any, assert_alike: Any) -> None:
+    plain, ours = train_both(make_trainer, lambda: FromOutputs(causal()), batches(outputs))
     assert_alike(ours.results, plain.results)
     assert plain.task.moved
 

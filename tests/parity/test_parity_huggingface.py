@@ -504,6 +504,7 @@ def plain() -> Callable[[str], Run]:
 @compat("Library", "transformers Whisper")
 @compat("Library", "transformers BERT (masked language model, classification)")
 @compat("Library", "transformers ViT")
+@compat("Library", "transformers BatchEncoding")
 def test_models_train_like_plain_lightning(
     name: str, devices: int, microbatches: int, plain: Callable[[str], Run]
 ) -> None:
