@@ -314,22 +314,3 @@ def test_attributes_written_in_a_step(small: Any, fit_both: Any) -> None:
     for name, value in plain.module.state_dict().items():
         torch.testing.assert_close(ours.module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert ours.module.hidden.grad_fn is None
-
-
-def test_manual_optimization_is_rejected(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Manual(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(
-        MisconfigurationException, match=r"does not support manual optimization.*automatic_optimization"
-    ):
-        make_trainer().fit(Manual(), make_loader())
-
-    class Evaluated(Manual):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    # Evaluation has no optimizer: it works.
-    assert make_trainer().validate(Evaluated(), make_loader(), verbose=False)[0]["val"] > 0
