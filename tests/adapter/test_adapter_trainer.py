@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
