@@ -16,8 +16,10 @@ one state of autocast. So a unit has two *forms*: low and full. It takes its ful
 Both forms give the same values, so that a forward in one and a recomputation in the other agree.
 
 A copy is right as long as its master does not change. Trainable masters may change between a training step and the
-next step. All others count as changed if their version, address, shape or dtype says so, or if another kind of step
-begins: between training and validation callbacks write through ``.data``, which leaves no trace.
+next step. All others count as changed if their version, address, shape or dtype says so, or some of their values do,
+or if another kind of step begins. Writes through ``.data`` leave no other trace: callbacks swap weights before a
+validation in this way, and let a frozen teacher follow its student, which changes all values. So a few values of
+every such master are looked at in every step.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 Autocast = tuple[bool, torch.dtype]
 # (number of elements, dtype) -> flat host tensor; its content does not matter.
 Allocate = Callable[[int, torch.dtype], Tensor]
+_NUM_SAMPLES = 32
 
 
 @dataclass
@@ -83,6 +86,7 @@ class WorkingCopies:
         self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
         self._forms: dict[Unit, bool] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
+        self._samples: dict[nn.Parameter, bytes] = {}  # in this step
         self._num_updates = 0
         self._num_loops = 0
         self._kind: Hashable = None
@@ -97,6 +101,7 @@ class WorkingCopies:
             self._num_loops += kind != self._kind
             self._kind, self._trains = kind, training
             self._forms.clear()
+            self._samples.clear()
 
     def outlast_step(self, masters: Iterable[nn.Parameter]) -> bool:
         """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
@@ -123,9 +128,13 @@ class WorkingCopies:
 
     def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""
-        updates = self._num_updates if master.requires_grad else -1
+        values: Hashable = self._num_updates
+        if not (master.requires_grad and self._trains):
+            values = self._samples.get(master)
+            if values is None:
+                values = self._samples[master] = _sample(master)
         now = (id(master), master.data_ptr(), master._version, master.shape, master.stride(), master.dtype)
-        return dtype, updates, self._num_loops, *now
+        return dtype, values, self._num_loops, *now
 
     @property
     def host_bytes(self) -> int:
@@ -232,6 +241,16 @@ class WorkingCopies:
         worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
         is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
         return dtype if is_low else master.dtype
+
+
+def _sample(master: nn.Parameter) -> bytes:
+    """A few values of ``master``, over its whole memory; nothing for tensors that are no plain memory."""
+    data = master.data
+    if type(data) is not Tensor or not data.is_contiguous() or not data.numel():
+        return b""
+    num_samples = min(_NUM_SAMPLES, data.numel())
+    values = data.as_strided((num_samples,), (data.numel() // num_samples,))
+    return bytes(values.contiguous().view(torch.uint8).numpy())
 
 
 def _strides_for(master: Tensor) -> tuple[int, ...]:

@@ -160,12 +160,14 @@ class Following(Callback):
         for teacher, student in zip(pl_module.teacher.parameters(), pl_module.body.parameters(), strict=True):
             if self.how == "data =":
                 teacher.data = teacher.data * 0.8 + student.data * 0.2
+            elif self.how == "data.mul_":
+                teacher.data.mul_(0.8).add_(student.data, alpha=0.2)
             else:
                 with torch.no_grad():
                     teacher.mul_(0.8).add_(student, alpha=0.2)
 
 
-@pytest.mark.parametrize("how", ["data =", "no_grad"])
+@pytest.mark.parametrize("how", ["data =", "data.mul_", "no_grad"])
 @compat("Callback", "Callback")
 def test_a_teacher_that_follows(small: Any, fit_both: Any, assert_same_training: Any, how: str) -> None:
     """Frozen weights stay on a device from step to step, but not if they change."""
