@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_roundpipe.strategy
+import lightning_roundpipe.tracing
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeTimeline
 from lightning_roundpipe.engine.runner import StepResult
 from lightning_roundpipe.planning import Action, Partition, Span, Stage, StageKind, Timeline, round_robin
@@ -156,7 +156,7 @@ def test_without_writers_nothing_of_it_runs(
     def fail(*args: Any) -> None:
         raise AssertionError("a step was traced")
 
-    monkeypatch.setattr(lightning_roundpipe.strategy, "run_traced", fail)
+    monkeypatch.setattr(lightning_roundpipe.tracing, "run_traced", fail)
     watch = Watch(Path("nowhere"))
     make_trainer().fit(watched(small, watch), loader)
     assert watch.traces == [False] * STEPS

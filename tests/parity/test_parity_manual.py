@@ -139,7 +139,7 @@ class Retained(Gan):
     """Two backwards through one graph; one optimizer that the user asks for as it is."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        real, z = batch
+        _, z = batch
         generator = self.optimizers()[0]
         critic = self.optimizers(use_pl_optimizer=False)[1]
         out = self.D(self.G(z))
