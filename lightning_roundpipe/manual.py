@@ -8,6 +8,8 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
   whole batch, and the call is made with that one, so that hooks, loss scaling and accumulation are plain Lightning's.
 - ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
   call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
+- So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
+  but not from ``configure_optimizers``.
 - ``zero_grad`` is deferred to the next meeting: it often stands between a forward and its backward, and to stop there
   would cut the step in two.
 
@@ -26,6 +28,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .engine.glue import current
 from .engine.meetings import Collective, Meeting, meet
@@ -33,8 +36,17 @@ from .log_merging import weighted_mean
 
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 _SCHEDULER_METHODS = ("step",)
+_MAX_ENTRIES = 64  # of lists and dicts that are looked into; longer ones hold data
+_SCALER_METHODS = ("unscale_", "step", "update")
 _MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 _CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+_OWN_KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
+    ((torch.optim.Optimizer,), _OPTIMIZER_METHODS),
+    ((LRScheduler, ReduceLROnPlateau), _SCHEDULER_METHODS),
+    ((torch.amp.GradScaler,), _SCALER_METHODS),
+)
 
 
 class ManualOptimization:
@@ -104,10 +116,14 @@ class ManualOptimization:
                 for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
                     for name in _OPTIMIZER_METHODS:
                         stack.enter_context(self._together(owner, name, (type(optimizer).__name__, index)))
-            for index, config in enumerate(strategy.lr_scheduler_configs):
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            for index, scheduler in enumerate(schedulers):
                 for name in _SCHEDULER_METHODS:
-                    key = (type(config.scheduler).__name__, index)
-                    stack.enter_context(self._together(config.scheduler, name, key))
+                    stack.enter_context(self._together(scheduler, name, (type(scheduler).__name__, index)))
+            followed = {id(one) for one in (*strategy.optimizers, *schedulers)}
+            for path, owner, names in _own_helpers(self._module, followed):
+                for name in names:
+                    stack.enter_context(self._together(owner, name, (type(owner).__name__, path)))
             for module in self._module.modules():
                 if isinstance(module, pl.LightningModule):
                     for name in _MODULE_METHODS:
@@ -172,6 +188,27 @@ class ManualOptimization:
             if all(isinstance(value, float) for value in values):
                 return weighted_mean(torch.tensor(values, dtype=torch.float64), self._weights).item()
         return values[0]
+
+
+def _own_helpers(root: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Optimizers, schedulers and gradient scalers that are attributes of modules, alone or in lists and dicts:
+    (where, the object, its methods that concern the whole batch).
+
+    Args:
+        known: ids of objects to be left out.
+    """
+    for path, module in root.named_modules():
+        if not isinstance(module, pl.LightningModule):
+            continue
+        for name, value in vars(module).items():
+            entries = (value,)
+            if type(value) in (list, tuple, dict) and len(value) <= _MAX_ENTRIES:
+                entries = tuple(value.values() if type(value) is dict else value)
+            for index, entry in enumerate(entries):
+                methods = next((names for kinds, names in _OWN_KINDS if isinstance(entry, kinds)), None)
+                if methods is not None and id(entry) not in known:
+                    known.add(id(entry))
+                    yield f"{path}.{name}[{index}]", entry, methods
 
 
 def _without_closure(

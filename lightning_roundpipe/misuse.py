@@ -9,6 +9,7 @@ where it runs on a copy. Looked at are
   steps of a kind compare some elements of every weight as well. In the very first step the first micro-batch runs
   alone: what it changes is found behind the unit, or behind the user's step, that did it, before anything is trained.
 - **gradients**: the engine adds them up elsewhere. What user code writes to ``.grad`` would be taken for one of them.
+  With manual optimization it may look at those that are complete, but would change them once per micro-batch.
 - **tensors of the batch** that all micro-batches share, in the first steps: a change would happen M times.
 - **schedulers**, in automatic optimization: stepped in the step, they would be stepped M times.
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
@@ -65,6 +66,7 @@ class StepGuard:
         self._named: list[tuple[str, nn.Parameter]] = []
         self._weights: list[nn.Parameter] = []
         self._before = _Weights([], is_sampled=False)
+        self._gradients: dict[nn.Parameter, tuple[Tensor, int]] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
 
     @contextlib.contextmanager
@@ -118,13 +120,15 @@ class StepGuard:
         """Around changes that are made once in the middle of a step, while no micro-batch runs.
 
         Raises:
-            MisconfigurationException: if weights have changed before, in the same step.
+            MisconfigurationException: if weights or gradients have changed before, in the same step.
         """
         self._check_weights("training_step")
+        self._check_complete_gradients()
         try:
             yield
         finally:
             self._before = _Weights(self._weights, is_sampled=self._before.samples is not None)
+            self._note_gradients("training_step")
 
     def _look_up(self) -> None:
         exempt: set[int] = set()
@@ -212,6 +216,25 @@ class StepGuard:
                 f"training_step writes the gradient (.grad) of {self._names(written)}, by itself or by a backward of "
                 "its own. Gradients of the micro-batches are added up elsewhere while the step runs: change them in "
                 "on_after_backward or on_before_optimizer_step, and return the loss without running its backward"
+            )
+
+    def _note_gradients(self, kind: str) -> None:
+        self._gradients = None
+        if self._count > 1 and kind == "training_step" and not self._root.automatic_optimization:
+            self._gradients = {p: (p.grad, p.grad._version) for p in self._weights if p.grad is not None}
+
+    def _check_complete_gradients(self) -> None:
+        noted = self._gradients
+        if noted is None:
+            return
+        gradients = [(p, p.grad, *noted.get(p, (None, 0))) for p in self._weights if p.grad is not None]
+        written = [p for p, now, before, version in gradients if now is not before or now._version != version]
+        if written:
+            raise MisconfigurationException(
+                f"training_step writes the gradient (.grad) of {self._names(written)}. It runs once per micro-batch, "
+                f"so that the change is made {self._count} times: clip with self.clip_gradients(...), or call "
+                "torch.nn.utils.clip_grad_norm_(...) by this whole name; set gradients to None instead of zero; make "
+                "other changes in on_after_backward or on_before_optimizer_step, or use num_microbatches=1"
             )
 
     def _check_places(self, cause: Exception | None = None) -> None:

@@ -216,6 +216,10 @@ class Segment:
     step: Hashable
     place: tuple[Hashable, ...]
 
+    def is_round_of_same_loop(self, other: Segment) -> bool:
+        """Whether they differ by nothing but which of the equal calls they follow."""
+        return self.step == other.step and self.place[:-1] == other.place[:-1]
+
 
 @dataclass
 class Place:

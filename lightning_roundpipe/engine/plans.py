@@ -6,6 +6,9 @@ After steps 2, 4, 8, 16, ... with the key a new one is made from what was measur
 it saves more than 2 % of the step. That is between two steps, and only where calls run and in which order devices take
 them changes, never what is computed: results stay the same. Ever rarer, because a plan costs time and estimates settle.
 If a step makes calls that its plan does not foresee, the plan is made anew from the calls of its first micro-batch.
+
+Steps that meet in a loop have a segment per round, all alike: as long as they are, they share a plan, and what is
+measured.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class Plans:
         self._num_devices = num_devices
         self._machine = machine
         self._known: dict[Hashable, _Known] = {}
+        self._apart: set[Hashable] = set()  # segments that once went another way than other rounds of their loop
         self._presets: dict[Hashable, CostProfile] = {}
         self._schedules: dict[tuple[int, int, int], tuple[Schedule, int]] = {}
         self._first_device = 0
@@ -86,6 +90,10 @@ class Plans:
             ValueError: if the costs that were preset for the key are not those of the calls.
         """
         sequence = walk.sequence
+        twin = self._twin(key, sequence, walk.carried, num_microbatches, is_training)
+        if twin is not None:
+            self._known[key] = twin
+            return twin.plan
         estimates = CallEstimates(sequence, is_training)
         if key in self._presets:
             estimates.preset(self._presets[key])
@@ -95,6 +103,20 @@ class Plans:
         estimates.add([walk.runs])
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
         return plan
+
+    def _twin(
+        self, key: Hashable, sequence: tuple[Unit, ...], carried: tuple[int, ...], count: int, is_training: bool
+    ) -> _Known | None:
+        """What is known of the same segment in an earlier round of a loop: one plan is enough for all rounds."""
+        if not isinstance(key, Segment) or key in self._apart:
+            return None
+        what = (sequence, carried, count, is_training)
+        for other, known in self._known.items():
+            if isinstance(other, Segment) and other.is_round_of_same_loop(key):
+                plan = known.plan
+                if (plan.sequence, plan.carried, known.num_microbatches, known.is_training) == what:
+                    return known
+        return None
 
     def measures(self, key: Hashable) -> bool:
         """Whether the next step with this key is measured."""
@@ -117,6 +139,10 @@ class Plans:
             self.forget(key)
             return True
         if any(walk.num_off_plan for walk in walks):
+            if any(other is known for place, other in self._known.items() if place != key):
+                self._apart.add(key)
+                del self._known[key]
+                return True
             sequence, carried = walks[0].sequence, walks[0].carried
             known.estimates.rearrange(sequence)
             costs = known.estimates.profile
@@ -201,6 +227,7 @@ class Plans:
     def clear(self) -> None:
         """Forgets the plans and what was measured; the units are other ones from now on."""
         self._known.clear()
+        self._apart.clear()
 
 
 def _activations(partition: Partition, costs: CostProfile) -> tuple[tuple[int, int], ...]:

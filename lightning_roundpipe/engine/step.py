@@ -38,6 +38,7 @@ from .plans import Plans
 from .pool import DevicePool
 from .recompute import check_escape
 from .requests import StepRequest
+from .seen_gradients import gradients_seen
 from .step_context import Plan, StepContext
 from .strays import StrayOperands
 from .threads import Surroundings, run_threads
@@ -265,9 +266,11 @@ class Step:
         stack.enter_context(intra_op_threads(resources.num_threads))
 
     def _put_gradients_aside(self) -> None:
-        """Before the first backward of a segment; if micro-batches meet, user code may look at gradients until then."""
+        """Before the first backward of a segment; see [Note: gradients that are seen] in :mod:`seen_gradients`."""
         with self._aside_lock:
             if self._take_strays is dict:
+                if self._request.meets and len(self._states) > 1:
+                    self._aside.enter_context(gradients_seen(self._resources.root.parameters()))
                 self._take_strays = self._aside.enter_context(gradients_aside(self._resources.root))
                 self._aside.callback(setattr, self, "_take_strays", dict)
 

@@ -36,6 +36,7 @@ from .parameters import Replica
 from .profiler import Run
 from .randomness import derive_seed
 from .recompute import Call, Flushing, PendingGradients
+from .seen_gradients import accumulated
 from .step_context import StepContext
 from .unit_run import UnitRunner, autocast_state
 from .units import Unit
@@ -379,9 +380,8 @@ class Walk:
             try:
                 yield
                 for parameter in parameters:
-                    if parameter.grad is not None:
-                        known = self.glue_gradients.get(parameter)
-                        gradient, parameter.grad = parameter.grad, None
+                    if (gradient := accumulated(parameter)) is not None:
+                        parameter.grad, known = None, self.glue_gradients.get(parameter)
                         self.glue_gradients[parameter] = gradient if known is None else known + gradient
             finally:
                 self.shared.lock.release(self.state)

@@ -280,6 +280,37 @@ def test_segments_of_closures_share_a_plan() -> None:
     assert engine.plan_of(Segment("train", ("step", None, 0))) is None
 
 
+def test_rounds_of_a_loop_share_a_plan_as_long_as_they_are_alike() -> None:
+    chain = Chain()
+    made: list[int] = []
+
+    def plan(costs: Any, count: int, training: bool) -> Any:
+        made.append(len(costs.calls))
+        return everything_recomputed(costs, count, training)
+
+    engine = engine_of(chain, plan=plan)
+
+    def step(numbered: Any) -> None:
+        x = numbered[1]
+        for index in range(10):
+            x = chain.run_first(x) if index < 7 or not odd else chain.run_second(chain.run_first(x))
+            meet(ask("backward"), [(x.mean(), 1 / 3)])
+            x = x.detach()
+
+    odd = False
+    run(engine, step)
+    # The first segment, the rounds after it (again after 2, 4 and 8 of them), and the end, which has no units.
+    assert made == [3] * 5
+    assert run(engine, step).num_off_plan == 0
+    del made[:]
+    odd = True
+    run(engine, step)
+    results = [run(engine, step) for _ in range(3)]
+    assert [result.num_off_plan for result in results[1:]] == [0, 0]
+    places = [engine.plan_of(Segment("train", ("backward", count))) for count in range(1, 11)]
+    assert [len(one.sequence) for one in places] == [3] * 6 + [6] * 3 + [0]
+
+
 def test_different_ways_are_an_error() -> None:
     chain = Chain()
     engine = engine_of(chain)

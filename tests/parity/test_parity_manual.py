@@ -11,8 +11,10 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -248,6 +250,53 @@ class Forgiving(Gan):
         self.log("unused", unused)
 
 
+class Reading(Gan):
+    """Gradients that are read, copied and dropped between backwards, also after the forward of the next one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, z = batch
+        generator, critic = self.optimizers()
+        for parameter in self.D.parameters():
+            parameter.grad = None
+        self.manual_backward(self.critic_loss(real, self.G(z)))
+        loss = self.generator_loss(self.G(z))
+        self.log("critic", torch.stack([p.grad.norm() for p in self.D.parameters()]).norm())
+        self.first = [p.grad.clone() for p in self.D.parameters()]
+        self.manual_backward(loss)
+        moved = [(p.grad - one).norm() for p, one in zip(self.D.parameters(), self.first, strict=True)]
+        self.log("moved", torch.stack(moved).norm())
+        critic.step()
+        generator.step()
+        generator.zero_grad(set_to_none=False)
+
+
+class OwnObjects(Gan):
+    """An optimizer, schedulers and a scaler of gradients that Lightning does not know."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.G.parameters(), lr=0.1)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        self.own = {"critic": torch.optim.Adam(self.D.parameters(), lr=1e-2, eps=1e-3)}
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, z = batch
+        generator, critic = self.optimizers(), self.own["critic"]
+        critic.zero_grad(set_to_none=False)
+        self.manual_backward(self.scaler.scale(self.critic_loss(real, self.G(z))))
+        self.scaler.unscale_(critic)
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.D.parameters(), 0.1))
+        self.scaler.step(critic)
+        self.scaler.update()
+        self.log("scale", self.scaler.get_scale())
+        self.manual_backward(self.generator_loss(self.G(z)))
+        generator.step()
+        generator.zero_grad()
+        self.schedulers[0].step()
+        self.log("lr", generator.param_groups[0]["lr"])
+
+
 @dataclass
 class Outcome:
     """What a run left behind, after every batch: weights, optimizer states, logged values; and the events."""
@@ -335,7 +384,7 @@ def assert_same_outcome(actual: Outcome, expected: Outcome, **kwargs: Any) -> No
     assert moved > 0, "the plain run has trained nothing: the comparison would prove nothing"
 
 
-MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiving]
+MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiving, Reading, OwnObjects]
 
 
 @compat("LightningModule method", "manual_backward")
@@ -362,6 +411,32 @@ def test_one_microbatch_is_exact(module: type[Gan]) -> None:
     plain = train(module)
     ours = train(module, devices=2, num_microbatches=1)
     assert_same_outcome(ours, plain, exact=True)
+
+
+@pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last meeting"])
+def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
+    """Each micro-batch would change them; that functions of torch imported by name are meant shows in the message."""
+
+    class Changing(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            real, z = batch
+            critic = self.optimizers()[1]
+            self.manual_backward(self.critic_loss(real, self.G(z)))
+            if where == "by a function":
+                clip_grad_norm_(self.D.parameters(), 0.1)
+            loss = self.generator_loss(self.G(z))
+            if where == "before a backward":
+                weight = self.D[1].inner.weight
+                weight.grad = 0.5 * weight.grad
+                self.manual_backward(loss)
+            critic.step()
+            if where == "after the last meeting":
+                self.D[1].inner.bias.grad.zero_()
+
+    message = r"the gradient \(.grad\) of 'D.*made 3 times: clip with self.clip_gradients\(...\), or call torch.nn"
+    with pytest.raises(MisconfigurationException, match=message):
+        train(Changing, devices=2)
+    train(Changing, devices=2, num_microbatches=1)
 
 
 def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
