@@ -8,7 +8,7 @@ batch size with the lowest total wins, and a tie or a misfit is an error, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -58,7 +58,8 @@ def split_batch(batch: Any, num_microbatches: int, *, min_rows: int = 1) -> Micr
     """Split a batch along dimension 0 into at most ``num_microbatches`` micro-batches of nearly equal size.
 
     Larger micro-batches come first. Tensors and arrays become views, containers are rebuilt with their own type, what
-    has no batch dimension (numbers, strings, 0-d tensors, tensors of leading size 1) is shared by all micro-batches.
+    has no batch dimension (numbers, strings, 0-d tensors, tensors of leading size 1) is shared by all micro-batches;
+    mappings of such things are not.
     With one micro-batch the batch itself is returned.
 
     Args:
@@ -254,12 +255,25 @@ def _offender(node: _Node, rows: int) -> _Node | None:
     return node
 
 
+def _with_own_mappings(value: Any) -> Any:
+    """``value``, which micro-batches share, with mappings of its own: steps take entries out of them and put some in.
+
+    The last micro-batch has the original, so that what it does to it stays, as after one call.
+    """
+    children = children_of(value)
+    if children is None:
+        return value
+    entries = [_with_own_mappings(entry) for _, entry in children]
+    is_same = all(own is entry for own, (_, entry) in zip(entries, children, strict=True))
+    return value if is_same and not isinstance(value, Mapping) else rebuild(value, entries)
+
+
 def _cut(node: _Node, rows: int, bounds: Sequence[tuple[int, int]]) -> list[Any]:
     """Return the parts of a node for each (start, length) in ``bounds``."""
     fit = _fit(node, rows)
     value = node.value
     if fit is None or not fit.is_cut:
-        return [value] * len(bounds)
+        return [*(_with_own_mappings(value) for _ in bounds[1:]), value]
     if fit.per_sample:
         return [rebuild(value, value[start : start + length]) for start, length in bounds]
     if node.rows is None:

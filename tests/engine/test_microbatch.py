@@ -157,11 +157,26 @@ def test_numpy_arrays_are_sliced_as_views() -> None:
     assert_same(merge_batch(split.microbatches, split.sizes)["x"], x)
 
 
+def test_mappings_of_shared_leaves_belong_to_their_microbatch() -> None:
+    """A step may take entries out of them, or put some in, as if it were called once."""
+    table = torch.zeros(1, 2)
+    meta = {"task": "nli", "deep": [{"table": table, "k": 1}], "names": ["a", "b"], "found": {}}
+    parts = split_batch({"x": rows(6), "meta": meta}, 3).microbatches
+    for index, part in enumerate(parts):
+        assert part["meta"].pop("task") == "nli"
+        assert part["meta"]["deep"][0].pop("k") == 1
+        assert part["meta"]["deep"][0]["table"] is table
+        assert part["meta"]["names"] is meta["names"]
+        assert part["meta"]["found"] == {}
+        part["meta"]["found"]["index"] = index
+    assert meta == {"deep": [{"table": table}], "names": ["a", "b"], "found": {"index": 2}}
+
+
 @pytest.mark.parametrize(
     "shared",
     [
         *(None, True, 3, 2.5, 1j, "text", b"bytes", Mode.TRAIN, torch.float16, torch.device("cpu"), torch.Generator()),
-        *(torch.Size([3, 4]), torch.tensor(2.0), torch.ones(1, 1, 5, 5), ["a", "b"], [224, 224], (), {}),
+        *(torch.Size([3, 4]), torch.tensor(2.0), torch.ones(1, 1, 5, 5), ["a", "b"], [224, 224], ()),
     ],
 )
 def test_leaves_without_batch_dimension_are_shared(shared: Any) -> None:
