@@ -235,6 +235,10 @@ def _check_backward(loss: Tensor, options: Mapping[str, Any]) -> None:
             f"manual_backward(gradient=...) is not supported by strategy='roundpipe' (loss of shape "
             f"{tuple(loss.shape)}): reduce the loss to a scalar, for instance (loss * gradient).sum()"
         )
+    if loss.numel() != 1:
+        raise MisconfigurationException(
+            f"manual_backward got a loss of shape {tuple(loss.shape)}: it must be a scalar, for instance its mean"
+        )
     inputs = options.get("inputs")
     for x in [inputs] if isinstance(inputs, Tensor) else inputs or ():
         if not isinstance(x, nn.Parameter):

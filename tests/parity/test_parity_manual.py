@@ -439,6 +439,15 @@ def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
     train(Changing, devices=2, num_microbatches=1)
 
 
+def test_a_loss_that_is_no_scalar() -> None:
+    class Rows(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.D(batch[0]))
+
+    with pytest.raises(MisconfigurationException, match=r"a loss of shape \(3, 1\): it must be a scalar"):
+        train(Rows, devices=2)
+
+
 def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     class Dropped(Carried):
         dropout = 0.4
