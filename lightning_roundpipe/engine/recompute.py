@@ -41,8 +41,8 @@ class GradientCutError(RuntimeError):
         """The error for a graph that is cut at ``call``."""
         return cls(
             f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
-            "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). Use "
-            "RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
+            "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). With manual optimization "
+            "call self.manual_backward(loss), which goes through units. Otherwise use RoundPipeStrategy(units=[...]) with classes that keep the differentiated part out of the units, or "
             "train this module with strategy='auto'."
         )
 

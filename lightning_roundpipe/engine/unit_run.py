@@ -66,13 +66,13 @@ class UnitRunner:
     compiler: UnitCompiler | None = None
 
     @staticmethod
-    def check_containers(call: Call, leaves: list[Any], args: Any, kwargs: Any) -> None:
+    def check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
         """Raises:
         RuntimeError: if the unit put something into a list or dict that it was given: glue would not see it.
         """
         now: list[Any] = []
         trees.flatten((args, kwargs), now)
-        if len(now) != len(leaves) - len(call.side) or any(a is not b for a, b in zip(now, leaves, strict=False)):
+        if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
             raise RuntimeError(
                 f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
                 "followed through the pipeline: return it from its forward, or make the module around it the unit with "
@@ -95,6 +95,7 @@ class UnitRunner:
         if self.compiler is not None and call.facts is not None:
             leaves, originals = without_flags(leaves)
         (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
+        num_side = _num_leaves(side) if call.facts is None else 0
         previous = self._set_side(call, replica, side)
         writes = UnitWrites()
         call.relayed = {}
@@ -112,11 +113,11 @@ class UnitRunner:
             else:
                 result = replica.module.forward(*args, **kwargs)
             if call.facts is None:
-                self.check_containers(call, leaves, args, kwargs)
+                self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
         finally:
             self.state.unit_writes, self.state.is_recomputing = None, False
             _active.run = None
-            written = writes.take_back()
+            written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
             for module, name, value in previous:
                 assign(module, name, value)
         result_leaves: list[Any] = []
@@ -261,3 +262,14 @@ def _is_flagged(call: Call, slot: Slot) -> bool:
     if call.facts is not None:
         return slot in call.facts.flagged
     return call.relayed[slot].requires_grad
+
+
+def _num_leaves(tree: Any) -> int:
+    leaves: list[Any] = []
+    trees.flatten(tree, leaves)
+    return len(leaves)
+
+
+def _is_list_of_weights(module: nn.Module, name: str) -> bool:
+    """Recurrent layers of torch list their weights, anew when these are others: those of a replica belong to it."""
+    return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")

@@ -205,6 +205,23 @@ class Recurrent(L.LightningModule):
         return F.mse_loss(self.head(state), y)
 
 
+class RecurrentInALoop(Regression):
+    """A recurrent layer that is called for every time step, with its state; a list that glue sets on a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.lstm = nn.LSTM(4, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[0].scales = [1.0, 2.0]
+        out, state = self.lstm(x[:, :2])
+        for i in range(2, x.shape[1]):
+            out, state = self.lstm(x[:, i : i + 1], state)
+        for block in self.blocks:
+            out = block(out)
+        return self.head(out[:, -1])
+
+
 class PackedRecurrent(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -521,6 +538,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (WeightUsedInGlueAndInUnits, tokens),
     (RawParameters, vectors),
     (Recurrent, sequences),
+    (RecurrentInALoop, sequences),
     (PackedRecurrent, padded_sequences),
     (MixtureOfExperts, vectors),
     (FirstHalfFrozen, vectors),
