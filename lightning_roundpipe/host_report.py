@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from .engine.host_memory import activation_bytes, allocated_bytes, available_bytes, model_memory
+from .engine.stale import StaleWeights
 from .planning.costs import CostProfile
 from .planning.partition import Partition
 from .planning.quantities import format_bytes
@@ -22,6 +23,7 @@ class HostReport:
         root: the user's module.
         optimizers: all of them.
         available: gives the bytes that can still be allocated on the host, None if unknown.
+        stale: the snapshots that are taken of weights; None if there are none.
 
     Attributes:
         memory: what is needed, as far as it is known.
@@ -32,18 +34,21 @@ class HostReport:
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         available: Callable[[], int | None] | None = None,
+        stale: StaleWeights | None = None,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
         self._available = available or available_bytes
         self._has_warned = False
         self._has_reported = False
-        self.memory = model_memory(root, optimizers)
+        self._stale = stale
+        self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS)
 
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""
         left = self._available()
-        missing = self.memory.total - allocated_bytes(self._root, self._optimizers)
+        allocated = allocated_bytes(self._root, self._optimizers)
+        missing = self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
         if self._has_warned or left is None or missing <= left:
             return
         self._has_warned = True

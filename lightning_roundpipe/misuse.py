@@ -306,11 +306,12 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
 
 def _sample(weight: Tensor) -> Tensor:
     """A copy of evenly spread elements, as bytes: NaN equals NaN. Nothing of tensors with a layout of their own."""
-    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+    data = weight.detach()  # waits for an update that is under way; until then the weight is of another class
+    if type(weight) is not nn.Parameter or data.layout is not torch.strided:
         return torch.empty(0)
-    most = max(1, int(_MAX_SAMPLES ** (1 / max(1, weight.dim()))))
-    steps = tuple(slice(None, None, -(-size // most) or 1) for size in weight.shape)
-    return weight.detach()[steps].contiguous().clone().reshape(-1).view(torch.uint8)
+    most = max(1, int(_MAX_SAMPLES ** (1 / max(1, data.dim()))))
+    steps = tuple(slice(None, None, -(-size // most) or 1) for size in data.shape)
+    return data[steps].contiguous().clone().reshape(-1).view(torch.uint8)
 
 
 class _Shared:

@@ -21,6 +21,9 @@ _COMPILE_ARGUMENTS = frozenset({"backend", "dynamic", "mode", "options"})
 _CUDA_GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
 
+OPTIMIZER_OVERLAPS = ("exact", "off", "stale")
+
+
 @dataclass(frozen=True)
 class VirtualLink:
     """The link between the host and a virtual device: copies take as long as they would over this one.
@@ -78,8 +81,20 @@ class RoundPipeOptions:
     cost_profile: CostProfile | None = None
     save_profile: str | Path | None = None
     trace: str | Path | None = None
+    optimizer_overlap: str = "exact"
+    stale_after_steps: int = 0
 
     def __post_init__(self) -> None:
+        if self.optimizer_overlap not in OPTIMIZER_OVERLAPS:
+            raise ValueError(
+                f"optimizer_overlap={self.optimizer_overlap!r}: use one of {', '.join(map(repr, OPTIMIZER_OVERLAPS))}"
+            )
+        check_count("stale_after_steps", self.stale_after_steps, at_least=0)
+        if self.stale_after_steps and self.optimizer_overlap != "stale":
+            raise ValueError(
+                f"stale_after_steps={self.stale_after_steps!r} has a meaning with optimizer_overlap='stale' alone, but "
+                f"optimizer_overlap={self.optimizer_overlap!r}"
+            )
         if self.num_microbatches != "auto":
             check_count("num_microbatches", self.num_microbatches, "or 'auto' (two per device)")
         if self.round_size is not None:

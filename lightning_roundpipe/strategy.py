@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +19,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, first_argument, microbatches_of
+from .batches import Batches, first_argument, microbatches_for
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
 from .engine.pool import DevicePool
-from .engine.randomness import derive_seed
 from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
 from .host_report import HostReport
@@ -38,18 +36,18 @@ from .manual import ManualOptimization
 from .misuse import StepGuard
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
+from .overlap import OptimizerOverlap, make_overlap
 from .planning.costs import CostProfile
 from .planning.partition import Partition
 from .planning.plan import plan_evaluation, plan_training
 from .precision import checked_precision, expected_scale
 from .retry import Retry
+from .seeds import seed_of_step
 from .single_process import SingleProcessStrategy
 from .supported import check_model
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
-from .workers import machine_of, make_pool
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+from .workers import machine_of, make_engine, make_pool
 
 
 class RoundPipeStrategy(SingleProcessStrategy):
@@ -88,6 +86,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
+        optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
+            weights that it needs, with the same results; everything else that looks at weights or optimizer state waits
+            as well. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training
+            step waits for no update, and computes with the weights from before the last one.
+        stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
         precision_plugin: a precision object; usually named by ``Trainer(precision=...)``.
@@ -118,6 +121,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         cost_profile: str | Path | CostProfile | None = None,
         save_profile: str | Path | None = None,
         trace: str | Path | None = None,
+        optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
+        stale_after_steps: int = 0,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -136,6 +141,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
             cost_profile=read_profile(cost_profile),
             save_profile=save_profile,
             trace=trace,
+            optimizer_overlap=optimizer_overlap,
+            stale_after_steps=stale_after_steps,
         )
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
@@ -147,6 +154,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._retry: Retry | None = None
         self._host_report: HostReport | None = None
         self._guard: StepGuard | None = None
+        self._overlap: OptimizerOverlap | None = None
         self._manual: ManualOptimization | None = None  # of the training step that runs
         self._seeks_batch_size = False
 
@@ -195,15 +203,19 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """Rejects what would not be trained correctly, then sets up like any single-process strategy.
 
         Raises:
-            MisconfigurationException: if two recordings would write the same file.
+            MisconfigurationException: if two recordings would write the same file, or the weights of training steps
+                cannot be one update behind (``optimizer_overlap="stale"``).
         """
         self._close_engine()
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer))
         if trainer.training:
             self._recordings.start()
+            order = lambda: self.engine.order_of("training_step")  # noqa: E731
+            self._overlap = make_overlap(self.options, self.pool, order)
         super().setup(trainer)
         if trainer.training:
-            self._host_report = HostReport(self._module, self.optimizers)
+            stale = None if self._overlap is None else self._overlap.begin(self._module, self.optimizers)
+            self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
 
     @override
@@ -215,6 +227,14 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine; no thread is alive between steps."""
+        try:
+            if self._overlap is not None:
+                self._overlap.finish()
+        finally:
+            self._overlap = None
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         self._recordings.finish(lambda: None if self._engine is None else self._engine.costs("training_step"))
         self._close_engine()
         self.pool.dispose()  # stays, for its statistics
@@ -229,7 +249,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard")
+        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard", "_overlap")
         return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     @property
@@ -241,22 +261,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def engine(self) -> Engine:
         """The engine of the connected module."""
         if self._engine is None:
-            num_threads = self.options.threads_per_device
-            if num_threads is None and self.pool.is_virtual:
-                num_threads = max(1, torch.get_num_threads() // len(self.pool))
-            self._engine = Engine(
-                self._module,
-                self.pool,
-                self._plan,
-                round_size=self.options.round_size_for(len(self.pool)),
-                machine=machine_of(self.pool, self.options),
-                unit_classes=self.options.units,
-                exempt=(Metric,),
-                num_threads=num_threads,
-                compile_units=self.options.compile_arguments,
-            )
-            if self.options.cost_profile is not None:
-                self._engine.preset_costs("training_step", self.options.cost_profile)
+            self._engine = make_engine(self._module, self.pool, self._plan, self.options)
         return self._engine
 
     def trace_with(self, writer: TraceWriter) -> None:
@@ -307,7 +312,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
-        with self.precision_plugin.train_step_context(), training_settings(self._module):
+        computing = contextlib.nullcontext() if self._overlap is None else self._overlap.computing(self._module)
+        with self.precision_plugin.train_step_context(), training_settings(self._module), computing:
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
@@ -321,13 +327,30 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
         if self._manual is None or current() is None:
+            if self._overlap is not None:
+                self._overlap.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+            if self._overlap is not None:  # gradients are added to in place, which an update may still read
+                self._overlap.wait()
             Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
 
         return self._manual.backward(closure_loss, scale, whole, args, kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A step of the optimizer, on the masters; what it does to them may come later, see ``optimizer_overlap``."""
+        overlapping = contextlib.nullcontext() if self._overlap is None else self._overlap.stepping(optimizer)
+        with overlapping:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -369,7 +392,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return function(microbatch, *rest, **kwargs)
 
         batches, (logs, result) = self.retry.run(
-            name, batch, self._split, lambda b: self._attempt(name, call, b, loss_scale)
+            name,
+            batch,
+            functools.partial(microbatches_for, self._module, self.options),
+            lambda b: self._attempt(name, call, b, loss_scale),
         )
         batches.bring_back(batch)
         logs.replay(batches.weights, batches.batch_size)
@@ -393,7 +419,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 microbatches=batches.microbatches,
                 weights=[weight * loss_scale for weight in batches.loss_weights],
                 key=name,
-                seed=self._seed(name),
+                seed=seed_of_step(self._module.trainer, name),
                 loss_of=loss_of if is_training and not is_manual else None,
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
@@ -416,27 +442,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 yield
         finally:
             self._manual = None
-
-    def _split(self, batch: Any, num_microbatches: int) -> Batches:
-        """Micro-batches of ``batch``; batch norm refuses a single row, so it gets two at least."""
-        norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
-        return microbatches_of(
-            batch,
-            num_microbatches,
-            min_rows=2 if norms else 1,
-            loss_weight=self.options.loss_weight,
-            split=self.options.split_batch or getattr(self._module, "roundpipe_split_batch", None),
-        )
-
-    def _seed(self, name: str) -> int:
-        """Identifies the step by what a resumed run knows as well: epoch and indices."""
-        trainer = self._module.trainer
-        if name == "training_step":
-            place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
-        else:
-            loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-            place = (trainer.global_step, loop.batch_progress.total.ready)
-        return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
 
 
 def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

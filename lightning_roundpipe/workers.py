@@ -1,4 +1,4 @@
-"""The devices that the options ask for, and the same as the planner sees them."""
+"""The devices that the options ask for, the same as the planner sees them, and the engine that runs on them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torchmetrics import Metric
 
+from .engine.plans import Planner
 from .engine.pool import DevicePool
+from .engine.runner import Engine
 from .engine.virtual import TimedLink
 from .options import RoundPipeOptions, VirtualLink
 from .planning.machine import Machine
@@ -46,3 +50,33 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
         d2h_bytes_per_ms=link.bytes_per_ms,
         transfer_latency_ms=link.latency_ms,
     )
+
+
+def make_engine(root: nn.Module, pool: DevicePool, planner: Planner, options: RoundPipeOptions) -> Engine:
+    """The engine that trains ``root`` on ``pool``, with plans by ``planner``."""
+    num_threads = options.threads_per_device
+    if num_threads is None and pool.is_virtual:
+        num_threads = max(1, torch.get_num_threads() // len(pool))
+    engine = Engine(
+        root,
+        pool,
+        planner,
+        round_size=options.round_size_for(len(pool)),
+        machine=machine_of(pool, options),
+        unit_classes=options.units,
+        exempt=(Metric,),
+        num_threads=num_threads,
+        compile_units=options.compile_arguments,
+    )
+    if options.cost_profile is not None:
+        engine.preset_costs("training_step", options.cost_profile)
+    return engine
+
+
+def update_threads(pool: DevicePool) -> int:
+    """Intra-op threads of optimizer steps: on virtual devices the units need the cores, too; every GPU gets one for the
+    thread that keeps it busy, as far as that leaves half of them."""
+    num_threads = torch.get_num_threads()
+    if pool.is_virtual:
+        return max(1, num_threads // (len(pool) + 1))
+    return max(1, num_threads // 2, num_threads - len(pool))

@@ -55,6 +55,7 @@ class HostMemory:
         weights: parameters and buffers.
         gradients: of the weights that are trained.
         optimizer_state: of all optimizers.
+        snapshots: of trained weights, see [Note: stale weights] in :mod:`stale`.
         working_copies: weights in the type in which they travel, where that is another one.
         activations: inputs of calls that wait for the backward.
     """
@@ -62,6 +63,7 @@ class HostMemory:
     weights: int = 0
     gradients: int = 0
     optimizer_state: int = 0
+    snapshots: int = 0
     working_copies: int = 0
     activations: int = 0
 
@@ -77,15 +79,27 @@ class HostMemory:
         return f"{format_bytes(self.total)} ({listed or 'nothing'})"
 
 
-def model_memory(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> HostMemory:
-    """What a model and its optimizers need, whatever the batch is: weights, gradients, optimizer state."""
+def model_memory(
+    root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), num_snapshots: int = 0
+) -> HostMemory:
+    """What a model and its optimizers need, whatever the batch is: weights, gradients, optimizer state, snapshots.
+
+    Args:
+        num_snapshots: of every weight that an optimizer trains.
+    """
     parameters = list(root.parameters())
     optimizers = list(optimizers)
     return HostMemory(
         weights=sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers())),
         gradients=sum(_bytes_of(parameter) for parameter in parameters if parameter.requires_grad),
         optimizer_state=sum(optimizer_state_bytes(optimizer) for optimizer in optimizers),
+        snapshots=num_snapshots * sum(_bytes_of(p) for optimizer in optimizers for p in trained_by(optimizer)),
     )
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The weights that ``optimizer`` trains at the moment."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def allocated_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:

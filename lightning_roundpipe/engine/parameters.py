@@ -24,6 +24,7 @@ from torch._dynamo import OptimizedModule
 from .devices import Device
 from .glue import assign
 from .gradients import GradientStore
+from .protocol import Event, see
 from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
 from .working_copies import WorkingCopies
@@ -211,6 +212,7 @@ class Replica:
         generations = [weights.generation(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        see(Event.UPLOAD, [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
 
     def drop_stale(self, weights: WorkingCopies) -> None:
@@ -253,12 +255,14 @@ class Replica:
             copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
+        see(Event.ACTIVATE, self.leaves.values(), self.unit.name, self)
 
     def deactivate(self) -> None:
         """Ends the use of the replica; gradients that were not harvested are lost."""
         if not self.is_active:
             return
         self.is_active = False
+        see(Event.DEACTIVATE, self.leaves.values(), self.unit.name, self)
         self.has_gradients = False
         self._sums.clear()
         for leaf in self.leaves:
@@ -346,9 +350,11 @@ class Replica:
                 masters.append(master)
                 gradients.append(gradient)
         if self.device.aliases_host:
-            return masters, Done(gradients)
-        arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
-        self.book_gradients(False, self.device.free(gradients, after=arriving))
+            arriving: Transfer = Done(gradients)
+        else:
+            arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
+            self.book_gradients(False, self.device.free(gradients, after=arriving))
+        see(Event.DOWNLOAD, masters, self.unit.name, self, arriving)
         return masters, arriving
 
     def harvest_now(self, store: GradientStore) -> None:
@@ -356,6 +362,7 @@ class Replica:
         if (harvested := self.harvest()) is not None:
             for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
                 store.add(master, gradient, (self.unit.order,))
+            see(Event.TAKE, harvested[0], self.unit.name, transfer=harvested[1])
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .glue import current
+from .pending import unwaited
 from .recompute import GradientCutError, note_hook, reached_cut
 from .units import Unit, UnitTable
 
@@ -70,28 +71,31 @@ def gradients_aside(root: nn.Module) -> Iterator[Callable[[], dict[nn.Parameter,
     accumulated in any ``.grad`` since.
     """
     parameters = list(root.parameters())
-    gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+    with unwaited():  # to put a gradient aside does not disturb the update that reads it
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in gradients:
+            parameter.grad = None
     hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     post_hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks]
-    for parameter, _ in gradients:
-        parameter.grad = None
     for parameter, _ in hooks:
         parameter._backward_hooks = None
     for parameter, _ in post_hooks:
         parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks where autograd looks
 
     def take() -> dict[nn.Parameter, Tensor]:
-        found = {p: p.grad for p in parameters if p.grad is not None}
-        for parameter in found:
-            parameter.grad = None
+        with unwaited():
+            found = {p: p.grad for p in parameters if p.grad is not None}
+            for parameter in found:
+                parameter.grad = None
         return found
 
     try:
         yield take
     finally:
         take()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        with unwaited():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
         for parameter, hook in hooks:
             parameter._backward_hooks = hook
         for parameter, post_hook in post_hooks:

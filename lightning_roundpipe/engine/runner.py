@@ -86,6 +86,12 @@ class Engine:
         """The plan of steps with this key, once one has run."""
         return self._plans.of(key)
 
+    def order_of(self, key: Hashable) -> list[list[nn.Parameter]]:
+        """The weights in the order in which a step with this key needs them first: of glue, then unit by unit."""
+        plan = self._plans.of(key)
+        units = () if plan is None else dict.fromkeys(plan.sequence)
+        return [list(self._glue_parameters), *(list(unit.module.parameters()) for unit in units)]
+
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the unit calls of one micro-batch in steps with this key, as far as they are known now.
 

@@ -36,6 +36,7 @@ from .parametrizations import parametrizations_apart
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .plans import Plans
 from .pool import DevicePool
+from .protocol import see_end
 from .recompute import check_escape
 from .requests import StepRequest
 from .seen_gradients import gradients_seen
@@ -140,6 +141,7 @@ class Step:
             self._resources.replicas.end_step()
             self._glue_parameters.drop()
             self._resources.pool.close()
+            see_end(succeeded)
 
     # --- segments and meetings -----------------------------------------------------------------------------------
 

@@ -1,0 +1,397 @@
+"""Optimizer steps that run behind the pipeline, weight by weight.
+
+[Note: overlapped updates]
+The update of one weight by Adam or SGD needs nothing of the others. So ``optimizer.step`` only notes what is to be
+done, and a thread does it in *shares*: the weights of the units that the next forward needs first come first. The next
+step begins meanwhile, and its uploads wait for the share that they read ([Note: pending weights] in :mod:`pending`). So
+does everything else that looks at weights, gradients or optimizer state. What is computed is what ``optimizer.step``
+would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
+the options of their groups as they were when ``step`` was called.
+
+This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
+:func:`why_not_separable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from .pending import Failure, Share, can_be_pending, updating
+from .stale import StaleWeights
+
+# Shares of less are not worth their own call of the optimizer.
+SHARE_BYTES = 16 * 2**20
+_SEPARABLE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """Why the step of ``optimizer`` cannot be taken apart; None if it can.
+
+    Optimizers of others can say that it can: a class attribute ``is_separable = True`` tells that the update of a
+    parameter depends on it, its gradient, ``state[parameter]`` and the options of its group alone, and that ``step``
+    reads them from ``self.param_groups`` and ``self.state``. Not so ASGD: it makes tensors of the default dtype in
+    every step, which the next training step may change.
+    """
+    kind = type(optimizer)
+    if kind not in _SEPARABLE and not getattr(kind, "is_separable", False):
+        return f"{kind.__name__} is not known to update each parameter by itself"
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any((*hooks, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)):
+        return f"hooks are registered on the step of {kind.__name__}"
+    if _has_own_step(optimizer):
+        return f"the step of {kind.__name__} has been replaced by another function"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{kind.__name__} is differentiable"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not can_be_pending(parameter):
+                return f"a parameter of {kind.__name__} is a {type(parameter).__name__} on {parameter.device}"
+    return None
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether user code has put a ``step`` of its own on the object. Schedulers do so to count, and so does manual
+    optimization here: those call what was there."""
+    step = vars(optimizer).get("step")
+    while step is not None:
+        place = getattr(step, "__globals__", {}).get("__name__", "")
+        if place != "torch.optim.lr_scheduler" and place.partition(".")[0] != __name__.partition(".")[0]:
+            return getattr(step, "__func__", step) is not type(optimizer).step
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+class GuardedState(defaultdict[Any, Any]):
+    """The state of an optimizer; who looks at it waits for updates that are under way."""
+
+    def __init__(self, state: dict[Any, Any], wait: Callable[[], None]) -> None:
+        super().__init__(dict, state)
+        self.plain = state
+        self.stateless: set[nn.Parameter] = set()  # got none in their first update
+        self._wait = wait
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        """A plain state."""
+        return defaultdict(dict, self)
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return self.copy()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def lend(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """The state of one parameter, without a wait; None if there is none."""
+        return super().get(parameter)
+
+    def take_back(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """The state of one parameter after its update."""
+        super().__setitem__(parameter, state)
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    @functools.wraps(original)
+    def method(self: GuardedState, *args: Any, **kwargs: Any) -> Any:
+        self._wait()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__",
+    "__reversed__", "__ior__", "get", "keys", "values", "items", "pop", "popitem", "setdefault",
+    "update", "clear",
+):  # fmt: skip
+    setattr(GuardedState, _name, _waiting(_name))
+
+
+def unguard(optimizer: Optimizer) -> None:
+    """Gives ``optimizer`` its plain state again: the object that it had before."""
+    state = optimizer.state
+    if isinstance(state, GuardedState):
+        entries = dict(state)
+        state.plain.clear()
+        state.plain.update(entries)
+        optimizer.state = state.plain  # type: ignore[assignment]
+
+
+class Updates:
+    """Runs optimizer steps on a thread; see [Note: overlapped updates].
+
+    Args:
+        num_threads: intra-op threads of the updates.
+        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`stale`; None if nobody
+            computes with them.
+    """
+
+    def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
+        self._num_threads = num_threads
+        self._stale = stale
+        self._thread: threading.Thread | None = None
+        self._failure = Failure()
+        self._closing: Optimizer | None = None  # whose closure runs
+        self._factor: Tensor | None = None
+
+    @contextlib.contextmanager
+    def overlapping(
+        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
+    ) -> Iterator[None]:
+        """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
+
+        Args:
+            order: gives the weights in the order in which they are needed next, in groups that are needed together.
+        """
+        missing = object()
+        before = vars(optimizer).get("step", missing)
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            result = None
+            self._closing, self._factor = optimizer, None
+            try:
+                if closure is not None:
+                    with torch.enable_grad():
+                        result = closure()
+            finally:
+                self._closing = None
+            fresh = _without_state(optimizer)
+            self.start(optimizer, order(), self._factor)
+            if fresh:
+                self._wait_for_state(optimizer, fresh)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+            return result
+
+        vars(optimizer)["step"] = step
+        try:
+            yield
+        finally:
+            if before is missing:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = before
+
+    def multiplies(self, optimizer: Optimizer, factor: Callable[[list[Tensor]], Tensor | None]) -> bool:
+        """Leaves a multiplication of all gradients of ``optimizer`` to its update, if that begins as soon as the
+        caller's closure has returned; whether it does.
+
+        Args:
+            factor: gives it for these gradients; None if it has to be done in another way.
+        """
+        if self._closing is not optimizer or self._factor is not None:
+            return False
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._factor = factor(gradients)
+        return self._factor is not None
+
+    def start(
+        self, optimizer: Optimizer, order: Sequence[Iterable[nn.Parameter]], factor: Tensor | None = None
+    ) -> None:
+        """Begins an optimizer step; it comes after those that have begun already.
+
+        Args:
+            order: see :meth:`overlapping`.
+            factor: a number that the gradients are multiplied by first.
+
+        Raises:
+            BaseException: what went wrong in one before.
+        """
+        self._failure.tell()
+        state = self._guard(optimizer)
+        owners: dict[nn.Parameter, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    owners[parameter] = options
+        if not owners:
+            return
+        with contextlib.nullcontext() if self._stale is None else self._stale.turning():
+            for parameter in owners:
+                # What is copied to devices was made of the old values.
+                torch.autograd.graph.increment_version(parameter)
+        works = []
+        for parameters in _shares_of(owners, order):
+            share = Share(parameters, self._failure)
+            works.append((share, _Part(optimizer, parameters, owners, state, factor)))
+        # The thread takes them, or whoever finds that it will not: exactly one of them.
+        offered = [works]
+        ready = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(offered, ready, self._thread), name="roundpipe-optimizer", daemon=True
+        )
+        before = torch.get_num_threads()
+        try:
+            for share, _ in works:
+                share.begin()
+            thread.start()
+            ready.wait()
+        except BaseException:  # no thread could be started, or Ctrl-C: nobody may wait for what does not come
+            with contextlib.suppress(IndexError):
+                for share, _ in offered.pop():
+                    share.end()
+                thread = self._thread  # type: ignore[assignment]
+            raise
+        finally:
+            self._thread = thread
+            torch.set_num_threads(before)  # the thread has set what new threads would begin with
+
+    def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
+        """The first update of weights is over at once: the state made for them depends on the default dtype, which
+        the next step may change for the whole process. It comes in the order in which the optimizer makes it."""
+        self.wait()
+        state = self._guard(optimizer)
+        made = {parameter: state.pop(parameter) for parameter in fresh if parameter in state}
+        state.update(made)
+        state.stateless.update(parameter for parameter in fresh if parameter not in made)
+
+    def _guard(self, optimizer: Optimizer) -> GuardedState:
+        state = optimizer.state
+        if not isinstance(state, GuardedState):
+            state = optimizer.state = GuardedState(state, self.wait)
+        return state
+
+    def _run(
+        self, offered: list[list[tuple[Share, _Part]]], ready: threading.Event, earlier: threading.Thread | None
+    ) -> None:
+        torch.set_num_threads(self._num_threads)
+        try:
+            works = offered.pop()
+        except IndexError:
+            return
+        ready.set()
+        if earlier is not None:
+            earlier.join()
+        with updating():
+            for share, part in works:
+                try:
+                    if not self._failure:
+                        part.step()
+                        if self._stale is not None:
+                            part.pass_on(self._stale)
+                except BaseException as error:  # must reach those who wait
+                    self._failure.note(error)
+                finally:
+                    share.end()
+
+    def wait(self) -> None:
+        """Blocks until no update is under way.
+
+        Raises:
+            BaseException: what went wrong in one; once.
+        """
+        # Several threads may wait: the reference stays, as another update may have begun by the time one gets on.
+        if self._thread is not None:
+            self._thread.join()
+        self._failure.tell()
+
+
+def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The weights to be updated that have no state yet but may get some."""
+    state = optimizer.state
+
+    def is_known(parameter: nn.Parameter) -> bool:
+        if isinstance(state, GuardedState):
+            return state.lend(parameter) is not None or parameter in state.stateless
+        return parameter in state
+
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]
+
+
+def _shares_of(
+    owners: dict[nn.Parameter, dict[str, Any]], order: Sequence[Iterable[nn.Parameter]]
+) -> list[list[nn.Parameter]]:
+    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time."""
+    left = dict.fromkeys(owners)
+    groups = [[p for p in group if p in left] for group in order]
+    shares: list[list[nn.Parameter]] = []
+    num_bytes = SHARE_BYTES
+    for group in [*groups, list(left)]:
+        fresh = [p for p in group if p in left]
+        for parameter in fresh:
+            del left[parameter]
+        if not fresh:
+            continue
+        if num_bytes >= SHARE_BYTES:
+            shares.append([])
+            num_bytes = 0
+        shares[-1].extend(fresh)
+        num_bytes += sum(p.numel() * p.element_size() for p in fresh)
+    return shares
+
+
+class _Part:
+    """An optimizer of the same class for some of the weights: for tensors that share their memory, with their
+    gradients and their state."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        owners: dict[nn.Parameter, dict[str, Any]],
+        state: GuardedState,
+        factor: Tensor | None,
+    ) -> None:
+        self._home = state
+        # A factor of one would change nothing.
+        self._factor = None if factor is None or factor.item() == 1.0 else factor
+        self._shadows = {parameter: parameter.data for parameter in parameters}
+        part: Any = object.__new__(type(optimizer))
+        # A loss scaler leaves tensors there that it changes after the step.
+        part.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(optimizer).items()})
+        part.__dict__.pop("step", None)
+        part._optimizer_step_pre_hooks = OrderedDict()
+        part._optimizer_step_post_hooks = OrderedDict()
+        part.state = defaultdict(dict)
+        groups: dict[int, dict[str, Any]] = {}
+        for parameter, shadow in self._shadows.items():
+            shadow.grad = parameter.grad
+            if (known := state.lend(parameter)) is not None:
+                part.state[shadow] = known
+            options = owners[parameter]
+            groups.setdefault(id(options), {**options, "params": []})["params"].append(shadow)
+        part.param_groups = list(groups.values())
+        self._optimizer = part
+
+    def step(self) -> None:
+        """Updates the weights."""
+        if self._factor is not None:
+            with torch.no_grad():
+                for shadow in self._shadows.values():
+                    shadow.grad.mul_(self._factor)  # type: ignore[union-attr]
+        try:
+            type(self._optimizer).step(self._optimizer)
+        finally:
+            for parameter, shadow in self._shadows.items():
+                if shadow in self._optimizer.state:
+                    self._home.take_back(parameter, self._optimizer.state[shadow])
+                shadow.grad = None
+
+    def pass_on(self, stale: StaleWeights) -> None:
+        """Snapshots of the updated weights."""
+        for parameter, shadow in self._shadows.items():
+            stale.refill(parameter, shadow)

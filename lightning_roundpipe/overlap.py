@@ -1,0 +1,164 @@
+"""Optimizer steps of Lightning that run behind the pipeline: when they do, and when they are waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from .clipping import clipped_by
+from .engine.host_memory import trained_by
+from .engine.optimizer import Updates, unguard, why_not_separable
+from .engine.pool import DevicePool
+from .engine.stale import StaleWeights
+from .options import RoundPipeOptions
+from .workers import update_threads
+
+# Less is updated before a thread has begun.
+MIN_BYTES = 16 * 2**20
+
+Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
+
+
+def make_overlap(options: RoundPipeOptions, pool: DevicePool, order: Order) -> OptimizerOverlap | None:
+    """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them; None if nothing overlaps."""
+    if options.optimizer_overlap == "off":
+        return None
+    is_stale = options.optimizer_overlap == "stale"
+    return OptimizerOverlap(
+        update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
+    )
+
+
+class OptimizerOverlap:
+    """The optimizer steps of one ``fit``; see [Note: overlapped updates] in :mod:`engine.optimizer`.
+
+    Args:
+        num_threads: intra-op threads of the updates.
+        order: gives the weights in the order in which the next step needs them, in groups that are needed together.
+        stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
+            update, see [Note: stale weights] in :mod:`engine.stale`; None for never.
+    """
+
+    def __init__(self, num_threads: int, order: Order, *, stale_after_steps: int | None = None) -> None:
+        self._stale = None if stale_after_steps is None else StaleWeights()
+        self._stale_after_steps = stale_after_steps or 0
+        self._updates = Updates(num_threads, self._stale)
+        self._order = order
+        self._module: pl.LightningModule | None = None
+        self._is_scripted = False
+        self._guarded: list[Optimizer] = []
+        self._refused: list[Optimizer] = []
+
+    def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
+        """The fit begins: the snapshots that will be taken of weights, None if none will be.
+
+        Raises:
+            MisconfigurationException: if weights are to be one update behind, and that cannot be done for this module.
+        """
+        self._module = module
+        self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
+        if self._stale is not None:
+            if (why_not := _why_not_stale(module, optimizers)) is not None:
+                raise _refusal(why_not)
+            exact = (
+                f"After {self._stale_after_steps} exact optimizer steps" if self._stale_after_steps else "From now on"
+            )
+            rank_zero_warn(
+                f"optimizer_overlap='stale' trains with another algorithm than plain Lightning. {exact} (see "
+                "stale_after_steps), gradients are computed with the weights from before the last update, one step too "
+                "old. Training may converge worse, or not at all, above all with AdamW, high learning rates and few "
+                "rows per batch: compare the losses with those of optimizer_overlap='exact'."
+            )
+        return self._stale
+
+    @contextlib.contextmanager
+    def computing(self, module: pl.LightningModule) -> Iterator[None]:
+        """Around a training step of ``module``, which computes with weights that are stale if they are to be.
+
+        Raises:
+            MisconfigurationException: if the step has changed one of these.
+        """
+        if self._stale is None or module.trainer.global_step < self._stale_after_steps:
+            yield
+            return
+        weights = [weight for optimizer in module.trainer.optimizers for weight in trained_by(optimizer)]
+        with self._stale.computing(weights):
+            before = [weight._version for weight in weights]
+            yield
+            changed = [w for w, version in zip(weights, before, strict=True) if w._version != version]
+        if changed:
+            name = next((name for name, weight in module.named_parameters() if weight is changed[0]), "")
+            raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of ``optimizer``, its closure included: the update itself may come later."""
+        if not self._applies(optimizer):
+            self._updates.wait()
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._updates.overlapping(optimizer, self._order))
+            if self._module is not None:
+                stack.enter_context(clipped_by(self._updates, optimizer, self._module))
+            yield
+
+    def _applies(self, optimizer: Optimizer) -> bool:
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
+        if self._stale is None and num_bytes < MIN_BYTES:
+            return False
+        why_not = why_not_separable(optimizer)
+        if why_not is None and self._is_scripted:  # what reads weights in C++ would not wait
+            why_not = "a part of the module is a torch.jit.ScriptModule"
+        if why_not is None:
+            if not any(other is optimizer for other in self._guarded):
+                self._guarded.append(optimizer)
+            return True
+        if self._stale is not None:
+            raise _refusal(why_not)
+        if not any(other is optimizer for other in self._refused):
+            self._refused.append(optimizer)
+            rank_zero_info(f"optimizer steps do not overlap with the next forward: {why_not}")
+        return False
+
+    def wait(self) -> None:
+        """Blocks until no update is under way.
+
+        Raises:
+            BaseException: what went wrong in one.
+        """
+        self._updates.wait()
+
+    def finish(self) -> None:
+        """The fit has ended: as :meth:`wait`, and the optimizers are as they were."""
+        try:
+            self.wait()
+        finally:
+            for optimizer in self._guarded:
+                unguard(optimizer)
+            self._guarded.clear()
+
+
+def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why the weights of training steps cannot be one update behind; None if they can."""
+    if not module.automatic_optimization:
+        return "with manual optimization, weights change in the middle of a training step"
+    if len(optimizers) != 1:
+        return f"configure_optimizers has returned {len(optimizers)} optimizers, and one is needed"
+    weights = set(trained_by(optimizers[0]))
+    for name, child in module.named_modules():
+        is_renormed = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+        if is_renormed and child.weight in weights:
+            return f"the embedding {name!r} with its max_norm changes its weight in the forward"
+    return why_not_separable(optimizers[0])
+
+
+def _refusal(why: str) -> MisconfigurationException:
+    return MisconfigurationException(f"optimizer_overlap='stale' is not possible: {why}. Use optimizer_overlap='exact'")
