@@ -1,0 +1,142 @@
+"""Clipping by norm, whose multiplication the update does: plain numbers, and nobody sees the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+
+from lightning_roundpipe import overlap
+from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine.optimizer import Updates
+
+Fit = Callable[..., L.LightningModule]
+
+
+@pytest.fixture(autouse=True)
+def all_updates_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
+    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """What updates multiply gradients by, step by step."""
+    found: list[Tensor | None] = []
+    start = Updates.start
+
+    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None) -> None:
+        found.append(factor)
+        start(self, optimizer, order, factor)
+
+    monkeypatch.setattr(Updates, "start", noting)
+    return found
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., L.Trainer], make_loader: Callable[..., Any]) -> Fit:
+    def run(module: L.LightningModule, mode: str, **kwargs: Any) -> L.LightningModule:
+        kwargs = {"gradient_clip_val": 0.05, **kwargs}
+        make_trainer(options={"optimizer_overlap": mode}, **kwargs).fit(module, make_loader())
+        return module
+
+    return run
+
+
+def assert_equal(ours: nn.Module, expected: nn.Module) -> None:
+    """Weights and their gradients, bit for bit."""
+    for (name, weight), other in zip(ours.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, other.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_and_gradients_are_those_without_overlap(
+    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None], max_norm: float, accumulate: int
+) -> None:
+    settings = {"gradient_clip_val": max_norm, "accumulate_grad_batches": accumulate}
+    ours = fit(small(), "exact", **settings)
+    assert len(factors) == (3 if accumulate == 1 else 2)
+    assert all(factor is not None and (factor < 1.0) == (max_norm < 1.0) for factor in factors)
+    assert_equal(ours, fit(small(), "off", **settings))
+
+
+def test_the_norm_after_a_step_is_the_limit(small: type[L.LightningModule], fit: Fit) -> None:
+    norms = []
+
+    class Watching(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: L.LightningModule, *args: Any) -> None:
+            norms.append(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).item())
+
+    fit(small(), "exact", callbacks=[Watching()])
+    assert norms == pytest.approx([0.05] * 3, rel=1e-4)
+
+
+def test_code_of_the_user_after_the_clipping_sees_clipped_gradients(
+    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None]
+) -> None:
+    class Own(small):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.clip_gradients(optimizer, *args, **kwargs)
+            self.norms.append(nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+
+    ours = fit(Own(), "exact")
+    assert ours.norms == pytest.approx([0.05] * 3, rel=1e-4)
+    assert factors == [None] * 3
+    assert_equal(ours, fit(Own(), "off"))
+
+
+def test_a_precision_plugin_of_the_user_clips_by_itself(
+    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None]
+) -> None:
+    class Own(Precision):
+        clipped = 0
+
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+            Own.clipped += 1
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+    ours = fit(small(), "exact", plugins=[Own()])
+    assert Own.clipped == 3
+    assert factors == [None] * 3
+    assert_equal(ours, fit(small(), "off"))
+
+
+@pytest.mark.parametrize("closes_first", [False, True])
+def test_own_optimizer_steps(
+    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None], closes_first: bool
+) -> None:
+    class Own(small):  # type: ignore[misc, valid-type]
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if closes_first:
+                optimizer_closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+    ours = fit(Own(), "exact")
+    assert all(factor is not None for factor in factors)
+    assert_equal(ours, fit(Own(), "off"))
+
+
+def test_clipping_by_value_stays_torchs(small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None]) -> None:
+    settings = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.001}
+    ours = fit(small(), "exact", **settings)
+    assert factors == [None] * 3
+    assert_equal(ours, fit(small(), "off", **settings))
+
+
+def test_nothing_is_left_on_the_plugin(small: type[L.LightningModule], fit: Fit) -> None:
+    module = fit(small(), "exact")
+    assert "clip_grad_by_norm" not in vars(module.trainer.precision_plugin)
