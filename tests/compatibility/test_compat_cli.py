@@ -268,11 +268,13 @@ def test_help(project: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(capsys.readouterr().out.split())
     names = list(inspect.signature(RoundPipeStrategy).parameters)
     assert len(names) >= 15
-    starts = [shown.rindex(f"--trainer.strategy.{name} {name.upper()}") for name in names]
+    # What stands for the value is the name, or the choices there are.
+    values = {name: rf"--trainer\.strategy\.{name} ({name.upper()}|{{[^}}]*}})" for name in names}
+    starts = [[found.start() for found in re.finditer(values[name], shown)][-1] for name in names]
     for name, start in zip(names, starts, strict=True):
         ends = [other for other in starts if other > start]
         entry = shown[start : min(ends, default=None)]
-        explanation, found, rest = entry.removeprefix(f"--trainer.strategy.{name} {name.upper()}").partition("(type: ")
+        explanation, found, rest = re.sub(values[name], "", entry, count=1).partition("(type: ")
         assert len(explanation.split()) >= 4, f"{name} is not explained: {entry}"
         assert found, f"{name} has no type: {entry}"
         assert "default: " in rest, entry

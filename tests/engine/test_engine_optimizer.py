@@ -554,6 +554,7 @@ def test_metadata_can_be_looked_at_without_a_wait(spy: WaitSpy, held: Held) -> N
     assert w is not other
     assert len({w, other, w}) == 2
     assert hash(w) == id(w)
+    assert held.optimizer.arrived.wait(_TIMEOUT_S)
     assert w.data_ptr() == held.optimizer.entered[0]
     w.requires_grad_(False)
     w.requires_grad = True
