@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import BatchEncoding
@@ -355,7 +357,11 @@ def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, wei
 
 
 @compat("LightningModule hook", "training_step (returns None)")
-def test_none_skips_the_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+def test_none_skips_the_step(
+    small: Any, fit_both: Any, assert_same_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # else warned of once per process
+
     class Skips(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == 1 else self.loss(batch)
