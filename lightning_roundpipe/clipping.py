@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .engine.clipping import clip_factor
 from .engine.optimizer import Updates
+from .engine.patches import attribute_set
 
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 
@@ -30,11 +31,8 @@ def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModul
         if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
             type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
 
-    vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
-    try:
+    with attribute_set(plugin, "clip_grad_by_norm", clip_grad_by_norm):
         yield
-    finally:
-        vars(plugin).pop("clip_grad_by_norm", None)
 
 
 def _may_be_watched(module: pl.LightningModule, plugin: Precision) -> bool:

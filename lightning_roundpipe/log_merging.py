@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from .engine.glue import current
 from .engine.offload import version_of
 from .engine.outputs import brought_home
+from .engine.patches import attribute_set
 
 _LIGHTNING_FILE = LightningModule.log.__code__.co_filename
 
@@ -62,7 +63,7 @@ class LogCapture:
         """While open, what is logged on micro-batch threads is held back."""
         with contextlib.ExitStack() as stack:
             if self._results is not None:
-                stack.enter_context(_attribute(self._results, "log", self._capture(self._results.log)))
+                stack.enter_context(attribute_set(self._results, "log", self._capture(self._results.log)))
             if self._metrics is not None:
                 stack.enter_context(self._metrics.following(self._root, self._arguments))
             stack.enter_context(self._arguments.following(self._root))
@@ -118,13 +119,14 @@ class LogCapture:
         name, values = group[0][1].name, [call.value for _, call in group]
         if _reduction_of(group[0][1]) != "mean" or not all(isinstance(value, Tensor) for value in values):
             return
-        counts = [float(value) for value in values]
+        assert self._results is not None
+        if any(result.meta.name == name for result in self._results.values()):
+            return
+        counts = [float(value) for value in values]  # of new names only: on a GPU this waits
         if not all(count.is_integer() for count in counts) or max(counts) <= 1.0:
             return
         rows = [round(weights[index] * (batch_size or 0)) for index, _ in group]
-        assert self._results is not None
-        is_new = all(result.meta.name != name for result in self._results.values())
-        if is_new and (len(set(counts)) > 1 or counts == rows):
+        if len(set(counts)) > 1 or counts == rows:
             shown = ", ".join(f"{count:.0f}" for count in counts)
             rank_zero_warn(
                 f"{name!r}, logged in {group[0][1].place}, looks like a count: the micro-batches logged {shown}, and "
@@ -151,21 +153,6 @@ def _place_of_call() -> str:
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-@contextlib.contextmanager
-def _attribute(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Sets an instance attribute for a while."""
-    missing = object()
-    before = owner.__dict__.get(name, missing)
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = before
-
-
 class MetricArguments:
     """Brings what metrics are updated with to their device: they live on the host, predictions may be on any GPU.
 
@@ -182,8 +169,8 @@ class MetricArguments:
         """While open, arguments of ``update`` (which ``forward`` calls) are brought to the metrics below ``root``."""
         with contextlib.ExitStack() as stack:
             for metric in [m for m in root.modules() if isinstance(m, Metric)]:
-                stack.enter_context(_attribute(metric, "update", self._update(metric, metric.update)))
-                stack.enter_context(_attribute(metric, "forward", self._forward(metric, metric.forward)))
+                stack.enter_context(attribute_set(metric, "update", self._update(metric, metric.update)))
+                stack.enter_context(attribute_set(metric, "forward", self._forward(metric, metric.forward)))
             yield
 
     def _update(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +237,7 @@ class MetricTwins:
         self._started.clear()
         with contextlib.ExitStack() as stack:
             for metric in [m for m in root.modules() if isinstance(m, Metric)]:
-                stack.enter_context(_attribute(metric, "forward", self._follow(metric, metric.forward, arguments)))
+                stack.enter_context(attribute_set(metric, "forward", self._follow(metric, metric.forward, arguments)))
             yield
 
     def _follow(self, metric: Metric, original: Callable[..., Any], arguments: MetricArguments) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .engine.glue import current
 from .engine.meetings import Collective, Meeting, meet
+from .engine.patches import attribute_set
 from .log_merging import weighted_mean
 
 _OPTIMIZER_METHODS = ("step", "zero_grad")
@@ -134,19 +135,9 @@ class ManualOptimization:
                         stack.enter_context(self._together(place, name, ("torch.nn.utils",)))
             yield
 
-    @contextlib.contextmanager
-    def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> Iterator[None]:
+    def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> contextlib.AbstractContextManager[None]:
         """Replaces a method or function for a while."""
-        missing = object()
-        before = vars(owner).get(name, missing)
-        vars(owner)[name] = self._replacement(getattr(owner, name), name, key)
-        try:
-            yield
-        finally:
-            if before is missing:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before
+        return attribute_set(owner, name, self._replacement(getattr(owner, name), name, key))
 
     def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
         @functools.wraps(original)

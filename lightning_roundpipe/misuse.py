@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from .batches import Batches
 from .engine.glue import current
-from .engine.microbatch_containers import children_of
+from .engine.microbatch_containers import tensors_in
 from .engine.pool import DevicePool
 from .options import RoundPipeOptions
 
@@ -318,21 +318,13 @@ class _Shared:
     """Tensors that several micro-batches hold, and their versions."""
 
     def __init__(self, microbatches: Sequence[Any]) -> None:
-        first, second = (dict(_tensors_of(microbatch, "batch")) for microbatch in microbatches[:2])
+        first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
         known = set(map(id, second.values()))
         self._found = [(name, t, t._version) for name, t in first.items() if id(t) in known and not t.is_inference()]
 
     def changed(self) -> str | None:
         """The path of the first one that was written since."""
         return next((name for name, tensor, version in self._found if tensor._version != version), None)
-
-
-def _tensors_of(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    for suffix, entry in children_of(value) or ():
-        yield from _tensors_of(entry, path + suffix)
 
 
 def check_has_data(root: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from .engine.microbatch_containers import children_of, rebuild
+from .engine.microbatch_containers import children_of, rebuild, tensors_in
 
 # Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
 _MAX_COPIED_BYTES = 2**20
@@ -38,7 +38,7 @@ class StepState:
         self._buffers = [_Buffer(*found, written) for found in _buffers_of(root)]
         # By name; "" for tensors of the batch.
         self._fixed: list[tuple[str, Tensor, int]] = [(name, p, _version(p)) for name, p in root.named_parameters()]
-        self._fixed += [("", tensor, _version(tensor)) for tensor in _tensors_of(batch)]
+        self._fixed += [("", tensor, _version(tensor)) for _, tensor in tensors_in(batch)]
         self._put_back = [_metric_state(module) for module in root.modules() if isinstance(module, Metric)]
         self._put_back += _generator_states(devices)
 
@@ -149,11 +149,3 @@ def _copied(value: Any) -> Any:
     """New containers with the same leaves."""
     children = children_of(value)
     return value if children is None else rebuild(value, [_copied(entry) for _, entry in children])
-
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for _, entry in children_of(value) or ():
-        yield from _tensors_of(entry)

@@ -107,7 +107,7 @@ class Attendance:
         self.deferred: list[Collective] = []
         self.halted = threading.Event()
         self._resumed = threading.Event()
-        self._go_on: Callable[[], Any] = _nothing
+        self._go_on = returning(None)
 
     def await_outcome(self, arrival: Collective, aborted: threading.Event) -> Callable[[], Any]:
         """For the thread of the micro-batch: stops here, until :meth:`resume`; gives what was given there.
@@ -134,10 +134,6 @@ class Attendance:
         self.halted.clear()
         self._go_on = go_on
         self._resumed.set()
-
-
-def _nothing() -> None:
-    return None
 
 
 def returning(value: Any) -> Callable[[], Any]:

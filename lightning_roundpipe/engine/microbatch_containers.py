@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -135,3 +135,12 @@ def common_kind(values: Iterable[Any]) -> str | None:
     """
     kinds = {_kind(value) for value in values if value is not None}
     return str(next(iter(kinds))[0]) if len(kinds) == 1 else None
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested containers, with the way to it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    for suffix, entry in children_of(value) or ():
+        yield from tensors_in(entry, path + suffix)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, updating
 from .stale import StaleWeights
 
@@ -167,8 +168,6 @@ class Updates:
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
         """
-        missing = object()
-        before = vars(optimizer).get("step", missing)
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             result = None
@@ -186,14 +185,8 @@ class Updates:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
             return result
 
-        vars(optimizer)["step"] = step
-        try:
+        with attribute_set(optimizer, "step", step):
             yield
-        finally:
-            if before is missing:
-                vars(optimizer).pop("step", None)
-            else:
-                vars(optimizer)["step"] = before
 
     def multiplies(self, optimizer: Optimizer, factor: Callable[[list[Tensor]], Tensor | None]) -> bool:
         """Leaves a multiplication of all gradients of ``optimizer`` to its update, if that begins as soon as the

@@ -20,6 +20,21 @@ from .units import Unit, UnitTable
 
 
 @contextlib.contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of an object or module itself, not of its class, for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = before
+
+
+@contextlib.contextmanager
 def intercepted(table: UnitTable) -> Iterator[None]:
     """While open, calls of candidate modules by micro-batch threads go to the engine.
 

@@ -103,6 +103,8 @@ class Step:
         self._aside = contextlib.ExitStack()
         self._aside_lock = threading.Lock()
         self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
+        # How the micro-batches go on after a meeting, when the next segment begins.
+        self._outcomes: list[Callable[[], Any]] = []
         self.outputs: list[Any] = [None] * len(self._states)
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
@@ -160,14 +162,10 @@ class Step:
             except Exception as error:  # user code, as any: the micro-batches may want to catch it
                 if self._aborted.is_set():
                     raise
-                self._go_on(lambda index, error=error: raising(error, index))  # type: ignore[misc]
+                self._outcomes = [raising(error, state.index) for state in self._states]
             else:
-                self._go_on(lambda index, result=result: returning(result))  # type: ignore[misc]
+                self._outcomes = [returning(result)] * len(self._states)
             self._place.passed(present[0])
-
-    def _go_on(self, outcome: Callable[[int], Callable[[], Any]]) -> None:
-        """Says how micro-batches will go on when the next segment begins."""
-        self._outcome = outcome
 
     def _hold(self, collectives: list[Collective], gradients: dict[nn.Parameter, Tensor]) -> Any:
         """Makes a call that all micro-batches have come for."""
@@ -178,8 +176,8 @@ class Step:
             def call_closures() -> list[Any]:
                 gathered.close()
                 outer, self._place = self._place, self._place.in_closure_of(first)
-                closures = [collective.closure for collective in collectives]
-                self._go_on(lambda index: functools.partial(self._call_closure, index, closures[index]))
+                closures = enumerate(collective.closure for collective in collectives)
+                self._outcomes = [functools.partial(self._call_closure, *numbered) for numbered in closures]
                 values = self._run_segments(ends_closure)
                 self._place = outer
                 gathered.enter_context(self._lock.gathered(self._states))
@@ -333,7 +331,7 @@ class Step:
                 new.append(self._thread_of(index, slot, shared))
             else:
                 known.begin_segment(slot, shared)
-                waiting.append(functools.partial(known.attendance.resume, self._outcome(index)))
+                waiting.append(functools.partial(known.attendance.resume, self._outcomes[index]))
         loader.begin()
         walks = [self._walks[index] for index in indices]
         self._threads += new
@@ -435,6 +433,7 @@ class Step:
         for state in self._states:
             state.meet = None
         self._walks.clear()
+        self._outcomes.clear()
         self._aside.close()
 
 

@@ -15,37 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.adapter.metric_recorder import Recorder
 from tests.compatibility.rows import compat, compat_each
-
-
-class Recorder(L.Callback):
-    """Keeps what callbacks can read, at every batch end and epoch end."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def _record(self, trainer: L.Trainer, where: str) -> None:
-        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        metrics = {
-            kind: {name: torch.as_tensor(value).clone() for name, value in sorted(getattr(trainer, kind).items())}
-            for kind in kinds
-        }
-        self.seen.append({"where": where, **metrics})
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train batch")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train epoch")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation batch")
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation epoch")
-
-    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "end")
 
 
 @pytest.fixture

@@ -111,22 +111,6 @@ CALLBACKS = {
 }
 
 
-@pytest.fixture
-def logs(small: Any) -> Any:
-    """The small model with a logged training loss and a logged validation loss."""
-
-    class Logs(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    return Logs
-
-
 @pytest.mark.parametrize("name", CALLBACKS)
 @compat("Callback", "Callback")
 def test_weights_and_gradients_in_hooks(

@@ -31,22 +31,6 @@ COPIES = {"options": {"virtual_copies": True}}
 
 
 @pytest.fixture
-def logs(small: Any) -> Any:
-    """The small model with a scheduler, a logged training loss and a logged validation loss."""
-
-    class Logs(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    return Logs
-
-
-@pytest.fixture
 def compare(
     fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any
 ) -> Callable[..., tuple[Any, Any]]:
