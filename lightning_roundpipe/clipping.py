@@ -28,7 +28,9 @@ def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModul
 
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
         num_threads = torch.get_num_threads()
-        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
+        if not updates.multiplies(
+            clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads, updates.early.known_norm)
+        ):
             type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
 
     with attribute_set(plugin, "clip_grad_by_norm", clip_grad_by_norm):

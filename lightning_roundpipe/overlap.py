@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
+from .engine.completion import Tell
+from .engine.early import Early
 from .engine.host_memory import trained_by
-from .engine.optimizer import Updates, unguard, why_not_separable
+from .engine.optimizer import Updates, keeps_gradients, why_not_separable
+from .engine.optimizer_state import unguard
 from .engine.pool import DevicePool
 from .engine.stale import StaleWeights
 from .options import RoundPipeOptions
@@ -26,10 +29,10 @@ MIN_BYTES = 16 * 2**20
 Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
 
 
-def make_overlap(options: RoundPipeOptions, pool: DevicePool, order: Order) -> OptimizerOverlap | None:
-    """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them; None if nothing overlaps."""
+def make_overlap(options: RoundPipeOptions, pool: DevicePool, order: Order) -> OptimizerOverlap:
+    """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
     if options.optimizer_overlap == "off":
-        return None
+        return NO_OVERLAP
     is_stale = options.optimizer_overlap == "stale"
     return OptimizerOverlap(
         update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
@@ -44,9 +47,13 @@ class OptimizerOverlap:
         order: gives the weights in the order in which the next step needs them, in groups that are needed together.
         stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
             update, see [Note: stale weights] in :mod:`engine.stale`; None for never.
+        is_off: whether nothing overlaps.
     """
 
-    def __init__(self, num_threads: int, order: Order, *, stale_after_steps: int | None = None) -> None:
+    def __init__(
+        self, num_threads: int, order: Order, *, stale_after_steps: int | None = None, is_off: bool = False
+    ) -> None:
+        self._is_off = is_off
         self._stale = None if stale_after_steps is None else StaleWeights()
         self._stale_after_steps = stale_after_steps or 0
         self._updates = Updates(num_threads, self._stale)
@@ -55,6 +62,7 @@ class OptimizerOverlap:
         self._is_scripted = False
         self._guarded: list[Optimizer] = []
         self._refused: list[Optimizer] = []
+        self._has_told = False
 
     def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
         """The fit begins: the snapshots that will be taken of weights, None if none will be.
@@ -62,6 +70,8 @@ class OptimizerOverlap:
         Raises:
             MisconfigurationException: if weights are to be one update behind, and that cannot be done for this module.
         """
+        if self._is_off:
+            return None
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
         if self._stale is not None:
@@ -104,13 +114,43 @@ class OptimizerOverlap:
             self._updates.wait()
             yield
             return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._updates.overlapping(optimizer, self._order))
-            if self._module is not None:
-                stack.enter_context(clipped_by(self._updates, optimizer, self._module))
+        assert self._module is not None
+        early = self._early(optimizer, self._module)
+        with (
+            self._updates.overlapping(optimizer, self._order, early),
+            clipped_by(self._updates, optimizer, self._module),
+        ):
             yield
+        if self._updates.early.is_mistaken and not self._has_told:
+            self._has_told = True
+            rank_zero_info(
+                "optimizer updates begin after the backward from now on: between the last gradient and the step of the "
+                "optimizer, something looks at weights or at the optimizer's state, or changes gradients or options"
+            )
+
+    def set_aside(self, num_bytes: int) -> None:
+        """So many bytes on the host may be used for updates that begin before the end of the backward."""
+        self._updates.early.limit_bytes = num_bytes
+
+    def attempt(self) -> Tell | None:
+        """A training step begins, maybe once more; who wants to know of gradients that are complete."""
+        early = self._updates.early
+        early.start_again()
+        return early.offer if early.is_open else None
+
+    def _early(self, optimizer: Optimizer, module: pl.LightningModule) -> Early:
+        """What to do with gradients before the last one has come: what is going to happen to them, if nothing unusual
+        does. (A loss scaler runs the closure before it calls the optimizer.)"""
+        trainer = module.trainer
+        if self._stale is not None or not module.automatic_optimization or trainer.accumulate_grad_batches != 1:
+            return Early.NOTHING
+        if not trainer.gradient_clip_val:
+            return Early.UPDATES if keeps_gradients(optimizer) else Early.NOTHING
+        return Early.NOTHING if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Early.NORMS
 
     def _applies(self, optimizer: Optimizer) -> bool:
+        if self._is_off:
+            return False
         num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
         if self._stale is None and num_bytes < MIN_BYTES:
             return False
@@ -144,6 +184,9 @@ class OptimizerOverlap:
             for optimizer in self._guarded:
                 unguard(optimizer)
             self._guarded.clear()
+
+
+NO_OVERLAP = OptimizerOverlap(1, list, is_off=True)
 
 
 def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:

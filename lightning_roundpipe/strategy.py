@@ -36,7 +36,7 @@ from .manual import ManualOptimization
 from .misuse import StepGuard
 from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
-from .overlap import OptimizerOverlap, make_overlap
+from .overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .planning.costs import CostProfile
 from .planning.partition import Partition
 from .planning.plan import plan_evaluation, plan_training
@@ -214,9 +214,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
             self._overlap = make_overlap(self.options, self.pool, order)
         super().setup(trainer)
         if trainer.training:
-            stale = None if self._overlap is None else self._overlap.begin(self._module, self.optimizers)
+            stale = self._updates.begin(self._module, self.optimizers)
             self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
+            self._updates.set_aside(self._host_report.spare_bytes // 4)
 
     @override
     def model_to_device(self) -> None:
@@ -228,8 +229,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine; no thread is alive between steps."""
         try:
-            if self._overlap is not None:
-                self._overlap.finish()
+            self._updates.finish()
         finally:
             self._overlap = None
             self._tear_down()
@@ -256,6 +256,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _updates(self) -> OptimizerOverlap:
+        return self._overlap or NO_OVERLAP
 
     @property
     def engine(self) -> Engine:
@@ -312,7 +316,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
-        computing = contextlib.nullcontext() if self._overlap is None else self._overlap.computing(self._module)
+        computing = self._updates.computing(self._module)
         with self.precision_plugin.train_step_context(), training_settings(self._module), computing:
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
@@ -327,14 +331,12 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
         if self._manual is None or current() is None:
-            if self._overlap is not None:
-                self._overlap.wait()
+            self._updates.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-            if self._overlap is not None:  # gradients are added to in place, which an update may still read
-                self._overlap.wait()
+            self._updates.wait()  # gradients are added to in place, which an update may still read
             Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
 
         return self._manual.backward(closure_loss, scale, whole, args, kwargs)
@@ -348,8 +350,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         """A step of the optimizer, on the masters; what it does to them may come later, see ``optimizer_overlap``."""
-        overlapping = contextlib.nullcontext() if self._overlap is None else self._overlap.stepping(optimizer)
-        with overlapping:
+        with self._updates.stepping(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -424,6 +425,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
+                completed=self._updates.attempt() if is_training and not guard.is_looking else None,
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
         return logs, result

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from ..planning.costs import CostProfile
 from ..planning.partition import Partition, StageKind
 from ..planning.quantities import format_bytes
+from .optimizer_state import GuardedState
+from .pending import unwaited
 
 # Optimizer class -> tensors of its state that are as large as a parameter. Subclasses count as their nearest ancestor.
 _STATE_TENSORS: dict[str, Any] = {
@@ -105,8 +107,10 @@ def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def allocated_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> int:
     """The part of :func:`model_memory` that is there already."""
     parameters = list(root.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    states = [tensor for o in optimizers for state in o.state.values() for tensor in _tensors(state)]
+    with unwaited():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+    entries = [o.state.peek() if isinstance(o.state, GuardedState) else o.state.values() for o in optimizers]
+    states = [tensor for known in entries for state in known for tensor in _tensors(state)]
     return sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers(), *gradients, *states))
 
 

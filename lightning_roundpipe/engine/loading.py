@@ -25,6 +25,7 @@ from .units import Unit
 from .working_copies import WorkingCopies
 
 if TYPE_CHECKING:
+    from .completion import Completion
     from .recompute import Call
     from .step_context import Plan
 
@@ -234,10 +235,20 @@ class _Evict:
 
 
 class Loader:
-    """Moves the weights of one run over a schedule; see [Note: slots]."""
+    """Moves the weights of one run over a schedule; see [Note: slots].
+
+    Args:
+        completion: is told of slots that have ended, when their weights are not in use any more.
+    """
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, pool: DevicePool, replicas: ReplicaCache, gradients: GradientStore
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        pool: DevicePool,
+        replicas: ReplicaCache,
+        gradients: GradientStore,
+        completion: Completion | None = None,
     ) -> None:
         self._pool = pool
         self._replicas = replicas
@@ -246,6 +257,9 @@ class Loader:
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
+        self._completion = completion
+        if completion is not None:
+            completion.follow(slot for row in self._slots for slot in row)
 
     def begin(self) -> None:
         """Loads the first slots, before any micro-batch starts."""
@@ -259,14 +273,18 @@ class Loader:
         device = self._pool[device_index]
         slot = self._slots[device_index][self._now[device_index]]
         self._now[device_index] += 1
-        if device.aliases_host:
+        if device.aliases_host and self._completion is None:
             self._harvest(device, slot)
             return
         with device.occupied():
             self._harvest(device, slot)
-            self._replicas.expect(device, self._next_uses(device))
+            if not device.aliases_host:
+                self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
-            self._load_slot(device)
+            if not device.aliases_host:
+                self._load_slot(device)
+        if self._completion is not None:
+            self._completion.end_slot(slot)
 
     def _harvest(self, device: Device, slot: Slot) -> None:
         """Gradients go home, unit by unit, in the order of the slots of their stage."""

@@ -8,6 +8,8 @@ does everything else that looks at weights, gradients or optimizer state. What i
 would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
 the options of their groups as they were when ``step`` was called.
 
+Some of it is done before ``step`` is called, see [Note: early updates] in :mod:`early`.
+
 This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
 :func:`why_not_separable`.
 """
@@ -15,10 +17,8 @@ This holds for optimizers whose update of a weight depends on that weight, its g
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from .early import Early, EarlyWork
+from .optimizer_state import GuardedState
 from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, updating
 from .stale import StaleWeights
+from .update_part import Part, options_of
 
 # Shares of less are not worth their own call of the optimizer.
 SHARE_BYTES = 16 * 2**20
@@ -67,6 +70,15 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     return None
 
 
+def keeps_gradients(optimizer: Optimizer) -> bool:
+    """Whether an update is known to leave gradients as they are. Optimizers of others can say so: a class attribute
+    ``keeps_gradients = True``."""
+    kind = type(optimizer)
+    if kind is torch.optim.SGD:  # adds the momentum to the gradient in place
+        return not any(group["nesterov"] for group in optimizer.param_groups)
+    return kind in _SEPARABLE or bool(getattr(kind, "keeps_gradients", False))
+
+
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Whether user code has put a ``step`` of its own on the object. Schedulers do so to count, and so does manual
     optimization here: those call what was there."""
@@ -79,69 +91,6 @@ def _has_own_step(optimizer: Optimizer) -> bool:
     return False
 
 
-class GuardedState(defaultdict[Any, Any]):
-    """The state of an optimizer; who looks at it waits for updates that are under way."""
-
-    def __init__(self, state: dict[Any, Any], wait: Callable[[], None]) -> None:
-        super().__init__(dict, state)
-        self.plain = state
-        self.stateless: set[nn.Parameter] = set()  # got none in their first update
-        self._wait = wait
-
-    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        """A plain state."""
-        return defaultdict(dict, self)
-
-    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        return self.copy()
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.copy()
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
-
-    def lend(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """The state of one parameter, without a wait; None if there is none."""
-        return super().get(parameter)
-
-    def take_back(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """The state of one parameter after its update."""
-        super().__setitem__(parameter, state)
-
-
-def _waiting(name: str) -> Callable[..., Any]:
-    original = getattr(defaultdict, name)
-
-    @functools.wraps(original)
-    def method(self: GuardedState, *args: Any, **kwargs: Any) -> Any:
-        self._wait()
-        return original(self, *args, **kwargs)
-
-    return method
-
-
-for _name in (
-    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__",
-    "__reversed__", "__ior__", "get", "keys", "values", "items", "pop", "popitem", "setdefault",
-    "update", "clear",
-):  # fmt: skip
-    setattr(GuardedState, _name, _waiting(_name))
-
-
-def unguard(optimizer: Optimizer) -> None:
-    """Gives ``optimizer`` its plain state again: the object that it had before."""
-    state = optimizer.state
-    if isinstance(state, GuardedState):
-        entries = dict(state)
-        state.plain.clear()
-        state.plain.update(entries)
-        optimizer.state = state.plain  # type: ignore[assignment]
-
-
 class Updates:
     """Runs optimizer steps on a thread; see [Note: overlapped updates].
 
@@ -149,11 +98,15 @@ class Updates:
         num_threads: intra-op threads of the updates.
         stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`stale`; None if nobody
             computes with them.
+
+    Attributes:
+        early: what is done while the closure of an optimizer runs, see [Note: early updates] in :mod:`early`.
     """
 
     def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
         self._num_threads = num_threads
         self._stale = stale
+        self.early = EarlyWork(num_threads)
         self._thread: threading.Thread | None = None
         self._failure = Failure()
         self._closing: Optimizer | None = None  # whose closure runs
@@ -161,25 +114,27 @@ class Updates:
 
     @contextlib.contextmanager
     def overlapping(
-        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
+        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]], early: Early = Early.NOTHING
     ) -> Iterator[None]:
         """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
 
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
+            early: what is done with gradients that are offered to :attr:`early` during the closure.
         """
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             result = None
             self._closing, self._factor = optimizer, None
             try:
-                if closure is not None:
-                    with torch.enable_grad():
-                        result = closure()
+                with self.early.during(early, optimizer, self._guard(optimizer)) as updated:
+                    if closure is not None:
+                        with torch.enable_grad():
+                            result = closure()
             finally:
                 self._closing = None
             fresh = _without_state(optimizer)
-            self.start(optimizer, order(), self._factor)
+            self.start(optimizer, order(), self._factor, updated)
             if fresh:
                 self._wait_for_state(optimizer, fresh)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -197,40 +152,42 @@ class Updates:
         """
         if self._closing is not optimizer or self._factor is not None:
             return False
+        self.early.take_back()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._factor = factor(gradients)
         return self._factor is not None
 
     def start(
-        self, optimizer: Optimizer, order: Sequence[Iterable[nn.Parameter]], factor: Tensor | None = None
+        self,
+        optimizer: Optimizer,
+        order: Sequence[Iterable[nn.Parameter]],
+        factor: Tensor | None = None,
+        updated: Container[nn.Parameter] = (),
     ) -> None:
         """Begins an optimizer step; it comes after those that have begun already.
 
         Args:
             order: see :meth:`overlapping`.
             factor: a number that the gradients are multiplied by first.
+            updated: weights that have been updated.
 
         Raises:
             BaseException: what went wrong in one before.
         """
         self._failure.tell()
         state = self._guard(optimizer)
-        owners: dict[nn.Parameter, dict[str, Any]] = {}
-        for group in optimizer.param_groups:
-            options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    owners[parameter] = options
-        if not owners:
+        options = options_of(optimizer)
+        gradients = {p: g for p in options if p not in updated and (g := p.grad) is not None}
+        if not gradients:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.turning():
-            for parameter in owners:
+            for parameter in gradients:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
         works = []
-        for parameters in _shares_of(owners, order):
+        for parameters in _shares_of(gradients, order):
             share = Share(parameters, self._failure)
-            works.append((share, _Part(optimizer, parameters, owners, state, factor)))
+            works.append((share, Part(optimizer, {p: gradients[p] for p in parameters}, options, state, factor)))
         # The thread takes them, or whoever finds that it will not: exactly one of them.
         offered = [works]
         ready = threading.Event()
@@ -265,11 +222,16 @@ class Updates:
     def _guard(self, optimizer: Optimizer) -> GuardedState:
         state = optimizer.state
         if not isinstance(state, GuardedState):
-            state = optimizer.state = GuardedState(state, self.wait)
+            state = optimizer.state = GuardedState(state, self._be_looked_at)
         return state
 
+    def _be_looked_at(self) -> None:
+        """Somebody looks at the state of an optimizer."""
+        self.early.take_back()
+        self.wait()
+
     def _run(
-        self, offered: list[list[tuple[Share, _Part]]], ready: threading.Event, earlier: threading.Thread | None
+        self, offered: list[list[tuple[Share, Part]]], ready: threading.Event, earlier: threading.Thread | None
     ) -> None:
         torch.set_num_threads(self._num_threads)
         try:
@@ -315,11 +277,9 @@ def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]
 
 
-def _shares_of(
-    owners: dict[nn.Parameter, dict[str, Any]], order: Sequence[Iterable[nn.Parameter]]
-) -> list[list[nn.Parameter]]:
+def _shares_of(weights: Iterable[nn.Parameter], order: Sequence[Iterable[nn.Parameter]]) -> list[list[nn.Parameter]]:
     """The weights that are to be updated, in the order in which they are needed, a few MiB at a time."""
-    left = dict.fromkeys(owners)
+    left = dict.fromkeys(weights)
     groups = [[p for p in group if p in left] for group in order]
     shares: list[list[nn.Parameter]] = []
     num_bytes = SHARE_BYTES
@@ -335,56 +295,3 @@ def _shares_of(
         shares[-1].extend(fresh)
         num_bytes += sum(p.numel() * p.element_size() for p in fresh)
     return shares
-
-
-class _Part:
-    """An optimizer of the same class for some of the weights: for tensors that share their memory, with their
-    gradients and their state."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
-        owners: dict[nn.Parameter, dict[str, Any]],
-        state: GuardedState,
-        factor: Tensor | None,
-    ) -> None:
-        self._home = state
-        # A factor of one would change nothing.
-        self._factor = None if factor is None or factor.item() == 1.0 else factor
-        self._shadows = {parameter: parameter.data for parameter in parameters}
-        part: Any = object.__new__(type(optimizer))
-        # A loss scaler leaves tensors there that it changes after the step.
-        part.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(optimizer).items()})
-        part.__dict__.pop("step", None)
-        part._optimizer_step_pre_hooks = OrderedDict()
-        part._optimizer_step_post_hooks = OrderedDict()
-        part.state = defaultdict(dict)
-        groups: dict[int, dict[str, Any]] = {}
-        for parameter, shadow in self._shadows.items():
-            shadow.grad = parameter.grad
-            if (known := state.lend(parameter)) is not None:
-                part.state[shadow] = known
-            options = owners[parameter]
-            groups.setdefault(id(options), {**options, "params": []})["params"].append(shadow)
-        part.param_groups = list(groups.values())
-        self._optimizer = part
-
-    def step(self) -> None:
-        """Updates the weights."""
-        if self._factor is not None:
-            with torch.no_grad():
-                for shadow in self._shadows.values():
-                    shadow.grad.mul_(self._factor)  # type: ignore[union-attr]
-        try:
-            type(self._optimizer).step(self._optimizer)
-        finally:
-            for parameter, shadow in self._shadows.items():
-                if shadow in self._optimizer.state:
-                    self._home.take_back(parameter, self._optimizer.state[shadow])
-                shadow.grad = None
-
-    def pass_on(self, stale: StaleWeights) -> None:
-        """Snapshots of the updated weights."""
-        for parameter, shadow in self._shadows.items():
-            stale.refill(parameter, shadow)

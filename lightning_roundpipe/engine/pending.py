@@ -53,13 +53,18 @@ class Failure:
 
 
 class Share:
-    """Weights that are updated together; their gradients and optimizer state belong to them until then.
+    """Weights that are updated together.
 
     Args:
         failure: raised by those who wait.
+
+    Attributes:
+        owns_gradients: whether their gradients belong to them until then as well.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure) -> None:
+    owns_gradients = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
         self.parameters = list(parameters)
         self._failure = failure
         self._done = threading.Event()
@@ -72,9 +77,13 @@ class Share:
                 _shares[id(parameter)] = self
                 parameter.__class__ = PendingParameter
 
-    def end(self) -> None:
-        """The weights are updated, or are not going to be."""
-        see(Event.UPDATED, self.parameters)
+    def end(self, *, is_undone: bool = False) -> None:
+        """The weights are updated, or are not going to be.
+
+        Args:
+            is_undone: whether they are what they were before.
+        """
+        see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
         with _lock:
             for parameter in self.parameters:
                 parameter.__class__ = nn.Parameter
@@ -98,8 +107,12 @@ class Share:
                 "an optimizer looks at a weight in another way than through its param_groups: its step cannot be taken "
                 "apart. Leave out is_separable = True, or use optimizer_overlap='off'"
             )
+        self._await_end()
+        if self._failure is not None:
+            self._failure.tell()
+
+    def _await_end(self) -> None:
         self._done.wait()
-        self._failure.tell()
 
 
 class PendingParameter(nn.Parameter):
@@ -115,10 +128,14 @@ class PendingParameter(nn.Parameter):
         if func in _HARMLESS:
             with unwaited():
                 return func(*args, **kwargs)
+        is_of_gradient = func in _OF_GRADIENT
         for parameter in _pending_in((args, kwargs)):
             share = _shares.get(id(parameter))
             if share is None:
                 parameter.__class__ = nn.Parameter  # made one by torch.utils.swap_tensors
+            elif is_of_gradient and not share.owns_gradients:
+                with unwaited():
+                    return func(*args, **kwargs)
             else:
                 share.wait()
         return func(*args, **kwargs)
@@ -152,6 +169,7 @@ def _harmless() -> Iterator[Any]:
 
 
 _HARMLESS = frozenset(_harmless())
+_OF_GRADIENT = frozenset(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
 def _pending_in(value: Any) -> Iterator[nn.Parameter]:

@@ -25,7 +25,8 @@ from .plans import Planner, Plans, Scheduler, scheduler_of
 from .pool import DevicePool
 from .recompute import UnitEscapeError
 from .requests import StepRequest, StepResult
-from .step import Resources, Step
+from .resources import Resources
+from .step import Step
 from .step_context import Plan
 from .tracing import Trace
 from .unit_run import relay_hooks

@@ -14,7 +14,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,21 +23,21 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Span
 from .checkpointing import checkpoints_passed_through
-from .compiling import UnitCompiler
+from .completion import Completion
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
 from .glue_parameters import GlueParameters
 from .gradients import GradientStore
-from .loading import Loader, ReplicaCache
+from .loading import Loader
 from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
 from .outputs import Results
 from .parametrizations import parametrizations_apart
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
-from .plans import Plans
 from .pool import DevicePool
 from .protocol import see_end
 from .recompute import check_escape
 from .requests import StepRequest
+from .resources import Resources
 from .seen_gradients import gradients_seen
 from .step_context import Plan, StepContext
 from .strays import StrayOperands
@@ -46,28 +45,6 @@ from .threads import Surroundings, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
-
-
-@dataclass
-class Resources:
-    """What the steps of an engine have in common.
-
-    Attributes:
-        glue_parameters: parameters that turned out to be used in glue.
-        glue_is_user_code: set when glue has a backward that runs user code.
-        switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
-    """
-
-    root: nn.Module
-    pool: DevicePool
-    plans: Plans
-    replicas: ReplicaCache
-    compiler: UnitCompiler | None
-    exempt: tuple[type, ...]
-    num_threads: int | None
-    glue_parameters: set[nn.Parameter] = field(default_factory=set)
-    glue_is_user_code: threading.Event = field(default_factory=threading.Event)
-    switches: set[tuple[int, str]] = field(default_factory=set)
 
 
 class Step:
@@ -102,6 +79,7 @@ class Step:
         self._surroundings = Surroundings.of_this_thread(request.autocast_device)
         self._aside = contextlib.ExitStack()
         self._aside_lock = threading.Lock()
+        self._completion: Completion | None = None
         self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
@@ -288,7 +266,10 @@ class Step:
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
-        for parameter, gradient in self._take_strays().items():
+        strays = self._take_strays()
+        if self._completion is not None:
+            self._completion.check_strays(strays)
+        for parameter, gradient in strays.items():
             self._resources.glue_parameters.add(parameter)
             self._store.add(parameter, gradient)
 
@@ -297,7 +278,12 @@ class Step:
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store)
+        if request.completed is not None and len(indices) == len(self._states):
+            is_open = resources.glue_is_user_code.is_set
+            self._completion = Completion(
+                request.completed, self._store, self._walks.values(), resources.glue_parameters, is_open
+            )
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, self._completion)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)

@@ -30,9 +30,11 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     start = Updates.start
 
-    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None) -> None:
+    def noting(
+        self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None, updated: Any = ()
+    ) -> None:
         found.append(factor)
-        start(self, optimizer, order, factor)
+        start(self, optimizer, order, factor, updated)
 
     monkeypatch.setattr(Updates, "start", noting)
     return found

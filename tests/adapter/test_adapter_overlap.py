@@ -25,8 +25,10 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe import overlap
 from lightning_roundpipe.engine import optimizer as engine_optimizer
-from lightning_roundpipe.engine.optimizer import GuardedState, Updates, _Part
+from lightning_roundpipe.engine.optimizer import Updates
+from lightning_roundpipe.engine.optimizer_state import GuardedState
 from lightning_roundpipe.engine.pending import PendingParameter, Share
+from lightning_roundpipe.engine.update_part import Part
 
 _TIMEOUT_S = 60.0
 
@@ -44,7 +46,7 @@ class Late:
         self.demands: list[list[nn.Parameter] | None] = []
         self._changed = threading.Condition()
         self._wanted: list[Callable[[], bool]] = []
-        wait_for_share, wait_for_all, step = Share.wait, Updates.wait, _Part.step
+        wait_for_share, wait_for_all, step = Share.wait, Updates.wait, Part.step
 
         def wait(share: Share) -> None:
             if not share.is_over:
@@ -57,7 +59,7 @@ class Late:
                 self._demand(None, lambda: not thread.is_alive())
             wait_for_all(updates)
 
-        def late_step(part: _Part) -> None:
+        def late_step(part: Part) -> None:
             with self._changed:
                 assert self._changed.wait_for(self._is_wanted, _TIMEOUT_S)
             self.num_parts += 1
@@ -65,7 +67,7 @@ class Late:
 
         monkeypatch.setattr(Share, "wait", wait)
         monkeypatch.setattr(Updates, "wait", wait_all)
-        monkeypatch.setattr(_Part, "step", late_step)
+        monkeypatch.setattr(Part, "step", late_step)
 
     def _demand(self, weights: list[nn.Parameter] | None, is_over: Callable[[], bool]) -> None:
         with self._changed:

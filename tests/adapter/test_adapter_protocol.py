@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_roundpipe import misuse, overlap, workers
 from lightning_roundpipe.engine import optimizer as engine_optimizer
-from lightning_roundpipe.engine import pending, protocol
+from lightning_roundpipe.engine import pending, protocol, update_part
 from lightning_roundpipe.engine.protocol import Event, ProtocolError, UnitState
 from lightning_roundpipe.engine.virtual import LazyLink
 
@@ -51,14 +51,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_held: Callable[[list[Tensor]], bool]) -> None:
         self.let_go = threading.Event()
-        step = engine_optimizer._Part.step
+        step = update_part.Part.step
 
         def held_step(part: Any) -> None:
             if is_held(list(part._shadows)):
                 assert self.let_go.wait(JOIN_S)
             step(part)
 
-        monkeypatch.setattr(engine_optimizer._Part, "step", held_step)
+        monkeypatch.setattr(update_part.Part, "step", held_step)
 
 
 class LetGo(L.Callback):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
 from lightning_roundpipe.engine import optimizer as overlapped
-from lightning_roundpipe.engine.optimizer import GuardedState, Updates, unguard, why_not_separable
+from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
+from lightning_roundpipe.engine.optimizer_state import GuardedState, unguard
 from lightning_roundpipe.engine.pending import PendingParameter, is_pending, unwaited
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails

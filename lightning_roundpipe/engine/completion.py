@@ -1,0 +1,99 @@
+"""Notices weights whose gradients are complete while the backward of others is still to come.
+
+The last slot of a stage has ended: by the plan nothing will be added to the gradients of its units any more. What else
+could use a weight is left out: units whose backward is in several stages, weights of several units, and those that glue
+uses. No micro-batch is in its forward at that time, as each of them has been in the backward of the stage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from .seen_gradients import accumulated
+
+if TYPE_CHECKING:
+    from .gradients import GradientStore
+    from .loading import Slot
+    from .units import Unit
+    from .walk import Walk
+
+# Masters, and what waits for their gradients: it gives those that have come, as one sum each.
+Tell = Callable[[Sequence[nn.Parameter], Callable[[], Mapping[nn.Parameter, Tensor]]], None]
+
+
+class Completion:
+    """Follows the slots of one schedule, in which all micro-batches of a step run.
+
+    Args:
+        tell: is told of weights, from the threads of micro-batches.
+        store: where their gradients come to.
+        walks: of all micro-batches.
+        in_glue: weights that glue uses.
+        is_open: whether glue runs code in its backward that may do anything.
+    """
+
+    def __init__(
+        self,
+        tell: Tell,
+        store: GradientStore,
+        walks: Collection[Walk],
+        in_glue: Collection[nn.Parameter],
+        is_open: Callable[[], bool],
+    ) -> None:
+        self._tell = tell
+        self._store = store
+        self._walks = walks
+        self._in_glue = in_glue
+        self._is_open = is_open
+        self._lock = threading.Lock()
+        self._left: Counter[int] = Counter()
+        self._units: dict[int, list[Unit]] = {}
+        self._told: set[nn.Parameter] = set()
+
+    def follow(self, slots: Iterable[Slot]) -> None:
+        """The slots are known: of all devices."""
+        units: dict[int, tuple[Unit, ...]] = {}
+        for slot in slots:
+            units[slot.stage] = slot.units if slot.has_gradients else ()
+            self._left[slot.stage] += 1
+        stages_of = Counter(unit for found in units.values() for unit in found)
+        owners = Counter(p for unit in stages_of for p in unit.module.parameters())
+        self._units = {
+            stage: [u for u in found if stages_of[u] == 1 and all(owners[p] == 1 for p in u.module.parameters())]
+            for stage, found in units.items()
+        }
+
+    def end_slot(self, slot: Slot) -> None:
+        """A slot has ended, and its gradients are on their way home."""
+        with self._lock:
+            self._left[slot.stage] -= 1
+            if self._left[slot.stage]:
+                return
+        if self._is_open() or any(walk.num_off_plan for walk in self._walks):
+            return
+        for unit in self._units[slot.stage]:
+            masters = [p for p in unit.module.parameters() if p.requires_grad and not self._is_in_glue(p)]
+            if masters:
+                self._told.update(masters)
+                self._tell(masters, lambda masters=masters: self._store.collect(masters))  # type: ignore[misc]
+
+    def _is_in_glue(self, master: nn.Parameter) -> bool:
+        """Also found out in this very step: then it has a gradient of its own."""
+        return master in self._in_glue or accumulated(master) is not None
+
+    def check_strays(self, masters: Iterable[nn.Parameter]) -> None:
+        """Weights turned out to be used in glue.
+
+        Raises:
+            RuntimeError: if one of them has been told of before.
+        """
+        if not self._told.isdisjoint(masters):
+            raise RuntimeError(
+                "a weight of a unit was used outside of it for the first time, and its gradient came after the "
+                "update of the weight had begun. Use optimizer_overlap='off' with a model that does so."
+            )

@@ -1,0 +1,35 @@
+"""What the steps of one engine share."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .compiling import UnitCompiler
+from .loading import ReplicaCache
+from .plans import Plans
+from .pool import DevicePool
+
+
+@dataclass
+class Resources:
+    """What the steps of an engine have in common.
+
+    Attributes:
+        glue_parameters: parameters that turned out to be used in glue.
+        glue_is_user_code: set when glue has a backward that runs user code.
+        switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
+    """
+
+    root: nn.Module
+    pool: DevicePool
+    plans: Plans
+    replicas: ReplicaCache
+    compiler: UnitCompiler | None
+    exempt: tuple[type, ...]
+    num_threads: int | None
+    glue_parameters: set[nn.Parameter] = field(default_factory=set)
+    glue_is_user_code: threading.Event = field(default_factory=threading.Event)
+    switches: set[tuple[int, str]] = field(default_factory=set)
