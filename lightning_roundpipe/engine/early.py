@@ -274,11 +274,13 @@ class EarlyWork:
         return _Order(lambda: self._take(offers))
 
     def _finish(self) -> None:
-        self._undo(is_mistake=False)
-        with self._wake:
-            self._is_stopped = True
-            while self._orders:
-                self._orders.popleft().cancel()
+        try:
+            self._undo(is_mistake=False)
+        finally:
+            with self._wake:
+                self._is_stopped = True
+                while self._orders:
+                    self._orders.popleft().cancel()
 
     def _is_enough(self) -> bool:
         return sum(p.numel() * p.element_size() for masters, _ in self._offers for p in masters) >= SHARE_BYTES
