@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.engine import optimizer as overlapped
 from lightning_roundpipe.engine.clipping import clip_factor
+from lightning_roundpipe.engine.early import EarlyWork
 from lightning_roundpipe.engine.optimizer import Updates
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.planning import CallCost, CostProfile
@@ -36,7 +37,9 @@ METHOD = """
 steps: Trainer(strategy=RoundPipeStrategy(...)).fit on virtual devices with one thread each. Every layer holds a square
 weight in float32; its forward sleeps forward_ms and its backward twice as long, without taking a core, and the first
 micro-batch of a step brings a gradient of the size of the weight (the others bring none, so that nothing has to be
-added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. step_ms is the time from one
+added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. 'late' is 'exact' with no memory
+set aside for updates that begin before the backward is over; early_weights is how many of the weights (layers) 'exact'
+updates so early, per step. step_ms is the time from one
 on_train_batch_start to the next, so hooks, zero_grad, optimizer and data loading are in it; the first steps of a fit
 are left out, and so is the last. Modes alternate, fit by fit; hidden is formed within a repetition
 and, as of_fastest, of the fastest step of each mode, which other work on the cores disturbs least.
@@ -60,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {"layers": 32, "width": 2520, "devices": 4, "forward_ms": (2.5, 10.0, 25.0)},
     "quick": {"layers": 3, "width": 64, "devices": 2, "forward_ms": (1.0,)},
 }
-MODES = ("none", "off", "exact", "stale")
+MODES = ("none", "off", "late", "exact", "stale")
 GOAL = 0.9
 BYTES_PER_WEIGHT = 28
 SKIPPED = 2  # steps at the beginning of a fit
@@ -110,6 +113,7 @@ class TimedAdamW(torch.optim.AdamW):
     """Notes what its updates take, without their closures."""
 
     is_separable = True
+    keeps_gradients = True
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, lr=1e-4, fused=True)
@@ -122,6 +126,30 @@ class TimedAdamW(torch.optim.AdamW):
         super().step()
         self.updates_s.append(time.perf_counter() - started)
         return result
+
+
+class NoEarlyUpdates(pl.Callback):
+    """Leaves no memory for them."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        early_work(trainer).limit_bytes = 0
+
+
+class CountEarlyUpdates(pl.Callback):
+    """How many weights were updated before the end of the backward, so far, after each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.counts.append(early_work(trainer).num_kept)
+
+
+def early_work(trainer: pl.Trainer) -> EarlyWork:
+    """What is done before the end of the backward."""
+    return cast(RoundPipeStrategy, trainer.strategy)._updates._updates.early
 
 
 class Model(pl.LightningModule):
@@ -155,6 +183,7 @@ class Measured:
 
     steps_ms: list[float]
     updates_ms: list[float]
+    early_weights: float
 
     @property
     def step_ms(self) -> float:
@@ -169,7 +198,7 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
         num_microbatches=num_microbatches,
         threads_per_device=1,
         cost_profile=CostProfile(tuple(costs)),
-        optimizer_overlap="off" if mode == "none" else mode,  # type: ignore[arg-type]
+        optimizer_overlap={"none": "off", "late": "exact"}.get(mode, mode),  # type: ignore[arg-type]
     )
     num_batches = SKIPPED + num_steps + 1
     rows = torch.arange(num_microbatches, dtype=torch.float32).repeat(num_batches).reshape(-1, 1)
@@ -177,12 +206,15 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
+    count = CountEarlyUpdates()
+    quiet["callbacks"] = [count, NoEarlyUpdates()] if mode == "late" else [count]
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **quiet)
     trainer.fit(model, DataLoader(rows, batch_size=num_microbatches))
     steps = [1e3 * (after - before) for before, after in zip(model.starts, model.starts[1:], strict=False)]
     (optimizer,) = trainer.optimizers
     updates = optimizer.updates_s if mode == "off" else []  # type: ignore[attr-defined]
-    return Measured(steps[SKIPPED:], [1e3 * taken for taken in updates[SKIPPED:]])
+    early = (count.counts[-2] - count.counts[SKIPPED - 1]) / num_steps
+    return Measured(steps[SKIPPED:], [1e3 * taken for taken in updates[SKIPPED:]], early)
 
 
 def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int, behind_ms: float) -> dict[str, Any]:
@@ -213,6 +245,7 @@ def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int,
         "update_ms": spread([update for fit in found["off"] for update in fit.updates_ms]),
         "ideal_ms": rounded(ideal_ms),
         "over_ideal": {mode: spread([value / ideal_ms - 1 for value in values]) for mode, values in step_ms.items()},
+        "early_weights": statistics.mean(fit.early_weights for fit in found["exact"]),
         "fastest_step_ms": {mode: rounded(value) for mode, value in fastest.items()},
         "hidden": {
             mode: {

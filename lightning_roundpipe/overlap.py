@@ -20,6 +20,7 @@ from .engine.optimizer import Updates, keeps_gradients, why_not_separable
 from .engine.optimizer_state import unguard
 from .engine.pool import DevicePool
 from .engine.stale import StaleWeights
+from .in_between import runs_in_between
 from .options import RoundPipeOptions
 from .workers import update_threads
 
@@ -143,6 +144,8 @@ class OptimizerOverlap:
         does. (A loss scaler runs the closure before it calls the optimizer.)"""
         trainer = module.trainer
         if self._stale is not None or not module.automatic_optimization or trainer.accumulate_grad_batches != 1:
+            return Early.NOTHING
+        if runs_in_between(module):
             return Early.NOTHING
         if not trainer.gradient_clip_val:
             return Early.UPDATES if keeps_gradients(optimizer) else Early.NOTHING

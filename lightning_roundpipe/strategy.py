@@ -86,10 +86,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
-        optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
-            weights that it needs, with the same results; everything else that looks at weights or optimizer state waits
-            as well. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training
-            step waits for no update, and computes with the weights from before the last one.
+        optimizer_overlap: ``"exact"`` runs the update of the weights behind the backward and the next forward, which
+            waits for the weights that it needs, with the same results; so does everything else that looks at weights or
+            optimizer state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a
+            training step waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.

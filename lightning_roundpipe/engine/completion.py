@@ -2,16 +2,20 @@
 
 The last slot of a stage has ended: by the plan nothing will be added to the gradients of its units any more. What else
 could use a weight is left out: units whose backward is in several stages, weights of several units, and those that glue
-uses. No micro-batch is in its forward at that time, as each of them has been in the backward of the stage.
+uses, also detached from the graph. No micro-batch is in its forward at that time, as each of them has been in the
+backward of the stage; what glue still needs of a weight, its graph holds. So the count of those who hold the memory of
+a weight tells: the weight, and its replicas.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from .seen_gradients import accumulated
@@ -35,6 +39,7 @@ class Completion:
         walks: of all micro-batches.
         in_glue: weights that glue uses.
         is_open: whether glue runs code in its backward that may do anything.
+        num_aliases: how many replicas of a unit hold the memory of a master.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class Completion:
         walks: Collection[Walk],
         in_glue: Collection[nn.Parameter],
         is_open: Callable[[], bool],
+        num_aliases: Callable[[Unit, nn.Parameter], int],
     ) -> None:
         self._tell = tell
         self._store = store
         self._walks = walks
         self._in_glue = in_glue
         self._is_open = is_open
+        self._num_aliases = num_aliases
         self._lock = threading.Lock()
         self._left: Counter[int] = Counter()
         self._units: dict[int, list[Unit]] = {}
@@ -77,14 +84,15 @@ class Completion:
         if self._is_open() or any(walk.num_off_plan for walk in self._walks):
             return
         for unit in self._units[slot.stage]:
-            masters = [p for p in unit.module.parameters() if p.requires_grad and not self._is_in_glue(p)]
+            masters = [p for p in unit.module.parameters() if p.requires_grad and not self._is_in_glue(unit, p)]
             if masters:
                 self._told.update(masters)
-                self._tell(masters, lambda masters=masters: self._store.collect(masters))  # type: ignore[misc]
+                self._tell(masters, functools.partial(self._store.collect, masters))
 
-    def _is_in_glue(self, master: nn.Parameter) -> bool:
-        """Also found out in this very step: then it has a gradient of its own."""
-        return master in self._in_glue or accumulated(master) is not None
+    def _is_in_glue(self, unit: Unit, master: nn.Parameter) -> bool:
+        if master in self._in_glue or accumulated(master) is not None:  # the latter: found out in this very step
+            return True
+        return _num_holders(master) != 1 + self._num_aliases(unit, master)
 
     def check_strays(self, masters: Iterable[nn.Parameter]) -> None:
         """Weights turned out to be used in glue.
@@ -97,3 +105,9 @@ class Completion:
                 "a weight of a unit was used outside of it for the first time, and its gradient came after the "
                 "update of the weight had begun. Use optimizer_overlap='off' with a model that does so."
             )
+
+
+def _num_holders(master: nn.Parameter) -> int:
+    """How many tensors use the memory of ``master``, itself included."""
+    storage = master.data.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # but for the object here

@@ -189,7 +189,8 @@ class EarlyWork:
             yield kept
             return
         options = options_of(optimizer)
-        self._options = {p: o for p, o in options.items() if state.lend(p) is not None or p in state.stateless}
+        has_state = {p for p in options if state.lend(p) is not None or p in state.stateless}
+        self._options = {p: o for p, o in options.items() if p in has_state and not _has_hooks(p)}
         self._optimizer, self._kind = optimizer, kind
         ready = threading.Event()
         thread = threading.Thread(target=self._run, args=(ready,), name="roundpipe-early", daemon=True)
@@ -375,6 +376,11 @@ class EarlyWork:
             for parameter in begun.gradients:  # what is copied to devices was made of the old values
                 torch.autograd.graph.increment_version(parameter)
             begun.share.end()
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether code of the user sees its gradient first, and may change it in ways that nobody notices."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def is_same(gradient: Tensor, version: int, other: Tensor | None) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
@@ -203,6 +205,12 @@ class ReplicaCache:
         # Of those that no slot of this step needs, the last one used: the next step uses the others before it.
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
+
+    def num_aliases(self, unit: Unit, master: nn.Parameter) -> int:
+        """How many replicas of ``unit`` use the memory of ``master``."""
+        keys = [(id(unit), index, is_low) for index in range(len(self._by_device)) for is_low in (False, True)]
+        replicas = [self._replicas[key] for key in keys if key in self._replicas]
+        return sum(replica.aliases(master) for replica in replicas)
 
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""

@@ -251,6 +251,7 @@ class Updates:
                 except BaseException as error:  # must reach those who wait
                     self._failure.note(error)
                 finally:
+                    part.let_go()
                     share.end()
 
     def wait(self) -> None:

@@ -280,8 +280,9 @@ class Step:
         resources, request = self._resources, self._request
         if request.completed is not None and len(indices) == len(self._states):
             is_open = resources.glue_is_user_code.is_set
+            num_aliases = resources.replicas.num_aliases
             self._completion = Completion(
-                request.completed, self._store, self._walks.values(), resources.glue_parameters, is_open
+                request.completed, self._store, self._walks.values(), resources.glue_parameters, is_open, num_aliases
             )
         loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, self._completion)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)

@@ -83,3 +83,9 @@ class Part:
         """Snapshots of the updated weights."""
         for parameter, shadow in self._shadows.items():
             stale.refill(parameter, shadow)
+
+    def let_go(self) -> None:
+        """Nobody but the weights holds their memory any more."""
+        self._shadows.clear()
+        self._optimizer.param_groups.clear()
+        self._optimizer.state.clear()
