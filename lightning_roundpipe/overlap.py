@@ -75,6 +75,12 @@ class OptimizerOverlap:
             return None
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
+        self._updates.others = module.parameters
+        for optimizer in optimizers:
+            if (
+                self._is_worth_it(optimizer) and self._why_not(optimizer) is None
+            ):  # before anybody keeps a reference to its state
+                self._guard(optimizer)
         if self._stale is not None:
             if (why_not := _why_not_stale(module, optimizers)) is not None:
                 raise _refusal(why_not)
@@ -122,6 +128,10 @@ class OptimizerOverlap:
             clipped_by(self._updates, optimizer, self._module),
         ):
             yield
+        trainer = self._module.trainer
+        if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
+            # What comes now is no next step: exports, other trainers, new workers of data loaders.
+            self._updates.wait()
         if self._updates.early.is_mistaken and not self._has_told:
             self._has_told = True
             rank_zero_info(
@@ -151,18 +161,20 @@ class OptimizerOverlap:
             return Early.UPDATES if keeps_gradients(optimizer) else Early.NOTHING
         return Early.NOTHING if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Early.NORMS
 
+    def check(self) -> None:
+        """A step begins.
+
+        Raises:
+            BaseException: what went wrong in an update before.
+        """
+        self._updates.check()
+
     def _applies(self, optimizer: Optimizer) -> bool:
-        if self._is_off:
+        if self._is_off or not self._is_worth_it(optimizer):
             return False
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
-        if self._stale is None and num_bytes < MIN_BYTES:
-            return False
-        why_not = why_not_separable(optimizer)
-        if why_not is None and self._is_scripted:  # what reads weights in C++ would not wait
-            why_not = "a part of the module is a torch.jit.ScriptModule"
+        why_not = self._why_not(optimizer)
         if why_not is None:
-            if not any(other is optimizer for other in self._guarded):
-                self._guarded.append(optimizer)
+            self._guard(optimizer)
             return True
         if self._stale is not None:
             raise _refusal(why_not)
@@ -170,6 +182,20 @@ class OptimizerOverlap:
             self._refused.append(optimizer)
             rank_zero_info(f"optimizer steps do not overlap with the next forward: {why_not}")
         return False
+
+    def _is_worth_it(self, optimizer: Optimizer) -> bool:
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
+        return self._stale is not None or num_bytes >= MIN_BYTES
+
+    def _why_not(self, optimizer: Optimizer) -> str | None:
+        if self._is_scripted:  # what reads weights in C++ would not wait
+            return "a part of the module is a torch.jit.ScriptModule"
+        return why_not_separable(optimizer)
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        self._updates.guard(optimizer)
+        if not any(other is optimizer for other in self._guarded):
+            self._guarded.append(optimizer)
 
     def wait(self) -> None:
         """Blocks until no update is under way.

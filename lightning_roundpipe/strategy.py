@@ -384,6 +384,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: if the precision plugin's context is a mode that micro-batches would not see.
         """
         check_modes()
+        self._updates.check()
         function = getattr(self._module, name)
         (key, batch), rest = first_argument(args, kwargs)
 

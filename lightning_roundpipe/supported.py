@@ -26,6 +26,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .engine.pending import PendingParameter
+
 _REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
 # What a parameter class overrides if moving it is more than copying its values.
 _MOVES = ("to", "cpu", "cuda", "__torch_function__")
@@ -89,7 +91,7 @@ def _why_not(parameter: nn.Parameter, has_copies: bool) -> str:
         )
     if has_copies and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{named}, which keeps its values in other tensors"
-    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+    if issubclass(kind, nn.Parameter) and kind not in (nn.Parameter, PendingParameter):
         state = [key for key in vars(parameter) if not key.startswith("_")]
         own = [key for key in _MOVES if getattr(kind, key) != getattr(nn.Parameter, key)]
         if state or own:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from .optimizer_state import GuardedState
 from .pending import Share, unwaited, updating
+from .threads import Surroundings
 from .update_part import Options, Part, options_of
 
 # What is updated at a time, in bytes of weights.
@@ -193,7 +194,8 @@ class EarlyWork:
         self._options = {p: o for p, o in options.items() if p in has_state and not _has_hooks(p)}
         self._optimizer, self._kind = optimizer, kind
         ready = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ready,), name="roundpipe-early", daemon=True)
+        arguments = ready, Surroundings.of_this_thread("cpu")
+        thread = threading.Thread(target=self._run, args=arguments, name="roundpipe-early", daemon=True)
         try:
             self._start(thread, ready)
             yield kept
@@ -257,11 +259,11 @@ class EarlyWork:
                 self._wake.notify()
         return order
 
-    def _run(self, ready: threading.Event) -> None:
+    def _run(self, ready: threading.Event, surroundings: Surroundings) -> None:
         torch.set_num_threads(self._num_threads)
         self._is_stopped = False
         ready.set()
-        with updating(), torch.no_grad():
+        with updating(), surroundings.entered(), torch.no_grad():
             while not self._is_stopped:
                 self._next().carry_out()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .optimizer_state import GuardedState
 from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, updating
 from .stale import StaleWeights
+from .threads import Surroundings
 from .update_part import Part, options_of
 
 # Shares of less are not worth their own call of the optimizer.
@@ -101,12 +102,14 @@ class Updates:
 
     Attributes:
         early: what is done while the closure of an optimizer runs, see [Note: early updates] in :mod:`early`.
+        others: gives parameters that may be in the same memory as weights that are updated.
     """
 
     def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
         self._num_threads = num_threads
         self._stale = stale
         self.early = EarlyWork(num_threads)
+        self.others: Callable[[], Iterable[nn.Parameter]] = tuple
         self._thread: threading.Thread | None = None
         self._failure = Failure()
         self._closing: Optimizer | None = None  # whose closure runs
@@ -127,7 +130,7 @@ class Updates:
             result = None
             self._closing, self._factor = optimizer, None
             try:
-                with self.early.during(early, optimizer, self._guard(optimizer)) as updated:
+                with self.early.during(early, optimizer, self.guard(optimizer)) as updated:
                     if closure is not None:
                         with torch.enable_grad():
                             result = closure()
@@ -174,8 +177,8 @@ class Updates:
         Raises:
             BaseException: what went wrong in one before.
         """
-        self._failure.tell()
-        state = self._guard(optimizer)
+        self._failure.check()
+        state = self.guard(optimizer)
         options = options_of(optimizer)
         gradients = {p: g for p in options if p not in updated and (g := p.grad) is not None}
         if not gradients:
@@ -184,27 +187,27 @@ class Updates:
             for parameter in gradients:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
+        ties = _tied((*gradients, *self.others()))
         works = []
-        for parameters in _shares_of(gradients, order):
-            share = Share(parameters, self._failure)
+        for parameters in _shares_of(gradients, order, ties):
+            share = Share(list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), self._failure)
             works.append((share, Part(optimizer, {p: gradients[p] for p in parameters}, options, state, factor)))
         # The thread takes them, or whoever finds that it will not: exactly one of them.
         offered = [works]
         ready = threading.Event()
+        surroundings = Surroundings.of_this_thread("cpu")
         thread = threading.Thread(
-            target=self._run, args=(offered, ready, self._thread), name="roundpipe-optimizer", daemon=True
+            target=self._run, args=(offered, ready, self._thread, surroundings), name="roundpipe-optimizer", daemon=True
         )
         before = torch.get_num_threads()
         try:
-            for share, _ in works:
-                share.begin()
             thread.start()
             ready.wait()
-        except BaseException:  # no thread could be started, or Ctrl-C: nobody may wait for what does not come
-            with contextlib.suppress(IndexError):
-                for share, _ in offered.pop():
-                    share.end()
-                thread = self._thread  # type: ignore[assignment]
+        except BaseException:  # no thread could be started, or Ctrl-C
+            if offered:
+                with contextlib.suppress(IndexError):
+                    offered.pop()
+                    thread = self._thread  # type: ignore[assignment]
             raise
         finally:
             self._thread = thread
@@ -214,12 +217,13 @@ class Updates:
         """The first update of weights is over at once: the state made for them depends on the default dtype, which
         the next step may change for the whole process. It comes in the order in which the optimizer makes it."""
         self.wait()
-        state = self._guard(optimizer)
+        state = self.guard(optimizer)
         made = {parameter: state.pop(parameter) for parameter in fresh if parameter in state}
         state.update(made)
         state.stateless.update(parameter for parameter in fresh if parameter not in made)
 
-    def _guard(self, optimizer: Optimizer) -> GuardedState:
+    def guard(self, optimizer: Optimizer) -> GuardedState:
+        """The state of ``optimizer``, such that whoever looks at it waits."""
         state = optimizer.state
         if not isinstance(state, GuardedState):
             state = optimizer.state = GuardedState(state, self._be_looked_at)
@@ -228,20 +232,27 @@ class Updates:
     def _be_looked_at(self) -> None:
         """Somebody looks at the state of an optimizer."""
         self.early.take_back()
-        self.wait()
+        self.join()
+        self._failure.tell()
 
     def _run(
-        self, offered: list[list[tuple[Share, Part]]], ready: threading.Event, earlier: threading.Thread | None
+        self,
+        offered: list[list[tuple[Share, Part]]],
+        ready: threading.Event,
+        earlier: threading.Thread | None,
+        surroundings: Surroundings,
     ) -> None:
         torch.set_num_threads(self._num_threads)
         try:
             works = offered.pop()
         except IndexError:
             return
+        for share, _ in works:
+            share.begin()
         ready.set()
         if earlier is not None:
             earlier.join()
-        with updating():
+        with updating(), surroundings.entered():
             for share, part in works:
                 try:
                     if not self._failure:
@@ -249,7 +260,7 @@ class Updates:
                         if self._stale is not None:
                             part.pass_on(self._stale)
                 except BaseException as error:  # must reach those who wait
-                    self._failure.note(error)
+                    self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
                 finally:
                     part.let_go()
                     share.end()
@@ -258,12 +269,24 @@ class Updates:
         """Blocks until no update is under way.
 
         Raises:
-            BaseException: what went wrong in one; once.
+            BaseException: what went wrong in one, unless this is the tear-down after it.
         """
+        self.join()
+        self._failure.check()
+
+    def check(self) -> None:
+        """Training goes on.
+
+        Raises:
+            BaseException: what went wrong in an update, if that is known already.
+        """
+        self._failure.check()
+
+    def join(self) -> None:
+        """Blocks until no update is under way, whatever becomes of it."""
         # Several threads may wait: the reference stays, as another update may have begun by the time one gets on.
         if self._thread is not None:
             self._thread.join()
-        self._failure.tell()
 
 
 def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -278,15 +301,28 @@ def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]
 
 
-def _shares_of(weights: Iterable[nn.Parameter], order: Sequence[Iterable[nn.Parameter]]) -> list[list[nn.Parameter]]:
-    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time."""
+def _tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Weights in the same memory, by weight, where there are several."""
+    by_address: dict[int, list[nn.Parameter]] = {}
+    for weight in dict.fromkeys(weights):
+        by_address.setdefault(weight.data_ptr(), []).append(weight)
+    by_address.pop(0, None)  # nothing in them
+    return {weight: found for found in by_address.values() if len(found) > 1 for weight in found}
+
+
+def _shares_of(
+    weights: Iterable[nn.Parameter],
+    order: Sequence[Iterable[nn.Parameter]],
+    ties: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+) -> list[list[nn.Parameter]]:
+    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time; those in the same
+    memory together."""
     left = dict.fromkeys(weights)
-    groups = [[p for p in group if p in left] for group in order]
     shares: list[list[nn.Parameter]] = []
     num_bytes = SHARE_BYTES
-    for group in [*groups, list(left)]:
-        fresh = [p for p in group if p in left]
-        for parameter in fresh:
+    for group in [*order, list(left)]:
+        fresh = [p for first in group if first in left for p in ties.get(first, (first,)) if p in left]
+        for parameter in (fresh := list(dict.fromkeys(fresh))):
             del left[parameter]
         if not fresh:
             continue

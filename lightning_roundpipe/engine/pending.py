@@ -11,13 +11,19 @@ Shape, dtype and other things that an update does not change can be looked at wi
 What cannot be noticed are tensors and arrays that share the memory of the weight and were made before the update began
 (``view = weight.detach()``).
 
-What goes wrong in an update is raised once, where somebody waits for it first: everybody would meet it again otherwise,
-also the tear-down that follows.
+What goes wrong in an update is raised to everybody who looks at one of its weights, finished or not, until the thread
+that trains has got it. What follows then, such as hooks for exceptions and the tear-down, finds the weights as they
+are; training itself does not go on (:meth:`Failure.check`).
+
+Classes of weights are set without a lock: a signal handler that looks at a weight may run at any place. Each operation
+on :data:`_shares` and on a class is atomic, and whoever has set a class looks at the table again (:func:`_classify`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,26 +36,45 @@ from .protocol import Event, see
 
 
 class Failure:
-    """What went wrong in updates, until somebody has been told."""
+    """What went wrong in an update; see [Note: pending weights]."""
 
     def __init__(self) -> None:
-        self._errors: list[BaseException] = []
+        self._error: BaseException | None = None
+        self._lost: Share | None = None
+        self._trains = threading.get_ident()
 
     def __bool__(self) -> bool:
-        return bool(self._errors)
+        return self._error is not None
 
-    def note(self, error: BaseException) -> None:
-        """Keeps ``error`` for the first who asks."""
-        self._errors.append(error)
+    def note(self, error: BaseException, parameters: Sequence[nn.Parameter]) -> None:
+        """Keeps ``error``: from now on whoever looks at ``parameters`` gets it."""
+        self._error, self._lost = error, _Lost(parameters, self)
+        self._lost.begin()
 
     def tell(self) -> None:
-        """Raises what went wrong; nothing if nobody has to be told.
+        """Somebody looks at a weight.
 
         Raises:
-            BaseException: what went wrong.
+            BaseException: what went wrong, unless the thread that trains knows of it.
         """
-        with contextlib.suppress(IndexError):  # of several threads one gets it
-            raise self._errors.pop()
+        if self._lost is not None:
+            self.check()
+
+    def check(self) -> None:
+        """Training goes on, or comes to its end.
+
+        Raises:
+            BaseException: what went wrong, unless this is the tear-down after it.
+        """
+        error, handled = self._error, sys.exc_info()[1]
+        lost = self._lost
+        if lost is not None and threading.get_ident() == self._trains:
+            self._lost = None
+            lost.end(is_undone=True)
+        while handled is not None and handled is not error:
+            handled = handled.__cause__ or handled.__context__
+        if error is not None and handled is None:
+            raise error
 
 
 class Share:
@@ -72,10 +97,9 @@ class Share:
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
         see(Event.UPDATE, self.parameters)
-        with _lock:
-            for parameter in self.parameters:
-                _shares[id(parameter)] = self
-                parameter.__class__ = PendingParameter
+        for parameter in self.parameters:
+            _shares[id(parameter)] = self
+            _classify(parameter)
 
     def end(self, *, is_undone: bool = False) -> None:
         """The weights are updated, or are not going to be.
@@ -84,10 +108,10 @@ class Share:
             is_undone: whether they are what they were before.
         """
         see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
-        with _lock:
-            for parameter in self.parameters:
-                parameter.__class__ = nn.Parameter
-                _shares.pop(id(parameter), None)
+        for parameter in self.parameters:
+            if _shares.get(id(parameter)) is self:
+                del _shares[id(parameter)]
+                _classify(parameter)
         self._done.set()
 
     @property
@@ -115,6 +139,13 @@ class Share:
         self._done.wait()
 
 
+class _Lost(Share):
+    """Weights of an update that went wrong."""
+
+    def _await_end(self) -> None:
+        pass
+
+
 class PendingParameter(nn.Parameter):
     """See [Note: pending weights]."""
 
@@ -132,7 +163,7 @@ class PendingParameter(nn.Parameter):
         for parameter in _pending_in((args, kwargs)):
             share = _shares.get(id(parameter))
             if share is None:
-                parameter.__class__ = nn.Parameter  # made one by torch.utils.swap_tensors
+                _classify(parameter)  # made one by torch.utils.swap_tensors
             elif is_of_gradient and not share.owns_gradients:
                 with unwaited():
                     return func(*args, **kwargs)
@@ -142,7 +173,6 @@ class PendingParameter(nn.Parameter):
 
 
 _shares: dict[int, Share] = {}
-_lock = threading.Lock()  # of the classes of weights, and of what is above
 _this_thread = threading.local()
 
 _GETTERS = (
@@ -172,6 +202,13 @@ _HARMLESS = frozenset(_harmless())
 _OF_GRADIENT = frozenset(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
+def _classify(parameter: nn.Parameter) -> None:
+    """Gives ``parameter`` the class that it should have."""
+    parameter.__class__ = nn.Parameter
+    if id(parameter) in _shares:  # asked last: another thread may have put it there
+        parameter.__class__ = PendingParameter
+
+
 def _pending_in(value: Any) -> Iterator[nn.Parameter]:
     if isinstance(value, Tensor):
         if type(value) is PendingParameter:
@@ -194,19 +231,16 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """While open, the parameters have these values, and nobody waits for them; updates go on with the others."""
     before: dict[nn.Parameter, Tensor] = {}
     try:
-        with _lock:
-            for parameter, value in values.items():
-                parameter.__class__ = nn.Parameter
-                before[parameter] = parameter.data
-                parameter.data = value
+        for parameter, value in values.items():
+            parameter.__class__ = nn.Parameter
+            before[parameter] = parameter.data
+            parameter.data = value
         yield
     finally:
-        with _lock:
-            for parameter, data in before.items():
-                parameter.data = data
-            for parameter in values:
-                if id(parameter) in _shares:
-                    parameter.__class__ = PendingParameter
+        for parameter, data in before.items():
+            parameter.data = data
+        for parameter in values:
+            _classify(parameter)
 
 
 @contextlib.contextmanager
@@ -231,3 +265,14 @@ def can_be_pending(parameter: nn.Parameter) -> bool:
 def is_pending(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether one would have to wait for any of ``parameters``."""
     return bool(_shares) and any(type(parameter) is PendingParameter for parameter in parameters)
+
+
+def _finish_before_fork() -> None:
+    """A child has no thread that ends an update."""
+    if not getattr(_this_thread, "updates", False):
+        for share in list(_shares.values()):
+            share._await_end()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_finish_before_fork)

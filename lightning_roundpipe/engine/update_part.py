@@ -45,9 +45,10 @@ class Part:
         factor: Tensor | None = None,
     ) -> None:
         self._home = state
+        self._gradients = dict(gradients)
         # A factor of one would change nothing.
         self._factor = None if factor is None or factor.item() == 1.0 else factor
-        self._shadows = {parameter: parameter.data for parameter in gradients}
+        self._shadows = {parameter: _shadow_of(parameter) for parameter in gradients}
         part: Any = object.__new__(type(optimizer))
         # A loss scaler leaves tensors there that it changes after the step.
         part.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(optimizer).items()})
@@ -55,29 +56,52 @@ class Part:
         part._optimizer_step_pre_hooks = OrderedDict()
         part._optimizer_step_post_hooks = OrderedDict()
         part.state = defaultdict(dict)
-        groups: dict[int, Options] = {}
+        self._groups: dict[int, tuple[Options, dict[str, Any]]] = {}  # options as they were, group of the part
         for parameter, shadow in self._shadows.items():
             shadow.grad = gradients[parameter]
             if (known := state.lend(parameter)) is not None:
                 part.state[shadow] = known
             own = options[parameter]
-            groups.setdefault(id(own), {**own, "params": []})["params"].append(shadow)
-        part.param_groups = list(groups.values())
+            self._groups.setdefault(id(own), (own, {**own, "params": []}))[1]["params"].append(shadow)
+        part.param_groups = [group for _, group in self._groups.values()]
         self._optimizer = part
 
     def step(self) -> None:
-        """Updates the weights."""
+        """Updates the weights.
+
+        Raises:
+            RuntimeError: if the optimizer writes something that is lost.
+        """
         if self._factor is not None:
             with torch.no_grad():
                 for shadow in self._shadows.values():
                     shadow.grad.mul_(self._factor)  # type: ignore[union-attr]
+        addresses = [shadow.data_ptr() for shadow in self._shadows.values()]
         try:
             type(self._optimizer).step(self._optimizer)
+            if (what := self._lost(addresses)) is not None:
+                raise RuntimeError(
+                    f"the step of {type(self._optimizer).__name__} {what}, and so cannot be taken apart. Leave out "
+                    "is_separable = True, or use optimizer_overlap='off'"
+                )
         finally:
             for parameter, shadow in self._shadows.items():
                 if shadow in self._optimizer.state:
                     self._home.take_back(parameter, self._optimizer.state[shadow])
                 shadow.grad = None
+
+    def _lost(self, addresses: list[int]) -> str | None:
+        """What the step has written beside weights, gradients and their state; None if nothing."""
+        shadows = self._shadows.values()
+        if [shadow.data_ptr() for shadow in shadows] != addresses:
+            return "gives a parameter other memory instead of writing it in place"
+        if any(shadow.grad is not self._gradients[parameter] for parameter, shadow in self._shadows.items()):
+            return "gives a parameter another gradient instead of writing it in place"
+        if any(group[name] is not value for own, group in self._groups.values() for name, value in own.items()):
+            return "writes the options of its parameter groups"
+        if not self._optimizer.state.keys() <= set(shadows):
+            return "keeps state that belongs to no parameter"
+        return None
 
     def pass_on(self, stale: StaleWeights) -> None:
         """Snapshots of the updated weights."""
@@ -87,5 +111,14 @@ class Part:
     def let_go(self) -> None:
         """Nobody but the weights holds their memory any more."""
         self._shadows.clear()
+        self._gradients.clear()
+        self._groups.clear()
         self._optimizer.param_groups.clear()
         self._optimizer.state.clear()
+
+
+def _shadow_of(parameter: nn.Parameter) -> Tensor:
+    """A tensor in the memory of ``parameter`` that an optimizer takes for it."""
+    shadow = parameter.data.requires_grad_(parameter.requires_grad)
+    vars(shadow).update(vars(parameter))
+    return shadow

@@ -30,9 +30,7 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     start = Updates.start
 
-    def noting(
-        self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None, updated: Any = ()
-    ) -> None:
+    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None, updated: Any = ()) -> None:
         found.append(factor)
         start(self, optimizer, order, factor, updated)
 

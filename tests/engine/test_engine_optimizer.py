@@ -383,7 +383,7 @@ class WaitSpy:
             return wait
 
         monkeypatch.setattr(Share, "wait", watched(Share.wait))
-        monkeypatch.setattr(Updates, "wait", watched(Updates.wait))
+        monkeypatch.setattr(Updates, "join", watched(Updates.join))
 
 
 @pytest.fixture
@@ -774,7 +774,7 @@ def break_update(weights: list[nn.Parameter]) -> tuple[Broken, Updates]:
     return optimizer, updates
 
 
-def test_an_error_reaches_one_who_waits(spy: WaitSpy) -> None:
+def test_an_error_reaches_everybody_until_training_knows(spy: WaitSpy) -> None:
     weights = make_weights()
     old = [w.detach().clone() for w in weights]
     optimizer, updates = break_update(weights)
@@ -783,23 +783,53 @@ def test_an_error_reaches_one_who_waits(spy: WaitSpy) -> None:
     for thread, _ in threads:
         thread.join(_TIMEOUT_S)
         assert not thread.is_alive()
-    errors = [found[0] for _, found in threads if isinstance(found[0], BaseException)]
-    # It may be that all of them came when the share was over: then it waits for the next.
-    try:
-        updates.wait()
-    except ZeroDivisionError as error:
-        errors.append(error)
-    (error,) = errors
-    assert str(error) == "in the second share"
-    assert "fail_here" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    updates.join()
+    # Also who comes later, to a weight whose own update was made.
+    threads.append(outcome_of(lambda: weights[0].detach().clone()))
+    threads[-1][0].join(_TIMEOUT_S)
+    errors = [found[0] for _, found in threads]
+    with pytest.raises(ZeroDivisionError, match="in the second share") as caught:
+        weights[0].detach()
+    assert all(error is caught.value for error in errors)
+    assert "fail_here" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    # The thread that trains knows: what it does about the error may look at the weights.
     assert [type(w) for w in weights] == [nn.Parameter] * len(weights)
     assert torch.equal(weights[2].detach(), old[2])  # what comes later is not updated
     assert not torch.equal(weights[0].detach(), old[0])
-    updates.wait()
-    fill_gradients(weights, 1)
-    updates.start(o.SGD(weights, lr=0.1), [])  # works again
-    updates.wait()
-    assert not torch.equal(weights[2].detach(), old[2])
+    for goes_on in (updates.wait, updates.check, lambda: updates.start(o.SGD(weights, lr=0.1), [])):
+        with pytest.raises(ZeroDivisionError, match="in the second share"):
+            goes_on()
+    assert torch.equal(weights[2].detach(), old[2])
+
+
+def test_the_tear_down_after_an_error_does_not_raise_it_again() -> None:
+    weights = make_weights()
+    optimizer, updates = break_update(weights)
+    optimizer.gates[weights[0].data_ptr()].set()
+    updates.join()
+
+    def fail_otherwise() -> None:
+        try:
+            weights[0].detach()
+        except ZeroDivisionError as error:
+            updates.wait()
+            raise ValueError("another") from error
+
+    with pytest.raises(ValueError, match="another") as caught:
+        fail_otherwise()
+    try:
+        raise caught.value
+    except ValueError:
+        updates.wait()  # what is handled comes of it
+
+    def handle_something_else() -> None:
+        try:
+            raise ValueError("that has nothing to do with it")
+        except ValueError:
+            updates.wait()
+
+    with pytest.raises(ZeroDivisionError):
+        handle_something_else()
 
 
 @pytest.mark.parametrize("asks", ["wait", "start", "state", "weight"])
@@ -816,15 +846,14 @@ def test_an_error_is_raised_by_whoever_asks_first(asks: str) -> None:
         elif asks == "weight":
             for weight in weights:
                 weight.detach()
-            updates.wait()  # it may have been over before
         else:
-            weights[-1].detach()
             updates.start(optimizer, [])
 
     with pytest.raises(ZeroDivisionError, match="in the second share"):
         ask()
-    updates.wait()
+    updates.join()
     assert not is_pending(weights)
+    len(optimizer.state)
 
 
 def test_a_step_behind_a_failed_one_does_not_happen() -> None:
