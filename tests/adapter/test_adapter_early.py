@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,7 +121,7 @@ def gated(small: Any, arrivals: Arrivals) -> type[Any]:
 
     class Gated(small):  # type: ignore[misc]
         calls = _CALLS
-        fails = True
+        fails = is_second = False
 
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +146,7 @@ def gated(small: Any, arrivals: Arrivals) -> type[Any]:
 
         def gate(self) -> None:
             early = early_of(self.trainer)
-            if self.trainer.global_step >= 1 and early.is_open and not early.is_mistaken:
+            if self.trainer.global_step >= 1 and early.is_open and not (early.is_mistaken or self.is_second):
                 arrivals.wait([weight for module in self.awaited() for weight in module.parameters()])
             self.in_backward()
 
@@ -169,7 +170,8 @@ class Counts(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         early = early_of(trainer)
-        self.kept, self.taken_back = early.num_kept, max(self.taken_back, early.num_taken_back)
+        self.kept = max(self.kept, early.num_kept)
+        self.taken_back = max(self.taken_back, early.num_taken_back)
         self.is_mistaken |= early.is_mistaken
         assert not any(thread.name == "roundpipe-early" for thread in threading.enumerate())
 
@@ -206,7 +208,8 @@ def train(make_trainer: Any, make_loader: Any, assert_alike: Any, arrivals: Arri
             }
             for error in (None,) if raises is None else (raises, None):  # with a second fit after one that fails
                 trainer = make_trainer(options=given, callbacks=[counts, *own], plugins=plugins(), **kwargs)
-                module.fails = error is not None
+                # What is left of a fit that has failed may hold the memory of weights: then those are not early.
+                module.fails, module.is_second = error is not None, bool(ends)
                 arrivals.forget()
                 with contextlib.nullcontext() if error is None else pytest.raises(error):
                     trainer.fit(module, make_loader(40))
@@ -266,7 +269,7 @@ def test_optimizers_with_schedulers(gated: Any, train: Train, copies: bool, name
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    assert_kept(train(Scheduled, options={"virtual_copies": copies}, max_epochs=2), 9)
+    assert_kept(train(Scheduled, options={"virtual_copies": copies}), 4)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
@@ -383,7 +386,7 @@ CHANGES: dict[str, Look] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_in_between_counts(gated: Any, train: Train, unknown_code: None, change: str) -> None:
     def make() -> list[Any]:
-        return [Does("on_before_optimizer_step", lambda t, m: CHANGES[change](t, m) and None, first=2)]
+        return [Does("on_before_optimizer_step", lambda t, m: (CHANGES[change](t, m), None)[1], first=2)]
 
     counts = train(gated, make, options={"virtual_copies": len(change) % 2 == 0})
     assert counts.is_mistaken
@@ -457,7 +460,7 @@ def test_a_backward_that_fails_leaves_what_was_before_the_step(
 
     counts = train(Fails, raises=(error, SystemExit), options={"virtual_copies": copies})
     assert counts.taken_back >= _NUM_AWAITED
-    assert counts.kept >= _NUM_AWAITED * 4  # in the next fit
+    assert counts.kept >= _NUM_AWAITED
     assert not counts.is_mistaken
 
 
@@ -472,7 +475,7 @@ def test_a_training_step_that_fails_in_its_last_micro_batch(gated: Any, train: T
                 raise Stop("now")
             return super().training_step(batch, batch_idx)
 
-    assert_kept(train(Fails, raises=Stop), 4)
+    assert_kept(train(Fails, raises=Stop), 1)
 
 
 def test_a_hook_that_fails_after_the_backward(gated: Any, train: Train, unknown_code: None) -> None:
@@ -496,12 +499,15 @@ def test_a_step_that_does_not_fit_is_run_again(gated: Any, train: Train) -> None
             if self.trainer.global_step == 2 and (error := next(self.errors, None)) is not None:
                 raise error
 
+        def awaited(self) -> list[nn.Module]:  # with more micro-batches the plan is a single stage
+            return super().awaited() if operator.length_hint(self.errors) else []
+
         def on_train_batch_end(self, *args: Any) -> None:
             self.seen.append(dict(self.trainer.strategy.retry.num_microbatches))
 
     counts = train(Full, options={"virtual_copies": True, "device_memory_limit": "1MiB"})
     assert counts.taken_back >= _NUM_AWAITED
-    assert counts.kept >= _NUM_AWAITED * 4
+    assert counts.kept >= _NUM_AWAITED
     assert not counts.is_mistaken
 
 
@@ -621,7 +627,7 @@ def make_model(gated: Any) -> Callable[[str], type[Any]]:
             self.body[1].requires_grad_(batch_idx >= 2)
 
     class Norms(gated):  # type: ignore[misc]
-        calls = (*(f"body.{i}" for i in range(4)), "head")
+        calls = (*(f"body.{i}.{j}" for i in range(4) for j in range(2)), "head")
 
         def __init__(self) -> None:
             super().__init__()
