@@ -39,7 +39,7 @@ class Completion:
         walks: of all micro-batches.
         in_glue: weights that glue uses.
         is_open: whether glue runs code in its backward that may do anything.
-        num_aliases: how many replicas of a unit hold the memory of a master.
+        num_aliases: how many replicas of a unit use the memory of a master.
     """
 
     def __init__(
@@ -110,4 +110,5 @@ class Completion:
 def _num_holders(master: nn.Parameter) -> int:
     """How many tensors use the memory of ``master``, itself included."""
     storage = master.data.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # but for the object here
+    # But for the Python object of the storage: there is one at most, whoever keeps it (page-locked memory does).
+    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -126,7 +126,12 @@ class Updates:
             early: what is done with gradients that are offered to :attr:`early` during the closure.
         """
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        plain = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+            if others:  # nobody knows what they do
+                self.wait()
+                return plain(closure, **others)
             result = None
             self._closing, self._factor = optimizer, None
             try:
