@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -115,14 +117,15 @@ class OptimizerOverlap:
             raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a step of ``optimizer``, its closure included: the update itself may come later."""
+    def stepping(self, optimizer: Optimizer, closure: Any) -> Iterator[None]:
+        """Around a step of ``optimizer``, ``closure`` included: the update itself may come later."""
         if not self._applies(optimizer):
             self._updates.wait()
             yield
             return
         assert self._module is not None
-        early = self._early(optimizer, self._module)
+        # Around a closure of Lightning's own there may be code of the user, too.
+        early = self._early(optimizer, self._module) if type(closure) is Closure else Early.NOTHING
         with (
             self._updates.overlapping(optimizer, self._order, early),
             clipped_by(self._updates, optimizer, self._module),
@@ -143,11 +146,16 @@ class OptimizerOverlap:
         """So many bytes on the host may be used for updates that begin before the end of the backward."""
         self._updates.early.limit_bytes = num_bytes
 
-    def attempt(self) -> Tell | None:
-        """A training step begins, maybe once more; who wants to know of gradients that are complete."""
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[Tell | None]:
+        """Around a training step, maybe once more; gives who wants to know of gradients that are complete."""
         early = self._updates.early
+        if not early.is_open:
+            yield None
+            return
         early.start_again()
-        return early.offer if early.is_open else None
+        yield early.offer
+        early.stop_taking()
 
     def _early(self, optimizer: Optimizer, module: pl.LightningModule) -> Early:
         """What to do with gradients before the last one has come: what is going to happen to them, if nothing unusual

@@ -210,8 +210,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer))
         if trainer.training:
             self._recordings.start()
-            order = lambda: self.engine.order_of("training_step")  # noqa: E731
-            self._overlap = make_overlap(self.options, self.pool, order)
+            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine.order_of("training_step"))
         super().setup(trainer)
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
@@ -350,7 +349,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         """A step of the optimizer, on the masters; what it does to them may come later, see ``optimizer_overlap``."""
-        with self._updates.stepping(optimizer):
+        with self._updates.stepping(optimizer, closure):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -415,7 +414,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches), meetings:
+        with logs.capturing(), guard.watching(name, batches), meetings, self._updates.attempt() as completed:
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -426,7 +425,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
-                completed=self._updates.attempt() if is_training and not guard.is_looking else None,
+                completed=None if guard.is_looking else completed,
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
         return logs, result

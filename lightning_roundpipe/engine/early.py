@@ -227,6 +227,10 @@ class EarlyWork:
         """Undoes what has begun: all gradients come once more."""
         self._order(lambda: self._undo(is_mistake=False)).wait()
 
+    def stop_taking(self) -> None:
+        """The training step is over: what has not begun waits for the call of the optimizer."""
+        self._order(lambda: None).wait()
+
     def known_norm(self, gradient: Tensor) -> Tensor | None:
         """The 2-norm of ``gradient`` if it was taken early."""
         known = self._norms.get(gradient.data_ptr())
@@ -241,10 +245,12 @@ class EarlyWork:
 
     def _start(self, thread: threading.Thread, ready: threading.Event) -> None:
         before = torch.get_num_threads()
+        self._is_stopped = False
         try:
             thread.start()
             ready.wait()
         finally:
+            self._is_stopped = thread.ident is None  # no thread could be started
             torch.set_num_threads(before)  # the thread has set what new threads would begin with
 
     def _order(self, action: Callable[[], None]) -> _Order:
@@ -261,7 +267,6 @@ class EarlyWork:
 
     def _run(self, ready: threading.Event, surroundings: Surroundings) -> None:
         torch.set_num_threads(self._num_threads)
-        self._is_stopped = False
         ready.set()
         with updating(), surroundings.entered(), torch.no_grad():
             while not self._is_stopped:

@@ -426,7 +426,6 @@ def test_weights_with_hooks_on_their_gradient_wait(gated: Any, train: Train, kin
     assert counts.taken_back == 0
 
 
-@pytest.mark.xfail(strict=True, reason="code around the closure is not known to run in between")
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_closure_that_changes_gradients_without_a_trace(gated: Any, train: Train, clips: bool) -> None:
     class Wraps(gated):  # type: ignore[misc]
