@@ -94,7 +94,7 @@ class Forks:
         status = _opened(self._process.stdout).readline()
         self._is_running = False
         output = self._output.read_text(encoding="utf-8")
-        assert status == "0\n", output
+        assert status == "0\n", f"{script.name} has ended with status {status.strip()}:\n{output}"
         return output
 
 
