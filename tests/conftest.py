@@ -19,7 +19,7 @@ from tests.forks import Forks
 _TRAINING = ("adapter", "compatibility", "parity")
 # Threads that libraries keep for the life of the process, or end in their own time.
 _LIBRARIES = ("tqdm", "tensorboard", "tensorboardX", "pytest_timeout", "torch._inductor")
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 30.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
