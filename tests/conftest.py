@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -10,9 +11,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_roundpipe.planning import plan
+from tests.forks import Forks
+
+# Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
+# which the tests of planning and of the commands, the projects and the examples do as it is.
+_TRAINING = ("adapter", "compatibility", "parity")
 # Threads that libraries keep for the life of the process, or end in their own time.
 _LIBRARIES = ("tqdm", "tensorboard", "tensorboardX", "pytest_timeout", "torch._inductor")
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 30.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,12 +29,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: without this, each collection of garbage looks at all of them."""
+    gc.collect()
+    gc.freeze()
+
+
 def _is_of_a_library(thread: threading.Thread) -> bool:
     if isinstance(thread, threading._DummyThread):  # not started by Python: a worker of autograd, for example
         return True
     work = getattr(thread, "_target", None) or getattr(thread, "function", None)
     modules = (type(thread).__module__, getattr(work, "__module__", None) or "")
     return any(module == name or module.startswith(name + ".") for module in modules for name in _LIBRARIES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name in _TRAINING:
+            patch.setattr(plan, "_NUM_VARIATIONS", 20)
+            patch.setattr(plan, "_NUM_NEIGHBOURS", 100)
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Runs scripts in processes of their own."""
+    with Forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = ("planning.md", "tuning.md")
 MAX_PICTURE_BYTES = 256 * 1024
 REMEDY = "run python docs/assets/make_planning_pictures.py and look at what has changed"
-
-
-def run(script: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(DOCS / "assets" / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def assert_is_picture(path: Path) -> None:
@@ -43,11 +29,11 @@ def assert_is_picture(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def again(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the documentation without pictures, brought up to date."""
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("*.svg", "*.png", "*.json"))
-    run("make_planning_pictures.py", str(folder))
+    forks.run(DOCS / "assets" / "make_planning_pictures.py", str(folder), folder=folder)
     return folder / "docs"
 
 
@@ -73,8 +59,8 @@ def test_profile(again: Path) -> None:
     assert (again / name).read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8"), REMEDY
 
 
-def test_schedule_picture(tmp_path: Path) -> None:
-    run("make_schedule_picture.py", str(tmp_path))
+def test_schedule_picture(forks: Forks, tmp_path: Path) -> None:
+    forks.run(DOCS / "assets" / "make_schedule_picture.py", str(tmp_path), folder=tmp_path)
     assert_is_picture(tmp_path / "schedule.svg")
 
 

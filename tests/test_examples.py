@@ -1,4 +1,7 @@
-"""Every example runs as a newcomer would run it: a fresh process, the command of its docstring, less work."""
+"""Every example runs as a newcomer would run it: a process of its own, the command of its docstring, less work.
+
+The first one starts an interpreter for itself, the others are forks; see :mod:`tests.forks`.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forks import ENVIRONMENT, Forks
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def run(folder: Path, script: str, *arguments: str) -> str:
-    """Runs ``examples/<script>`` in ``folder``, without network; what it printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONIOENCODING": "utf-8",
-        "COLUMNS": "120",
-    }
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Callable[..., str]:
+    """Runs ``examples/<script>`` in ``tmp_path``, without network; what it printed."""
+    return lambda script, *arguments: forks.run(EXAMPLES / script, *arguments, folder=tmp_path)
 
 
 def losses_in(output: str) -> list[float]:
@@ -50,15 +38,25 @@ def test_no_example_is_forgotten() -> None:
 
 
 def test_minimal(tmp_path: Path) -> None:
-    losses = losses_in(run(tmp_path, "minimal.py"))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "minimal.py")],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    losses = losses_in(done.stdout)
     assert len(losses) == 24
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_bytes(tmp_path: Path) -> None:
+def test_train_bytes(run: Callable[..., str]) -> None:
     output = run(
-        tmp_path,
         "train_bytes.py",
         *("--max-steps", "12", "--devices", "2", "--width", "32", "--blocks", "3", "--context", "32"),
         *("--batch-size", "8", "--val-batches", "1", "--lr", "0.01", "--prompt", "import"),
@@ -71,13 +69,12 @@ def test_train_bytes(tmp_path: Path) -> None:
         assert re.search(rf"^\s*{row}  \S", output, flags=re.MULTILINE), row
 
 
-def test_finetune_lora(tmp_path: Path) -> None:
+def test_finetune_lora(run: Callable[..., str], tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text(
         "\n\n".join(f"Paragraph {number}: " + "water and salt. " * (number % 5 + 1) for number in range(64))
     )
     output = run(
-        tmp_path,
         "finetune_lora.py",
         *("--text", str(text), "--output", str(tmp_path / "adapter")),
         *("--max-steps", "4", "--batch-size", "8", "--max-length", "48", "--lr", "0.01", "--devices", "2"),
@@ -91,7 +88,7 @@ def test_finetune_lora(tmp_path: Path) -> None:
     }
 
 
-def test_finetune_lora_loads_a_model_and_its_tokenizer(tmp_path: Path) -> None:
+def test_finetune_lora_loads_a_model_and_its_tokenizer(run: Callable[..., str], tmp_path: Path) -> None:
     """``--model`` with a folder: the same code as for a name on the hub."""
     tokenizers = pytest.importorskip("tokenizers")
     import transformers
@@ -116,7 +113,6 @@ def test_finetune_lora_loads_a_model_and_its_tokenizer(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("\n\n".join("water and salt and water and " * (number % 3 + 1) for number in range(16)))
     output = run(
-        tmp_path,
         "finetune_lora.py",
         *("--model", str(tmp_path / "model"), "--text", str(text), "--output", str(tmp_path / "adapter")),
         *("--max-steps", "2", "--batch-size", "4", "--lr", "0.01", "--devices", "2", "--num-microbatches", "3"),
@@ -125,17 +121,15 @@ def test_finetune_lora_loads_a_model_and_its_tokenizer(tmp_path: Path) -> None:
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_long_sequence(tmp_path: Path) -> None:
-    output = run(
-        tmp_path, "long_sequence.py", "--tokens", "256", "--vocabulary", "512", "--width", "16", "--max-steps", "6"
-    )
+def test_long_sequence(run: Callable[..., str]) -> None:
+    output = run("long_sequence.py", "--tokens", "256", "--vocabulary", "512", "--width", "16", "--max-steps", "6")
     losses = losses_in(output)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_long_sequence_measures_the_memory_of_both_losses(tmp_path: Path) -> None:
-    output = run(tmp_path, "long_sequence.py", "--measure", "--tokens", "1024", "--vocabulary", "2048", "--width", "16")
+def test_long_sequence_measures_the_memory_of_both_losses(run: Callable[..., str]) -> None:
+    output = run("long_sequence.py", "--measure", "--tokens", "1024", "--vocabulary", "2048", "--width", "16")
     found = {name: float(mib) for name, mib in re.findall(r"^  (logits|whole|in pieces) +([0-9.]+) MiB", output, re.M)}
     assert found["logits"] == 4 * 1024 * 2048 / 2**20
     assert found["whole"] >= 2 * found["logits"]
@@ -163,19 +157,19 @@ def test_long_sequence_computes_the_same_loss_in_pieces(monkeypatch: pytest.Monk
     torch.testing.assert_close(*results)
 
 
-def test_cli(tmp_path: Path) -> None:
+def test_cli(run: Callable[..., str], tmp_path: Path) -> None:
     arguments = ("--config", str(EXAMPLES / "cli" / "config.yaml"), "--data.num_points", "512")
-    run(tmp_path, "cli/main.py", "fit", *arguments, "--trainer.max_epochs", "1")
+    run("cli/main.py", "fit", *arguments, "--trainer.max_epochs", "1")
     (checkpoint,) = tmp_path.rglob("*.ckpt")
-    output = run(tmp_path, "cli/main.py", "validate", *arguments, "--ckpt_path", str(checkpoint))
+    output = run("cli/main.py", "validate", *arguments, "--ckpt_path", str(checkpoint))
     (loss,) = re.findall(r"val_loss\s+\D\s+([0-9.]+)", output)
     assert float(loss) < 1.0  # 2.6 before training
 
 
-def test_cli_with_options_of_the_strategy(tmp_path: Path) -> None:
+def test_cli_with_options_of_the_strategy(run: Callable[..., str], tmp_path: Path) -> None:
     config = EXAMPLES / "cli" / "strategy_options.yaml"
     small = ("--trainer.max_epochs", "1", "--data.num_points", "256")
-    run(tmp_path, "cli/main.py", "fit", "--config", str(config), *small)
+    run("cli/main.py", "fit", "--config", str(config), *small)
     (saved,) = tmp_path.rglob("config.yaml")
     assert "class_path: lightning_roundpipe.RoundPipeStrategy" in saved.read_text()
     assert len(list(tmp_path.rglob("*.ckpt"))) == 1

@@ -19,11 +19,24 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_roundpipe.tracing
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeTimeline
 from lightning_roundpipe.engine.runner import StepResult
-from lightning_roundpipe.planning import Action, Partition, Span, Stage, StageKind, Timeline, round_robin
+from lightning_roundpipe.planning import (
+    Action,
+    CallCost,
+    CostProfile,
+    Partition,
+    Span,
+    Stage,
+    StageKind,
+    Timeline,
+    round_robin,
+)
 from lightning_roundpipe.tracing import TraceWriter, step_figures
 
 M = 3  # micro-batches of the trainers here
 STEPS = 8
+# Layers that all cost the same: plans that do not depend on how long they happen to take here.
+CALLS = ("body.0.0", "body.1.0", "body.2.0", "body.3.0", "head")
+EQUAL_COSTS = {"units": ["Linear"], "cost_profile": CostProfile(tuple(CallCost(name, 1, 2) for name in CALLS))}
 
 
 @pytest.fixture
@@ -83,7 +96,7 @@ def test_some_steps_are_recorded(small: Any, make_trainer: Any, loader: Any, tmp
 def test_what_a_trace_shows(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     callback = RoundPipeTimeline(path, first_step=1, num_steps=2)
-    make_trainer(callbacks=[callback], options={"virtual_copies": True}).fit(small(), loader)
+    make_trainer(callbacks=[callback], options={"virtual_copies": True, **EQUAL_COSTS}).fit(small(), loader)
     timeline, marks = read(path)
     assert timeline.num_devices == 2
     assert {"compute", "h2d", "d2h"} <= {span.kind for span in timeline.spans} <= {"compute", "h2d", "d2h", "wait"}
@@ -108,7 +121,7 @@ def test_what_a_trace_shows(small: Any, make_trainer: Any, loader: Any, tmp_path
         assert figures["h2d_bytes"] > 0
         assert figures["num_microbatches"] == M
         assert figures["host_activation_bytes"] > 0
-        assert figures["partition"].count("|") == figures["num_stages"] - 1
+        assert figures["partition"].count("|") == figures["num_stages"] - 1 > 0
 
 
 def test_steps_follow_each_other_with_their_waits(tmp_path: Path) -> None:

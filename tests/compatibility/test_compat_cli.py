@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink, lightning_cli
 from lightning_roundpipe.options import LOSS_WEIGHTS
 from tests.compatibility.rows import compat
+from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -338,7 +338,7 @@ def test_linked_arguments(config: Any, project: str, monkeypatch: pytest.MonkeyP
 
 
 @compat("LightningCLI", "command `roundpipe-lightning` (modules of the current folder)")
-def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_the_command_in_a_process_of_its_own(forks: Forks, tmp_path: Path) -> None:
     """The files and the command of docs/lightning-cli.md."""
     page = (ROOT / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
     files = re.findall(r'```\w+ title="(.+?)"\n(.*?)```', page, flags=re.DOTALL)
@@ -350,18 +350,8 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "roundpipe-lightning"
     script.parent.mkdir()
     script.write_text("import sys\nfrom lightning_roundpipe.lightning_cli import main\nsys.exit(main())\n")
-    done = subprocess.run(
-        [sys.executable, str(script), *command.split()[2:], "--trainer.max_epochs=1"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "`Trainer.fit` stopped: `max_epochs=1` reached" in done.stdout
+    printed = forks.run(script, *command.split()[2:], "--trainer.max_epochs=1", folder=tmp_path)
+    assert "`Trainer.fit` stopped: `max_epochs=1` reached" in printed
     (saved,) = tmp_path.rglob("lightning_logs/*/config.yaml")
     assert yaml.safe_load(saved.read_text())["trainer"]["strategy"] == "roundpipe"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.forks import Forks
 
 from .other_strategies import Migrating, Rows, SavesAfter
 from .rows import compat
@@ -35,18 +35,14 @@ def quiet(**settings: Any) -> L.Trainer:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what DDP and FSDP have written on two processes; see :mod:`other_strategies`."""
     folder = tmp_path_factory.mktemp("written")
     for head_first in (True, False):
         saves = SavesAfter(f"{folder}/begun-{head_first}.ckpt", (2,))
         trainer = quiet(strategy=RoundPipeStrategy(num_microbatches=3), devices=2, max_epochs=1, callbacks=[saves])
         trainer.fit(Migrating(head_first=head_first), Rows())
-    command = [sys.executable, "-m", "tests.compatibility.other_strategies", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    forks.run(ROOT / "tests" / "compatibility" / "other_strategies.py", str(folder), folder=folder)
     return folder
 
 

@@ -40,7 +40,7 @@ from lightning_roundpipe.planning import (
 TOLERANCE = 0.05
 # Another process may take the cores away for a while. That delays what the engine does between the sleeps, and the
 # simulator knows nothing of it; the engine itself would be as late in every step.
-MAX_STEPS = 3
+MAX_STEPS = 8
 
 
 class _Sleep(torch.autograd.Function):

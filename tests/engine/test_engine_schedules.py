@@ -296,7 +296,7 @@ SPLIT = """
 
 @both_modes
 @pytest.mark.parametrize("skips", [False, True], ids=["all", "one skips it"])
-@pytest.mark.parametrize("path", [(0,), (0, 1), (0, 0), (0, 1, 0)], ids=str)
+@pytest.mark.parametrize("path", [(0,), (0, 0), (0, 1, 0)], ids=str)
 def test_nobody_writes_buffers_at_the_same_time(path: tuple[int, ...], skips: bool, copies: bool) -> None:
     """Neither while it is learned that the unit writes, nor afterwards; what a kept graph has saved stays as it is."""
     schedule = parse_schedule(SPLIT)

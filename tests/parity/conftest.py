@@ -10,7 +10,9 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 - ``gpus``: workers of one GPU, on a stub of the driver whose copies happen as late as events allow; see
   :mod:`tests.engine.cuda_stub`.
 
-Without the option it is the first two.
+Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
+because the other one is what other tests of the same code run in; and for tests on several pipelines each of these in
+one way, see ``_PIPELINES``.
 """
 
 from __future__ import annotations
@@ -58,11 +60,12 @@ _LINKS: dict[str, Callable[[], Link | None]] = {
     "gpus": lambda: None,
 }
 _BY_DEFAULT = ("aliases", "lazy")
-# Devices and micro-batches that every kind of model is tried on.
-_PIPELINES: dict[str, dict[str, Any]] = {
-    "2x3": {"devices": 2, "num_microbatches": 3},
-    "4x5": {"devices": 4, "num_microbatches": 5},
-    "2x3-copies": {"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}},
+# Devices and micro-batches that every kind of model is tried on, and the way by default. All of them in all ways is
+# what test_parity_matrix.py and --devices are for.
+_PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
+    "2x3": ({"devices": 2, "num_microbatches": 3}, "lazy"),
+    "4x5": ({"devices": 4, "num_microbatches": 5}, "aliases"),
+    "2x3-copies": ({"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}}, "aliases"),
 }
 
 
@@ -223,19 +226,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--devices", choices=choices, help="ways to copy in the parity tests; default: aliases and lazy")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ways(*names): the ways to copy by default, see tests/parity/conftest.py")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs every test in the chosen ways to copy, and on all pipelines if it asks for one."""
     chosen = metafunc.config.getoption("--devices", None)  # only there if pytest was given this folder
-    ways = list(_LINKS) if chosen == "all" else [chosen] if chosen else _BY_DEFAULT
+    marker = metafunc.definition.get_closest_marker("ways")
+    by_default = _BY_DEFAULT if marker is None else marker.args
+    ways = list(_LINKS) if chosen == "all" else [chosen] if chosen else by_default
     if "pipeline" not in metafunc.fixturenames:
         metafunc.parametrize("way_to_copy", ways, indirect=True)
         return
     both = [
         pytest.param(way, pipeline, id=f"{way}-{name}")
         for way in ways
-        for name, pipeline in _PIPELINES.items()
+        for name, (pipeline, way_by_default) in _PIPELINES.items()
         # Where everything is copied anyhow, a pipeline that copies is another one once more.
-        if way == "aliases" or "strategy_options" not in pipeline
+        if (way == "aliases" or "strategy_options" not in pipeline if chosen else way == way_by_default)
     ]
     metafunc.parametrize(("way_to_copy", "pipeline"), both, indirect=True)
 

@@ -57,6 +57,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("error:compile_units")
 @pytest.mark.parametrize(("make", "precision"), [(qwen, "bf16-mixed"), (mixtral, "32-true"), (t5, "32-true")])
+@pytest.mark.ways("lazy")
 def test_training_is_that_of_units_as_they_are(
     train: Callable[..., Any],
     assert_same: Callable[..., None],

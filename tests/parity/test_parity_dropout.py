@@ -84,6 +84,7 @@ with_models = pytest.mark.parametrize(
 
 @with_models
 @pytest.mark.parametrize("num_microbatches", [1, 3, 5])
+@pytest.mark.ways("aliases")
 def test_results_are_bit_identical_for_every_number_of_devices(
     train: Callable[..., Any],
     assert_same: Callable[..., None],

@@ -328,6 +328,7 @@ with_statistics = pytest.mark.parametrize(
 
 @with_statistics
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.ways("aliases")
 def test_running_statistics_of_one_microbatch_are_exact(
     assert_parity: Callable[..., Any], model: Callable[[], L.LightningModule], make_data: Any, devices: int
 ) -> None:

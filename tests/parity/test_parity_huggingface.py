@@ -31,7 +31,6 @@ from tests.compatibility.rows import compat
 VOCAB = 40
 IGNORED = -100
 ROWS = (5, 5, 3)
-SHAPES = [(1, 2), (2, 3), (4, 5)]  # (devices, micro-batches)
 
 Batch = Any
 
@@ -158,6 +157,12 @@ def train_piped(
     run = train(task, batches, strategy, devices)
     assert run.num_off_plan == 0
     return run
+
+
+def train_on(pipeline: dict[str, Any], task: Task, batches: Sequence[Batch], loss_weight: Any = "samples") -> Run:
+    """With what the fixture ``pipeline`` gives."""
+    devices, microbatches = pipeline["devices"], pipeline["num_microbatches"]
+    return train_piped(task, batches, devices, microbatches, loss_weight, **pipeline.get("strategy_options", {}))
 
 
 def assert_same(run: Run, expected: Run) -> None:
@@ -494,7 +499,6 @@ def plain() -> Callable[[str], Run]:
     return run
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), SHAPES)
 @pytest.mark.parametrize("name", MODELS)
 @compat("Library", "transformers Llama")
 @compat("Library", "transformers Qwen3 (tied embeddings)")
@@ -505,11 +509,9 @@ def plain() -> Callable[[str], Run]:
 @compat("Library", "transformers BERT (masked language model, classification)")
 @compat("Library", "transformers ViT")
 @compat("Library", "transformers BatchEncoding")
-def test_models_train_like_plain_lightning(
-    name: str, devices: int, microbatches: int, plain: Callable[[str], Run]
-) -> None:
+def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], plain: Callable[[str], Run]) -> None:
     model, batch, loss_weight = MODELS[name]
-    run = train_piped(Task(build(model)), batches_of(batch), devices, microbatches, loss_weight)
+    run = train_on(pipeline, Task(build(model)), batches_of(batch), loss_weight)
     assert_same(run, plain(name))
 
 
@@ -531,6 +533,7 @@ def _causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "The auxiliary loss balances the experts over a micro-batch, as under gradient accumulation: num_microbatches=1 "
     "takes the whole batch.",
 )
+@pytest.mark.ways("lazy")
 def test_mixture_of_experts_with_auxiliary_loss(model: Callable[[], nn.Module]) -> None:
     """The auxiliary loss couples all tokens of a batch: exact with one micro-batch, else as under accumulation."""
     batches = batches_of(text_batch)
@@ -549,6 +552,7 @@ def test_mixture_of_experts_with_auxiliary_loss(model: Callable[[], nn.Module]) 
     "differs",
     "Statistics are those of a micro-batch, as under gradient accumulation: num_microbatches=1 takes the whole batch.",
 )
+@pytest.mark.ways("aliases")
 def test_batch_norm() -> None:
     """Statistics are those of a micro-batch; the running ones see the micro-batches one after another."""
     batches = batches_of(lambda rows: image_batch(rows, 24), (7, 7, 6))
@@ -576,7 +580,6 @@ def _eager(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), SHAPES)
 @pytest.mark.parametrize(
     ("model", "batch"),
     [(llama, full_text_batch), (gpt2, full_text_batch), (vit, image_batch)],
@@ -585,11 +588,11 @@ def _eager(model: nn.Module) -> nn.Module:
 @compat("Library", "transformers output_hidden_states")
 @compat("Library", "transformers output_attentions")
 def test_hidden_states_and_attentions_in_the_loss(
-    model: Callable[[], nn.Module], batch: Callable[[int], Batch], devices: int, microbatches: int
+    model: Callable[[], nn.Module], batch: Callable[[int], Batch], pipeline: dict[str, Any]
 ) -> None:
     batches = batches_of(batch)
     expected = train(Regularized(_eager(build(model))), batches)
-    run = train_piped(Regularized(_eager(build(model))), batches, devices, microbatches)
+    run = train_on(pipeline, Regularized(_eager(build(model))), batches)
     assert_same(run, expected)
 
 
@@ -619,6 +622,7 @@ def test_recording_that_starts_in_the_middle_of_a_step() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @compat("Library", "transformers gradient_checkpointing_enable")
+@pytest.mark.ways("lazy")
 def test_gradient_checkpointing(
     name: str, use_reentrant: bool, devices: int, microbatches: int, plain: Callable[[str], Run]
 ) -> None:
@@ -666,6 +670,7 @@ class Generating(Task):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-tied", "t5"])
 @compat("Library", "transformers generate (greedy)")
+@pytest.mark.ways("aliases")
 def test_generate_in_validation(name: str) -> None:
     make, batch, loss_weight = MODELS[name]
     training = batches_of(batch)
@@ -697,6 +702,7 @@ def test_generate_in_validation(name: str) -> None:
     ],
     ids=["llama", "gpt2", "t5", "bart"],
 )
+@pytest.mark.ways("lazy")
 def test_dropout_does_not_depend_on_the_number_of_devices(
     model: Callable[[], nn.Module], batch: Callable[[int], Batch]
 ) -> None:
@@ -712,6 +718,7 @@ def test_dropout_does_not_depend_on_the_number_of_devices(
     assert (runs[0].losses[0] - undisturbed).abs() > 1e-4
 
 
+@pytest.mark.ways("lazy")
 def test_skipped_layers_do_not_depend_on_the_number_of_devices() -> None:
     """LayerDrop: every micro-batch skips other layers, so that most calls are not where the plan expects them."""
     batches = batches_of(pair_batch, (8, 8, 8, 8))

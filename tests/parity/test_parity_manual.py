@@ -395,6 +395,7 @@ MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiv
 @compat("LightningModule method", "clip_gradients")
 @compat("LightningModule attribute", "automatic_optimization")
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.ways("lazy")
 def test_equal_to_one_device(module: type[Gan]) -> None:
     count = 6 if module is Accumulated else 4
     # LBFGS divides by small differences of gradients: in float32 it follows the rounding.
@@ -407,6 +408,7 @@ def test_equal_to_one_device(module: type[Gan]) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.ways("aliases")
 def test_one_microbatch_is_exact(module: type[Gan]) -> None:
     plain = train(module)
     ours = train(module, devices=2, num_microbatches=1)
@@ -414,6 +416,7 @@ def test_one_microbatch_is_exact(module: type[Gan]) -> None:
 
 
 @pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last meeting"])
+@pytest.mark.ways("aliases")
 def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
     """Each micro-batch would change them; that functions of torch imported by name are meant shows in the message."""
 
@@ -448,6 +451,7 @@ def test_a_loss_that_is_no_scalar() -> None:
         train(Rows, devices=2)
 
 
+@pytest.mark.ways("lazy")
 def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     class Dropped(Carried):
         dropout = 0.4

@@ -86,16 +86,22 @@ def large_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
-@pytest.mark.parametrize("make_data", [ten_rows_in_batches_of_four, large_batches])
-def test_residual_mlp(
-    assert_parity: Callable[..., Any], make_data: Callable[[], Any], devices: int, num_microbatches: int
-) -> None:
-    outcome = assert_parity(ResidualMLP, make_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
-    rows = (4, 4, 2) if make_data is ten_rows_in_batches_of_four else (11, 11, 5)
-    assert outcome.num_microbatches == [min(num_microbatches, n) for n in rows]
+def test_residual_mlp(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+    outcome = assert_parity(ResidualMLP, large_batches, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    assert outcome.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+@pytest.mark.ways("aliases")
+def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+    outcome = assert_parity(
+        ResidualMLP, ten_rows_in_batches_of_four, devices=devices, num_microbatches=num_microbatches, min_calls=7
+    )
+    assert outcome.num_microbatches == [min(num_microbatches, n) for n in (4, 4, 2)]
+
+
+@pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+@pytest.mark.ways("lazy")
 def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
     outcome = assert_parity(
         SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7

@@ -20,7 +20,6 @@ from tests.compatibility.rows import compat
 
 VOCAB = 40
 IGNORED = -100
-SHAPES = [(2, 2), (2, 3), (4, 2), (4, 3)]  # (devices, micro-batches)
 WEIGHTS = {"loss_weight": "causal_label_tokens"}
 
 
@@ -105,7 +104,6 @@ def trained_names(name: str) -> set[str]:
     return {key for key, parameter in case(name)().named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize(("devices", "num_microbatches"), SHAPES)
 @pytest.mark.parametrize("name", CASES)
 @compat("Library", "PEFT LoRA")
 @compat("Library", "PEFT DoRA")
@@ -113,8 +111,7 @@ def trained_names(name: str) -> set[str]:
 @compat("Library", "PEFT modules_to_save")
 def test_adapters_train_like_plain_lightning(
     name: str,
-    devices: int,
-    num_microbatches: int,
+    pipeline: dict[str, Any],
     train: Callable[..., Any],
     assert_same: Callable[..., None],
     assert_pipelined: Callable[..., None],
@@ -129,15 +126,12 @@ def test_adapters_train_like_plain_lightning(
     run = train(
         case(name),
         padded_batches,
-        devices=devices,
-        num_microbatches=num_microbatches,
-        # Real copies once in a while: what is read too early or too late there is NaN.
-        strategy_options={**WEIGHTS, "virtual_copies": devices == 2 and num_microbatches == 3},
+        **{**pipeline, "strategy_options": {**WEIGHTS, **pipeline.get("strategy_options", {})}},
         optimizer=adamw,
     )
 
     assert_same(run, references[key])
-    assert_pipelined(run, devices=devices, num_microbatches=num_microbatches, min_calls=5)
+    assert_pipelined(run, devices=pipeline["devices"], num_microbatches=pipeline["num_microbatches"], min_calls=5)
     trained = trained_names(name)
     assert trained
     assert {key for key, gradient in run.gradients.items() if gradient is not None} == trained
@@ -194,6 +188,7 @@ def test_a_saved_adapter_is_the_one_of_plain_lightning(
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @compat("Library", "transformers enable_input_require_grads")
+@pytest.mark.ways("lazy")
 def test_gradient_checkpointing_with_inputs_that_require_gradients(
     use_reentrant: bool, train: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
@@ -216,6 +211,7 @@ def test_gradient_checkpointing_with_inputs_that_require_gradients(
     "differs",
     "Random numbers are not those of plain Lightning; they are the same for any number of devices.",
 )
+@pytest.mark.ways("lazy")
 def test_adapter_dropout_does_not_depend_on_the_number_of_devices(
     train: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:

@@ -188,6 +188,7 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
 @compat_each("Precision", "bf16-mixed 16-mixed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.ways("aliases")
 def test_one_microbatch_is_equal_bit_for_bit(
     train: Callable[..., Any], assert_same: Callable[..., None], precision: str, model: str
 ) -> None:
@@ -200,6 +201,7 @@ def test_one_microbatch_is_equal_bit_for_bit(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.ways("lazy")
 def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(
     train: Callable[..., Any],
     assert_same: Callable[..., None],
@@ -220,6 +222,7 @@ def difference(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.ways("aliases")
 def test_the_whole_batch_is_within_the_noise_of_mixed_precision(
     train: Callable[..., Any], precision: str, model: str
 ) -> None:
@@ -274,6 +277,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.ways("lazy")
 def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(
     train: Callable[..., Any], assert_same: Callable[..., None], setting: str, num_microbatches: int
 ) -> None:

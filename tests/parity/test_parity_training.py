@@ -160,6 +160,7 @@ def test_everything_at_once(assert_parity: Callable[..., Any], pipeline: dict[st
 
 @pytest.mark.parametrize("round_size", [1, 2, 3, 9])
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.ways("lazy")
 def test_rounds(assert_parity: Callable[..., Any], devices: int, round_size: int) -> None:
     outcome = assert_parity(
         Chain,

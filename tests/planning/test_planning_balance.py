@@ -48,10 +48,10 @@ def test_parts_are_never_empty() -> None:
 
 def test_a_thousand_calls_are_quick() -> None:
     times = [1.0 + (7 * index) % 13 for index in range(1000)]
-    began = time.perf_counter()
+    began = time.thread_time()  # not what other processes take
     for num_parts in (8, 64, 500):
         balanced_cuts(times, num_parts)
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 3])
