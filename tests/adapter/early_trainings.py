@@ -26,7 +26,7 @@ from lightning_roundpipe.engine.pending import PendingParameter
 from lightning_roundpipe.planning import CallCost, CostProfile
 
 _TIMEOUT_S = 60.0
-_CALLS = (*(f"body.{i}.0" for i in range(4)), "head")
+CALLS = (*(f"body.{i}.0" for i in range(4)), "head")
 NUM_AWAITED = 4  # weights of the fused stage: the last block and the head
 Look = Callable[[L.Trainer, Any], Any]
 
@@ -97,7 +97,7 @@ def early_of(trainer: L.Trainer) -> EarlyWork:
     return trainer.strategy._updates._updates.early  # type: ignore[attr-defined, no-any-return]
 
 
-class _Gate(torch.autograd.Function):
+class Gate(torch.autograd.Function):
     """Calls something in the backward."""
 
     @staticmethod
@@ -116,7 +116,7 @@ def gated(small: Any, arrivals: Arrivals) -> type[Any]:
     """The small model. In its backward, before that of the first block, early work on the last stage is awaited."""
 
     class Gated(small):  # type: ignore[misc]
-        calls = _CALLS
+        calls = CALLS
         fails = is_second = False
 
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ def gated(small: Any, arrivals: Arrivals) -> type[Any]:
             arrivals.forget()
 
         def forward(self, x: Tensor) -> Tensor:
-            x = _Gate.apply(self.body[0](x), self.gate)
+            x = Gate.apply(self.body[0](x), self.gate)
             for block in self.body[1:]:
                 x = block(x)
             return self.head(x)

@@ -169,10 +169,10 @@ def make_model(gated: Any) -> Callable[[str], type[Any]]:
             self.body[2][0].weight = self.body[1][0].weight
 
     class Twice(gated):  # type: ignore[misc]
-        calls = (*_CALLS[:4], "body.3.0", "head")
+        calls = (*CALLS[:4], "body.3.0", "head")
 
         def forward(self, x: Tensor) -> Tensor:
-            x = _Gate.apply(self.body[0](x), self.gate)
+            x = Gate.apply(self.body[0](x), self.gate)
             return self.head(self.body[3](self.body[3](self.body[2](self.body[1](x)))))
 
         def awaited(self) -> list[nn.Module]:
@@ -196,7 +196,7 @@ def make_model(gated: Any) -> Callable[[str], type[Any]]:
     class DetachedInGlue(gated):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
             x = self.body[0](x)
-            x = _Gate.apply(nn.functional.linear(x, self.body[3][0].weight.detach()), self.gate)
+            x = Gate.apply(nn.functional.linear(x, self.body[3][0].weight.detach()), self.gate)
             return self.head(self.body[3](self.body[2](self.body[1](x))))
 
         def awaited(self) -> list[nn.Module]:
