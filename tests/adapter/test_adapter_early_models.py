@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.adapter import early_trainings
 from tests.adapter.early_trainings import (
+    CALLS,
     NUM_AWAITED,
     Arrivals,
     Counts,
     Does,
+    Gate,
     Train,
     assert_kept,
     assert_nothing_has_begun,
