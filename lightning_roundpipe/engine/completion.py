@@ -2,23 +2,24 @@
 
 The last slot of a stage has ended: by the plan nothing will be added to the gradients of its units any more. What else
 could use a weight is left out: units whose backward is in several stages, weights of several units, and those that glue
-uses, also detached from the graph. No micro-batch is in its forward at that time, as each of them has been in the
-backward of the stage; what glue still needs of a weight, its graph holds. So the count of those who hold the memory of
-a weight tells: the weight, and its replicas.
+uses. No micro-batch is in its forward at that time, as each of them has been in the backward of the stage; what glue
+still needs of a weight, its graph holds. So the graph shows weights that get a gradient, and for others the count of
+those who hold the memory of a weight tells: the weight, and its replicas.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .seen_gradients import accumulated
+from .recompute import walk_graph
 
 if TYPE_CHECKING:
     from .gradients import GradientStore
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .units import Unit
     from .walk import Walk
 
+# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
+_MAX_NODES = 2000
 # Masters, and what waits for their gradients: it gives those that have come, as one sum each.
 Tell = Callable[[Sequence[nn.Parameter], Callable[[], Mapping[nn.Parameter, Tensor]]], None]
 
@@ -60,7 +63,8 @@ class Completion:
         self._lock = threading.Lock()
         self._left: Counter[int] = Counter()
         self._units: dict[int, list[Unit]] = {}
-        self._told: set[nn.Parameter] = set()
+        self._leaves: set[Tensor] = set()  # of the graphs of glue
+        self._is_overlooked = False
 
     def follow(self, slots: Iterable[Slot]) -> None:
         """The slots are known: of all devices."""
@@ -75,36 +79,34 @@ class Completion:
             for stage, found in units.items()
         }
 
+    def look_at_glue(self, roots: list[Any]) -> None:
+        """A micro-batch has been through its forward.
+
+        Args:
+            roots: autograd nodes of its glue to start from: of the loss, and of the inputs of its calls.
+        """
+        nodes = list(itertools.islice(walk_graph(roots), _MAX_NODES))
+        found = {node.variable for node in nodes if hasattr(node, "variable")}
+        with self._lock:
+            self._leaves |= found
+            self._is_overlooked |= len(nodes) == _MAX_NODES
+
     def end_slot(self, slot: Slot) -> None:
         """A slot has ended, and its gradients are on their way home."""
         with self._lock:
             self._left[slot.stage] -= 1
             if self._left[slot.stage]:
                 return
-        if self._is_open() or any(walk.num_off_plan for walk in self._walks):
+        if self._is_open() or self._is_overlooked or any(walk.num_off_plan for walk in self._walks):
             return
         for unit in self._units[slot.stage]:
             masters = [p for p in unit.module.parameters() if p.requires_grad and not self._is_in_glue(unit, p)]
             if masters:
-                self._told.update(masters)
                 self._tell(masters, functools.partial(self._store.collect, masters))
 
     def _is_in_glue(self, unit: Unit, master: nn.Parameter) -> bool:
-        if master in self._in_glue or accumulated(master) is not None:  # the latter: found out in this very step
-            return True
-        return _num_holders(master) != 1 + self._num_aliases(unit, master)
-
-    def check_strays(self, masters: Iterable[nn.Parameter]) -> None:
-        """Weights turned out to be used in glue.
-
-        Raises:
-            RuntimeError: if one of them has been told of before.
-        """
-        if not self._told.isdisjoint(masters):
-            raise RuntimeError(
-                "a weight of a unit was used outside of it for the first time, and its gradient came after the "
-                "update of the weight had begun. Use optimizer_overlap='off' with a model that does so."
-            )
+        is_leaf = master in self._in_glue or master in self._leaves
+        return is_leaf or _num_holders(master) != 1 + self._num_aliases(unit, master)
 
 
 def _num_holders(master: nn.Parameter) -> int:

@@ -266,10 +266,7 @@ class Step:
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
-        strays = self._take_strays()
-        if self._completion is not None:
-            self._completion.check_strays(strays)
-        for parameter, gradient in strays.items():
+        for parameter, gradient in self._take_strays().items():
             self._resources.glue_parameters.add(parameter)
             self._store.add(parameter, gradient)
 
@@ -395,6 +392,8 @@ class Step:
             )
         if walk.shared.plan.recording:
             check_escape([loss.grad_fn, *walk.glue_nodes()], self._resources.replicas.leaf_names())
+        if self._completion is not None:
+            self._completion.look_at_glue([loss.grad_fn, *walk.glue_nodes()])
         return loss, torch.full_like(loss, share)
 
     # --- failures ------------------------------------------------------------------------------------------------

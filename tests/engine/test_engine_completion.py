@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.engine import completion
 from lightning_roundpipe.engine.cuda import CudaDevice
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.requests import StepResult
@@ -234,8 +235,9 @@ def test_a_micro_batch_without_loss_does_not_hold_the_others_up(make: Callable[.
     assert len(steps.told) == 8
 
 
-def test_a_weight_that_turns_out_to_be_used_in_glue_too_late(make: Callable[..., Steps]) -> None:
-    """It was told of when its memory was the unit's alone: a leaf in the graph of the glue does not hold it."""
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_weight_that_glue_begins_to_use_later(make: Callable[..., Steps], is_summed: bool) -> None:
+    """A graph may hold a leaf itself, which does not count as somebody who holds its memory."""
 
     class Later(Net):
         number = 0
@@ -243,17 +245,26 @@ def test_a_weight_that_turns_out_to_be_used_in_glue_too_late(make: Callable[...,
         def step(self, x: Tensor) -> Tensor:
             x = self.blocks[0](x)
             if self.number == 3:
-                x = x + self.blocks[3].linear.bias  # type: ignore[operator, union-attr]
+                bias = self.blocks[3].linear.bias  # type: ignore[union-attr]
+                x = x + bias if is_summed else x * bias  # type: ignore[operator]
             for block in self.blocks[1:]:
                 x = block(x)
             return x.square().mean()
 
     model = Later()
     steps = make(model)
-    for model.number in range(3):
+    for model.number in range(5):
         steps.run(model.number)
-    model.number = 3
-    with pytest.raises(RuntimeError, match=r"used outside of it for the first time.*optimizer_overlap='off'"):
-        steps.run(3)
-    model.number = 4
-    steps.run(4)
+        assert ("blocks.3.linear.bias" in steps.told) == (model.number in (1, 2))
+    assert len(steps.told) == 7
+
+
+def test_glue_that_is_too_large_to_be_looked_at(make: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = make(Net())
+    steps.run(0)
+    monkeypatch.setattr(completion, "_MAX_NODES", 3)
+    steps.run(1)
+    assert steps.told == []
+    monkeypatch.setattr(completion, "_MAX_NODES", 20)
+    steps.run(2)
+    assert len(steps.told) == 8
