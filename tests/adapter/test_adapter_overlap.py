@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,64 +18,14 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from lightning_roundpipe import overlap
 from lightning_roundpipe.engine import optimizer as engine_optimizer
-from lightning_roundpipe.engine.optimizer import Updates
-from lightning_roundpipe.engine.optimizer_state import GuardedState
-from lightning_roundpipe.engine.pending import PendingParameter, Share
-from lightning_roundpipe.engine.update_part import Part
-
-_TIMEOUT_S = 60.0
-
-
-class Late:
-    """Lets updates begin when somebody waits for them, and no sooner.
-
-    Attributes:
-        num_parts: shares that have been updated.
-        demands: the weights of the shares that somebody waited for, in order; None for all.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_parts = 0
-        self.demands: list[list[nn.Parameter] | None] = []
-        self._changed = threading.Condition()
-        self._wanted: list[Callable[[], bool]] = []
-        wait_for_share, wait_for_all, step = Share.wait, Updates.join, Part.step
-
-        def wait(share: Share) -> None:
-            if not share.is_over:
-                self._demand(share.parameters, lambda: share.is_over)
-            wait_for_share(share)
-
-        def wait_all(updates: Updates) -> None:
-            thread = updates._thread
-            if thread is not None and thread.is_alive():
-                self._demand(None, lambda: not thread.is_alive())
-            wait_for_all(updates)
-
-        def late_step(part: Part) -> None:
-            with self._changed:
-                assert self._changed.wait_for(self._is_wanted, _TIMEOUT_S)
-            self.num_parts += 1
-            step(part)
-
-        monkeypatch.setattr(Share, "wait", wait)
-        monkeypatch.setattr(Updates, "join", wait_all)
-        monkeypatch.setattr(Part, "step", late_step)
-
-    def _demand(self, weights: list[nn.Parameter] | None, is_over: Callable[[], bool]) -> None:
-        with self._changed:
-            self.demands.append(weights)
-            self._wanted.append(is_over)
-            self._changed.notify_all()
-
-    def _is_wanted(self) -> bool:
-        return any(not is_over() for is_over in self._wanted)
+from lightning_roundpipe.engine.pending import PendingParameter
+from tests.adapter.late_updates import Late, assert_finished, assert_identical, copied
 
 
 @pytest.fixture(autouse=True)
@@ -85,33 +34,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
     monkeypatch.setattr(engine_optimizer, "SHARE_BYTES", 1)
     return Late(monkeypatch)
-
-
-def assert_identical(actual: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, Tensor):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{where}: {m}")
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where  # also in this order
-        for key, value in expected.items():
-            assert_identical(actual[key], value, f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_identical(one, other, f"{where}[{index}]")
-    else:
-        assert actual == expected, where
-
-
-def copied(value: Any) -> Any:
-    """The values of tensors as they are now."""
-    return copy.deepcopy(value)
-
-
-def assert_finished(trainer: L.Trainer, module: nn.Module) -> None:
-    """Nothing is left of the overlap."""
-    assert not any(type(p) is PendingParameter for p in module.parameters())
-    assert not any(isinstance(optimizer.state, GuardedState) for optimizer in trainer.optimizers)
-    assert not any(thread.name == "roundpipe-optimizer" for thread in threading.enumerate())
 
 
 @pytest.fixture
