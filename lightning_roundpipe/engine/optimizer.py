@@ -29,7 +29,7 @@ from torch.optim import optimizer as optimizer_module
 from .early import Early, EarlyWork
 from .optimizer_state import GuardedState
 from .patches import attribute_set
-from .pending import Failure, Share, can_be_pending, updating
+from .pending import Failure, Share, can_be_pending, unwaited, updating
 from .stale import StaleWeights
 from .threads import Surroundings
 from .update_part import Part, options_of
@@ -57,6 +57,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     kind = type(optimizer)
     if kind not in _SEPARABLE and not getattr(kind, "is_separable", False):
         return f"{kind.__name__} is not known to update each parameter by itself"
+    if kind not in _SEPARABLE and any(not isinstance(key, nn.Parameter) for key in _keys(optimizer)):
+        return f"{kind.__name__} keeps state that belongs to no parameter"
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any((*hooks, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)):
         return f"hooks are registered on the step of {kind.__name__}"
@@ -69,6 +71,11 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
             if not can_be_pending(parameter):
                 return f"a parameter of {kind.__name__} is a {type(parameter).__name__} on {parameter.device}"
     return None
+
+
+def _keys(optimizer: Optimizer) -> list[Any]:
+    state = optimizer.state
+    return state.peek_keys() if isinstance(state, GuardedState) else list(state)
 
 
 def keeps_gradients(optimizer: Optimizer) -> bool:
@@ -111,6 +118,8 @@ class Updates:
         self.early = EarlyWork(num_threads)
         self.others: Callable[[], Iterable[nn.Parameter]] = tuple
         self._thread: threading.Thread | None = None
+        self._earlier: threading.Thread | None = None
+        self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
         self._failure = Failure()
         self._closing: Optimizer | None = None  # whose closure runs
         self._factor: Tensor | None = None
@@ -192,7 +201,7 @@ class Updates:
             for parameter in gradients:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
-        ties = _tied((*gradients, *self.others()))
+        ties = self._ties((*gradients, *self.others()))
         works = []
         for parameters in _shares_of(gradients, order, ties):
             share = Share(list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), self._failure)
@@ -201,22 +210,33 @@ class Updates:
         offered = [works]
         ready = threading.Event()
         surroundings = Surroundings.of_this_thread("cpu")
-        thread = threading.Thread(
-            target=self._run, args=(offered, ready, self._thread, surroundings), name="roundpipe-optimizer", daemon=True
-        )
+        beginner = [threading.get_ident()]
+        arguments = offered, beginner, ready, self._thread, surroundings
+        thread = threading.Thread(target=self._run, args=arguments, name="roundpipe-optimizer", daemon=True)
         before = torch.get_num_threads()
         try:
+            for share, _ in works:
+                share.passes_for = beginner
+                share.begin()
+            self._earlier, self._thread = self._thread, thread
             thread.start()
             ready.wait()
         except BaseException:  # no thread could be started, or Ctrl-C
-            if offered:
-                with contextlib.suppress(IndexError):
-                    offered.pop()
-                    thread = self._thread  # type: ignore[assignment]
+            with contextlib.suppress(IndexError):
+                for share, _ in offered.pop():
+                    share.end(is_undone=True)
             raise
         finally:
-            self._thread = thread
             torch.set_num_threads(before)  # the thread has set what new threads would begin with
+
+    def _ties(self, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Those of ``weights`` that share memory with others."""
+        weights = tuple(dict.fromkeys(weights))
+        with unwaited():
+            places = [(id(weight), weight.data_ptr()) for weight in weights]
+            if places != self._tied[0]:
+                self._tied = places, _tied(weights)
+        return self._tied[1]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
         """The first update of weights is over at once: the state made for them depends on the default dtype, which
@@ -243,6 +263,7 @@ class Updates:
     def _run(
         self,
         offered: list[list[tuple[Share, Part]]],
+        beginner: list[int],
         ready: threading.Event,
         earlier: threading.Thread | None,
         surroundings: Surroundings,
@@ -252,8 +273,7 @@ class Updates:
             works = offered.pop()
         except IndexError:
             return
-        for share, _ in works:
-            share.begin()
+        beginner.clear()
         ready.set()
         if earlier is not None:
             earlier.join()
@@ -289,9 +309,10 @@ class Updates:
 
     def join(self) -> None:
         """Blocks until no update is under way, whatever becomes of it."""
-        # Several threads may wait: the reference stays, as another update may have begun by the time one gets on.
-        if self._thread is not None:
-            self._thread.join()
+        # Several threads may wait: the references stay, as another update may have begun by the time one gets on.
+        for thread in (self._earlier, self._thread):
+            if thread is not None and thread.ident is not None:
+                thread.join()
 
 
 def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -307,12 +328,20 @@ def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """Weights in the same memory, by weight, where there are several."""
-    by_address: dict[int, list[nn.Parameter]] = {}
-    for weight in dict.fromkeys(weights):
-        by_address.setdefault(weight.data_ptr(), []).append(weight)
-    by_address.pop(0, None)  # nothing in them
-    return {weight: found for found in by_address.values() if len(found) > 1 for weight in found}
+    """Weights whose memory overlaps, by weight, where there are several."""
+    extents = []
+    for weight in weights:
+        if weight.numel() and weight.layout is torch.strided:
+            length = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
+            extents.append((weight.data_ptr(), weight.data_ptr() + length * weight.element_size(), weight))
+    groups: list[list[nn.Parameter]] = []
+    end = 0
+    for start, stop, weight in sorted(extents, key=lambda extent: extent[0]):
+        if start >= end:
+            groups.append([])
+        groups[-1].append(weight)
+        end = max(end, stop)
+    return {weight: group for group in groups if len(group) > 1 for weight in group}
 
 
 def _shares_of(

@@ -40,6 +40,10 @@ class GuardedState(defaultdict[Any, Any]):
         """The states of all parameters, without a wait: for what an update does not change."""
         return list(super().values())
 
+    def peek_keys(self) -> list[Any]:
+        """What it is the state of, without a wait."""
+        return list(super().keys())
+
     def lend(self, parameter: nn.Parameter) -> dict[str, Any] | None:
         """The state of one parameter, without a wait; None if there is none."""
         return super().get(parameter)

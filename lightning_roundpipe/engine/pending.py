@@ -25,7 +25,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -88,6 +88,7 @@ class Share:
     """
 
     owns_gradients = True
+    passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
     def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
         self.parameters = list(parameters)
@@ -120,7 +121,8 @@ class Share:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Blocks until the weights are updated.
+        """Blocks until the weights are updated. (A signal handler in the thread that is about to begin the update does
+        not wait: it sees what was before, of all weights.)
 
         Raises:
             BaseException: what went wrong.
@@ -160,16 +162,17 @@ class PendingParameter(nn.Parameter):
             with unwaited():
                 return func(*args, **kwargs)
         is_of_gradient = func in _OF_GRADIENT
+        passes = False
         for parameter in _pending_in((args, kwargs)):
             share = _shares.get(id(parameter))
             if share is None:
                 _classify(parameter)  # made one by torch.utils.swap_tensors
-            elif is_of_gradient and not share.owns_gradients:
-                with unwaited():
-                    return func(*args, **kwargs)
+            elif (is_of_gradient and not share.owns_gradients) or threading.get_ident() in share.passes_for:
+                passes = True
             else:
                 share.wait()
-        return func(*args, **kwargs)
+        with unwaited() if passes else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
 
 _shares: dict[int, Share] = {}

@@ -65,6 +65,7 @@ class Part:
             self._groups.setdefault(id(own), (own, {**own, "params": []}))[1]["params"].append(shadow)
         part.param_groups = [group for _, group in self._groups.values()]
         self._optimizer = part
+        self._before = None if _is_of_torch(part) else self._beside()
 
     def step(self) -> None:
         """Updates the weights.
@@ -76,10 +77,9 @@ class Part:
             with torch.no_grad():
                 for shadow in self._shadows.values():
                     shadow.grad.mul_(self._factor)  # type: ignore[union-attr]
-        addresses = [shadow.data_ptr() for shadow in self._shadows.values()]
         try:
             type(self._optimizer).step(self._optimizer)
-            if (what := self._lost(addresses)) is not None:
+            if (what := self._lost()) is not None:
                 raise RuntimeError(
                     f"the step of {type(self._optimizer).__name__} {what}, and so cannot be taken apart. Leave out "
                     "is_separable = True, or use optimizer_overlap='off'"
@@ -90,18 +90,29 @@ class Part:
                     self._home.take_back(parameter, self._optimizer.state[shadow])
                 shadow.grad = None
 
-    def _lost(self, addresses: list[int]) -> str | None:
-        """What the step has written beside weights, gradients and their state; None if nothing."""
+    def _beside(self) -> dict[str, Any]:
+        """What must be the same after the step, by what is the matter if it is not."""
         shadows = self._shadows.values()
-        if [shadow.data_ptr() for shadow in shadows] != addresses:
-            return "gives a parameter other memory instead of writing it in place"
-        if any(shadow.grad is not self._gradients[parameter] for parameter, shadow in self._shadows.items()):
-            return "gives a parameter another gradient instead of writing it in place"
-        if any(group[name] is not value for own, group in self._groups.values() for name, value in own.items()):
-            return "writes the options of its parameter groups"
-        if not self._optimizer.state.keys() <= set(shadows):
-            return "keeps state that belongs to no parameter"
-        return None
+        return {
+            "gives a parameter other memory instead of writing it in place": [s.data_ptr() for s in shadows],
+            "gives a parameter another gradient instead of writing it in place": [id(s.grad) for s in shadows],
+            "writes the options of its parameter groups": [
+                {name: _mark(value) for name, value in group.items()} for _, group in self._groups.values()
+            ],
+            # What is in a list or dict there is shared with the optimizer itself.
+            "writes attributes of the optimizer": {
+                name: id(value) for name, value in vars(self._optimizer).items() if name != "state"
+            },
+            "keeps state that belongs to no parameter": self._optimizer.state.keys() - set(shadows),
+        }
+
+    def _lost(self) -> str | None:
+        """What the step of somebody else's optimizer has written beside weights, gradients and their state; None if
+        nothing."""
+        if self._before is None:
+            return None
+        now = self._beside()
+        return next((what for what, before in self._before.items() if now[what] != before), None)
 
     def pass_on(self, stale: StaleWeights) -> None:
         """Snapshots of the updated weights."""
@@ -117,8 +128,21 @@ class Part:
         self._optimizer.state.clear()
 
 
+def _is_of_torch(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _mark(value: Any) -> Any:
+    """Something that is equal as long as nobody writes ``value``."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, tuple)):
+        return [id(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else id(value)
+
+
 def _shadow_of(parameter: nn.Parameter) -> Tensor:
     """A tensor in the memory of ``parameter`` that an optimizer takes for it."""
-    shadow = parameter.data.requires_grad_(parameter.requires_grad)
-    vars(shadow).update(vars(parameter))
+    shadow: Tensor = parameter.data.requires_grad_(parameter.requires_grad)
+    vars(shadow).update(vars(parameter), _is_param=True)  # by which torch makes it an instance of nn.Parameter
     return shadow

@@ -157,6 +157,17 @@ def test_weights_in_the_same_memory(small: Any, compare: Any, is_frozen: bool, l
     compare(Learns)
 
 
+def test_weights_that_share_a_part_of_their_memory(small: Any, compare: Any) -> None:
+    class Learns(small):
+        def __init__(self) -> None:
+            super().__init__()
+            first, last = self.body[0][0].weight, self.body[3][0].weight
+            memory = torch.cat([first.detach(), last.detach()])
+            first.data, last.data = memory[: len(first)], memory[2 : 2 + len(last)]
+
+    compare(Learns)
+
+
 # --- trainers, references, ends --------------------------------------------------------------------------------------
 
 

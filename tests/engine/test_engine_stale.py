@@ -97,7 +97,7 @@ def make_training() -> Iterator[Callable[..., Training]]:
     yield make
     Gated.gate.set()
     for training in made:
-        training.updates.wait()
+        training.updates.join()
 
 
 class PlainLoop:

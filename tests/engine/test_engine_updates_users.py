@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.engine import optimizer as overlapped
 from lightning_roundpipe.engine import pending
-from lightning_roundpipe.engine.optimizer import Updates
+from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
 from lightning_roundpipe.engine.pending import PendingParameter, Share, is_pending
 from lightning_roundpipe.engine.stale import StaleWeights
 from tests.engine.test_engine_optimizer import Held, fill_gradients, make_weights, outcome_of
@@ -93,6 +93,27 @@ class CountsInGroup(Plain):
         group["step"] += 1
 
 
+class AddsOption(Plain):
+    def count(self, group: dict[str, Any]) -> None:
+        group["begun"] = True
+
+
+class CountsInTensor(Plain):
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights)
+        self.param_groups[0]["step"] = torch.zeros(())
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["step"] += 1
+
+
+class CountsItself(Plain):
+    num_steps = 0
+
+    def count(self, group: dict[str, Any]) -> None:
+        self.num_steps += 1
+
+
 class CountsInState(Plain):
     def count(self, group: dict[str, Any]) -> None:
         self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
@@ -103,6 +124,9 @@ LOST = {
     AssignsGradient: "gives a parameter another gradient instead of writing it in place",
     DropsGradient: "gives a parameter another gradient instead of writing it in place",
     CountsInGroup: "writes the options of its parameter groups",
+    AddsOption: "writes the options of its parameter groups",
+    CountsInTensor: "writes the options of its parameter groups",
+    CountsItself: "writes attributes of the optimizer",
     CountsInState: "keeps state that belongs to no parameter",
 }
 
@@ -120,11 +144,21 @@ def test_what_an_optimizer_writes_is_an_error_where_it_would_be_lost(kind: type[
     assert not is_pending(weights)
 
 
+def test_state_of_no_parameter_that_is_only_read() -> None:
+    optimizer = Plain(make_weights())
+    assert why_not_separable(optimizer) is None
+    optimizer.state["all"] = {"scale": 2.0}  # type: ignore[index]
+    expected = "Plain keeps state that belongs to no parameter"
+    assert why_not_separable(optimizer) == expected
+    Updates(1).guard(optimizer)
+    assert why_not_separable(optimizer) == expected
+
+
 class AsksForFlags(Plain):
     """Trains what says that it is trained, at its own pace."""
 
     def update(self, weight: Any, lr: float) -> None:
-        if weight.requires_grad:
+        if weight.requires_grad and isinstance(weight, nn.Parameter):
             super().update(weight, lr * weight.lr_scale)
 
 
