@@ -78,10 +78,8 @@ class OptimizerOverlap:
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
         self._updates.others = module.parameters
-        for optimizer in optimizers:
-            if (
-                self._is_worth_it(optimizer) and self._why_not(optimizer) is None
-            ):  # before anybody keeps a reference to its state
+        for optimizer in optimizers:  # before anybody keeps a reference to the state of one
+            if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
         if self._stale is not None:
             if (why_not := _why_not_stale(module, optimizers)) is not None:

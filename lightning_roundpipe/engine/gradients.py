@@ -75,9 +75,9 @@ class GradientStore:
         with self._lock:
             awaited = [(s, q) for s, q in self._queues.items() if any(wanted & {*ms} for ms, _ in q.waiting.values())]
             arriving = [transfer for _, queue in awaited for _, transfer in queue.waiting.values()]
-        for transfer in arriving:  # not under the lock: others have gradients to bring
+        for transfer in arriving:  # before the lock is taken for it: others have gradients to bring
             if transfer is not None:
-                transfer.wait(Edge.GRADIENTS)
+                transfer.await_done()
         with self._lock:
             for source, queue in awaited:
                 self._empty(source, queue)

@@ -225,6 +225,8 @@ class Updates:
             with contextlib.suppress(IndexError):
                 for share, _ in offered.pop():
                     share.end(is_undone=True)
+                if self._thread is thread:
+                    self._thread = self._earlier
             raise
         finally:
             torch.set_num_threads(before)  # the thread has set what new threads would begin with

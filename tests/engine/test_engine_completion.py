@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -56,7 +56,8 @@ class Steps:
 
     def __init__(self, model: Any, kind: str, driver: StubDriver) -> None:
         self.model = model
-        pool = DevicePool([torch.device("cpu")] * 2, link=LazyLink() if kind == "copies" else None)
+        self.driver = driver
+        self.pool = pool = DevicePool([torch.device("cpu")] * 2, link=LazyLink() if kind == "copies" else None)
         if kind == "gpus":
             pool.devices = tuple(CudaDevice(i, i, driver=driver) for i in range(2))  # type: ignore[assignment]
         self.engine = Engine(
@@ -90,10 +91,23 @@ class Steps:
         )
         return self.engine.run(request)
 
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.dispose()
+        assert self.driver.locked == {}, "children of this process would not get that memory"
+
 
 @pytest.fixture
-def make() -> Callable[..., Steps]:
-    return lambda model, kind="aliases": Steps(model, kind, StubDriver())
+def make() -> Iterator[Callable[..., Steps]]:
+    made: list[Steps] = []
+
+    def steps(model: Any, kind: str = "aliases") -> Steps:
+        made.append(Steps(model, kind, StubDriver()))
+        return made[-1]
+
+    yield steps
+    for one in made:
+        one.close()
 
 
 def test_nothing_is_told_while_the_calls_are_not_known(make: Callable[..., Steps]) -> None:

@@ -478,7 +478,7 @@ class Late(Done):
 
     num_waits = 0
 
-    def _await_by_reader(self) -> None:
+    def await_done(self) -> None:
         self.num_waits += 1
 
 

@@ -884,6 +884,9 @@ def test_without_a_thread_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_pending(weights)
     assert_identical([w.detach() for w in weights], [w.detach() for w in make_weights()])
     updates.wait()
+    updates.start(o.SGD(weights, lr=0.1), [])
+    updates.wait()
+    assert not torch.equal(weights[0].detach(), make_weights()[0].detach())
 
 
 def test_ctrl_c_while_the_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
