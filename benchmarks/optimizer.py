@@ -133,7 +133,7 @@ class NoEarlyUpdates(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        early_work(trainer).limit_bytes = 0
+        early_work(trainer).set_aside(0)
 
 
 class CountEarlyUpdates(pl.Callback):

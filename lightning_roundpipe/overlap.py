@@ -142,7 +142,7 @@ class OptimizerOverlap:
 
     def set_aside(self, num_bytes: int) -> None:
         """So many bytes on the host may be used for updates that begin before the end of the backward."""
-        self._updates.early.limit_bytes = num_bytes
+        self._updates.early.set_aside(num_bytes)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[Tell | None]:

@@ -25,22 +25,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .optimizer_state import GuardedState
+from .overwritten import Buffers, Overwritten, can_be_restored, changed_by_update
 from .pending import Share, unwaited, updating
 from .threads import Surroundings
+from .transfer import num_bytes_of
 from .update_part import Options, Part, options_of
 
 # What is updated at a time, in bytes of weights.
 SHARE_BYTES = 16 * 2**20
-
-# Types of entries of an optimizer's state that can be put back.
-_RESTORABLE = (Tensor, bool, int, float, str, type(None))
 
 Collect = Callable[[], Mapping[nn.Parameter, Tensor]]
 
@@ -67,35 +65,6 @@ class _EarlyShare(Share):
         super()._await_end()
 
 
-class _Overwritten:
-    """What an early update overwrites of one weight.
-
-    Args:
-        buffers: memory for it, see :func:`_changed_by_update`.
-    """
-
-    def __init__(self, parameter: nn.Parameter, home: GuardedState, buffers: Sequence[Tensor]) -> None:
-        self._parameter = parameter
-        self._home = home
-        self._state = home.lend(parameter)
-        self._entries = dict(self._state or {})
-        self._copies = list(zip(_changed_by_update(parameter, self._state), buffers, strict=True))
-
-    def save(self) -> None:
-        """Copies it."""
-        for tensor, buffer in self._copies:
-            buffer.copy_(tensor)
-
-    def restore(self) -> None:
-        """Writes it back."""
-        for tensor, buffer in self._copies:
-            tensor.copy_(buffer)
-        if self._state is not None:
-            self._state.clear()
-            self._state.update(self._entries)
-        self._home.take_back(self._parameter, self._state)
-
-
 @dataclass(frozen=True)
 class _Begun:
     """An early update.
@@ -108,7 +77,7 @@ class _Begun:
     share: Share
     gradients: Mapping[nn.Parameter, tuple[Tensor, int]]
     marks: Mapping[nn.Parameter, tuple[int, int]]
-    overwritten: Sequence[_Overwritten]
+    overwritten: Sequence[Overwritten]
 
     def is_right(self, has_options: Callable[[nn.Parameter], bool]) -> bool:
         """Whether the optimizer was called as it was assumed."""
@@ -154,17 +123,14 @@ class EarlyWork:
         num_threads: intra-op threads.
 
     Attributes:
-        limit_bytes: may be set aside on the host for what is overwritten.
         is_mistaken: whether an assumption was wrong: then there are no early updates any more.
         num_kept, num_taken_back: weights, so far.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self.limit_bytes = 0
         self.is_mistaken = False
-        self._buffers: dict[nn.Parameter, list[Tensor]] = {}
-        self._num_bytes = 0
+        self._buffers = Buffers()
         self._kind = Early.NOTHING
         self._optimizer: Optimizer | None = None
         self._options: dict[nn.Parameter, Options] = {}
@@ -236,10 +202,14 @@ class EarlyWork:
         known = self._norms.get(gradient.data_ptr())
         return known[2] if known is not None and is_same(known[0], known[1], gradient) else None
 
+    def set_aside(self, num_bytes: int) -> None:
+        """So much memory on the host may be used for what is overwritten; none at first."""
+        self._buffers.limit_bytes = num_bytes
+
     @property
     def host_bytes(self) -> int:
-        """What has been set aside."""
-        return self._num_bytes
+        """What of that is used."""
+        return self._buffers.num_bytes
 
     # --- the thread ------------------------------------------------------------------------------------------------
 
@@ -277,8 +247,9 @@ class EarlyWork:
             self._wake.wait_for(lambda: self._orders or self._is_enough())
             if self._orders:
                 return self._orders.popleft()
-            offers = list(self._offers)
-            self._offers.clear()
+            offers = [self._offers.popleft()]  # no more than a share, for which an order has to wait
+            while self._offers and num_bytes_of([p for masters, _ in offers for p in masters]) < SHARE_BYTES:
+                offers.append(self._offers.popleft())
         return _Order(lambda: self._take(offers))
 
     def _finish(self) -> None:
@@ -291,7 +262,7 @@ class EarlyWork:
                     self._orders.popleft().cancel()
 
     def _is_enough(self) -> bool:
-        return sum(p.numel() * p.element_size() for masters, _ in self._offers for p in masters) >= SHARE_BYTES
+        return num_bytes_of([p for masters, _ in self._offers for p in masters]) >= SHARE_BYTES
 
     def _take(self, offers: Sequence[tuple[Sequence[nn.Parameter], Collect]]) -> None:
         # What goes wrong here goes wrong again: for whoever needs the gradients, or when the optimizer is called.
@@ -308,18 +279,18 @@ class EarlyWork:
         assert optimizer is not None
         state = optimizer.state
         assert isinstance(state, GuardedState)
-        buffers = {p: b for p in gradients if (b := self._buffers_for(p, state)) is not None}
-        if not buffers:
+        overwritten = {p: kept for p in gradients if (kept := self._kept_of(p, state)) is not None}
+        if not overwritten:
             return
-        used = {p: gradients[p] for p in buffers}
+        used = {p: gradients[p] for p in overwritten}
         share = _EarlyShare(list(used), self.take_back)
         part = Part(optimizer, used, self._options, state)
         versions = {p: (gradient, gradient._version) for p, gradient in used.items()}
         marks = {p: _mark_of(p) for p in used}
-        begun = _Begun(share, versions, marks, [_Overwritten(p, state, b) for p, b in buffers.items()])
+        begun = _Begun(share, versions, marks, list(overwritten.values()))
         share.begin()
-        for overwritten in begun.overwritten:
-            overwritten.save()
+        for one in begun.overwritten:
+            one.save()
         self._begun.append(begun)
         try:
             part.step()
@@ -327,24 +298,16 @@ class EarlyWork:
             self._undo(is_mistake=True)
             raise
 
-    def _buffers_for(self, parameter: nn.Parameter, home: GuardedState) -> list[Tensor] | None:
-        """Memory for what an update of ``parameter`` overwrites, the same in every step; None if there is none left,
-        or it cannot be updated early for other reasons."""
+    def _kept_of(self, parameter: nn.Parameter, home: GuardedState) -> Overwritten | None:
+        """What an update of ``parameter`` will overwrite; None if there is no memory left to keep it in, or the weight
+        cannot be updated early for other reasons."""
         if type(parameter) is not nn.Parameter or parameter not in self._options:
             return None
         state = home.lend(parameter)
-        if not all(type(value) in _RESTORABLE for value in (state or {}).values()):
+        if not can_be_restored(state):
             return None
-        tensors = _changed_by_update(parameter, state)
-        known = self._buffers.pop(parameter, [])
-        self._num_bytes -= _bytes_of(known)
-        if [(t.shape, t.dtype) for t in known] != [(t.shape, t.dtype) for t in tensors]:
-            if self._num_bytes + _bytes_of(tensors) > self.limit_bytes:
-                return None
-            known = [torch.empty_like(tensor) for tensor in tensors]
-        self._num_bytes += _bytes_of(known)
-        self._buffers[parameter] = known
-        return known
+        buffers = self._buffers.lend(changed_by_update(parameter, state))
+        return None if buffers is None else Overwritten(parameter, home, buffers)
 
     def _undo(self, is_mistake: bool) -> None:
         self.is_mistaken |= is_mistake and bool(self._begun)
@@ -355,7 +318,12 @@ class EarlyWork:
         for overwritten in begun.overwritten:
             overwritten.restore()
         self.num_taken_back += len(begun.gradients)
+        self._let_go(begun)
         begun.share.end(is_undone=True)
+
+    def _let_go(self, begun: _Begun) -> None:
+        for overwritten in begun.overwritten:
+            self._buffers.take_back(overwritten.buffers)
 
     def _check(self, now: Mapping[nn.Parameter, Options], kept: set[nn.Parameter]) -> None:
         """The optimizer was called: what of the assumptions is right."""
@@ -382,6 +350,7 @@ class EarlyWork:
             self.num_kept += len(begun.gradients)
             for parameter in begun.gradients:  # what is copied to devices was made of the old values
                 torch.autograd.graph.increment_version(parameter)
+            self._let_go(begun)
             begun.share.end()
 
 
@@ -412,11 +381,3 @@ def _are_equal(options: Options, others: Options) -> bool:
         isinstance(b, Tensor) and torch.equal(a, b) if isinstance(a, Tensor) else type(a) is type(b) and bool(a == b)
         for a, b in pairs
     )
-
-
-def _changed_by_update(parameter: nn.Parameter, state: Mapping[str, Any] | None) -> list[Tensor]:
-    return [parameter.data, *(value for value in (state or {}).values() if isinstance(value, Tensor))]
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

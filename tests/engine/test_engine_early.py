@@ -45,7 +45,7 @@ class Training:
         self.updates = Updates(1) if is_early else None
         self._taken = threading.Event()
         if self.updates is not None:
-            self.early.limit_bytes = 1 << 20
+            self.early.set_aside(1 << 20)
             take = self.early._take
 
             def noted(offers: Any) -> None:
@@ -418,11 +418,11 @@ def test_an_early_update_that_fails_is_made_again() -> None:
 def test_memory_set_aside() -> None:
     """Two moments and a weight of the last two, of 0 and 2 dimensions of length 1 and 2, and their step counts."""
     training = Training(adam)
-    training.early.limit_bytes = (1 + 2) * 3 * 4 + 2 * 4
+    training.early.set_aside((1 + 2) * 3 * 4 + 2 * 4)
     for number in range(3):
         training.step(number)
     assert training.early.num_kept == 2 * 2
-    assert training.early.host_bytes == training.early.limit_bytes
+    assert training.early.host_bytes == (1 + 2) * 3 * 4 + 2 * 4
     plain = Training(adam, is_early=False)
     for number in range(3):
         plain.step(number)
