@@ -66,7 +66,7 @@ SIZES: dict[str, dict[str, Any]] = {
 MODES = ("none", "off", "late", "exact", "stale")
 GOAL = 0.9
 BYTES_PER_WEIGHT = 28
-SKIPPED = 3  # steps at the beginning of a fit: with the third one early updates begin, and get their memory
+SKIPPED = 6  # steps at the beginning of a fit: early updates begin with the third, and get their memory by and by
 SHARE_MIB = (1, 16, 128)
 
 
