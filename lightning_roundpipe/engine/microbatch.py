@@ -284,4 +284,8 @@ def _cut(node: _Node, rows: int, bounds: Sequence[tuple[int, int]]) -> list[Any]
     if value.layout is torch.sparse_coo:  # sparse tensors have no views
         index = torch.arange(rows, device=value.device)
         return [value.index_select(0, index[start : start + length]) for start, length in bounds]
-    return [value.narrow(0, start, length) for start, length in bounds]
+    views = [value.narrow(0, start, length) for start, length in bounds]
+    if value.requires_grad or value.is_inference():
+        return views
+    # Views have one version together: what one micro-batch changes in place, autograd would miss in the graphs of all.
+    return [view.data for view in views]

@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.engine.optimizer import Updates
 from lightning_roundpipe.engine.optimizer_state import GuardedState
@@ -64,21 +63,6 @@ class Late:
 
     def _is_wanted(self) -> bool:
         return any(not is_over() for is_over in self._wanted)
-
-
-def assert_identical(actual: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, Tensor):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{where}: {m}")
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where  # also in this order
-        for key, value in expected.items():
-            assert_identical(actual[key], value, f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_identical(one, other, f"{where}[{index}]")
-    else:
-        assert actual == expected, where
 
 
 def copied(value: Any) -> Any:

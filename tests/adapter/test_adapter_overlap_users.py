@@ -18,7 +18,8 @@ from torch import nn
 from lightning_roundpipe import overlap
 from lightning_roundpipe.engine import optimizer as engine_optimizer
 from lightning_roundpipe.engine.pending import PendingParameter
-from tests.adapter.late_updates import Late, assert_finished, assert_identical, copied
+from tests.adapter.late_updates import Late, assert_finished, copied
+from tests.identical import assert_identical
 
 
 @pytest.fixture(autouse=True)

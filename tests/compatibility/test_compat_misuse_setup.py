@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
+from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.adapter.conftest import WIDTH, Small
 
 from .mistakes import Batches, refusal, with_step
@@ -51,6 +52,11 @@ def test_batch_changed_in_place(fit_both: Any, assert_same_training: Any, option
     plain, ours = fit_both(Scales, ours={"options": options})
     assert_same_training(plain, ours)
     assert torch.equal(ours.module.seen, plain.module.seen)
+    # One stage keeps the graphs of all micro-batches with what they were made of.
+    profile = CostProfile(tuple(CallCost(name, 1.0, 2.0) for name in (*(f"body.{i}.0" for i in range(4)), "head")))
+    plain, ours = fit_both(Scales, ours={"options": {**options, "cost_profile": profile}, "devices": 1})
+    assert ours.trainer.strategy.last_step.partition.num_stages == 1
+    assert_same_training(plain, ours)
 
 
 @compat(

@@ -22,6 +22,7 @@ from lightning_roundpipe.engine import optimizer as overlapped
 from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
 from lightning_roundpipe.engine.optimizer_state import GuardedState, unguard
 from lightning_roundpipe.engine.pending import PendingParameter, is_pending, unwaited
+from tests.identical import assert_identical
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
 _SHAPES = ((5, 3), (5,), (4, 5), (4,), (3, 4), (2,), ())
@@ -126,25 +127,6 @@ def train(make: Make, updates: Updates | None, *, steps: int = 4, sparse: bool =
     if updates is not None:
         assert isinstance(optimizer.state, GuardedState)
     return [w.detach().clone() for w in weights], copy.deepcopy(optimizer.state_dict())
-
-
-def assert_identical(actual: Any, expected: Any, where: str = "") -> None:
-    assert type(actual) is type(expected), where
-    if isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype, where
-        if expected.is_sparse:
-            actual, expected = actual.to_dense(), expected.to_dense()
-        assert torch.equal(actual, expected), where
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where  # also in this order
-        for key, value in expected.items():
-            assert_identical(actual[key], value, f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_identical(one, other, f"{where}[{index}]")
-    else:
-        assert actual == expected, where
 
 
 @pytest.mark.parametrize("name", SEPARABLE)
