@@ -102,6 +102,8 @@ class StepGuard:
         except Exception as error:
             self._look_up()  # to move a module may have put new parameters in the place of the old ones
             self._check_places(error)
+            if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
+                self._check_weights(kind)
             _note_small(error, batches)
             raise
         if looks_closely:

@@ -89,6 +89,14 @@ def test_weights_changed_in_a_later_step(assert_refused: Any, make_loader: Any) 
 
     assert_refused(with_step(later), r"weight 'head.weight' in place", after=5, loader=make_loader(48))
 
+    def noticed(self: Any, batch: Any, batch_idx: int) -> Any:
+        later(self, batch, batch_idx)
+        if batch_idx == 5:  # by autograd, in the graph of another micro-batch
+            raise RuntimeError("a variable has been modified by an inplace operation")
+        return self.loss(batch)
+
+    assert_refused(with_step(noticed), r"weight 'head.weight' in place", after=5, loader=make_loader(48))
+
 
 def test_weights_changed_in_validation(make_trainer: Any, make_loader: Any) -> None:
     module = Small()
