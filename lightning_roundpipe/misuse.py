@@ -104,6 +104,7 @@ class StepGuard:
             self._check_places(error)
             if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
                 self._check_weights(kind)
+                self._check_shared(kind, shared)
             _note_small(error, batches)
             raise
         if looks_closely:
@@ -115,11 +116,7 @@ class StepGuard:
                 'Lightning do it ("interval": "step" in configure_optimizers, lr_scheduler_step), or do it in '
                 f"{_HOOKS}, or use manual optimization"
             )
-        if shared is not None and (name := shared.changed()) is not None:
-            raise MisconfigurationException(
-                f"{kind} changes the tensor {name} in place. All {count} micro-batches share it, so that it has been "
-                f"changed {count} times: change a copy, for instance x = x.clone()"
-            )
+        self._check_shared(kind, shared)
         self._num_steps[kind] = step + 1
 
     @contextlib.contextmanager
@@ -190,6 +187,13 @@ class StepGuard:
         return call
 
     # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_shared(self, kind: str, shared: _Shared | None) -> None:
+        if shared is not None and (name := shared.changed()) is not None:
+            raise MisconfigurationException(
+                f"{kind} changes the tensor {name} in place. All {self._count} micro-batches share it, so that it has "
+                f"been changed {self._count} times: change a copy, for instance x = x.clone()"
+            )
 
     def _check_weights(self, kind: str) -> None:
         count = self._count
