@@ -6,7 +6,6 @@ Virtual devices train a model whose units wait for a modelled time and hold real
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
 import time
@@ -29,6 +28,7 @@ from lightning_roundpipe.engine import optimizer as overlapped
 from lightning_roundpipe.engine.clipping import clip_factor
 from lightning_roundpipe.engine.early import EarlyWork
 from lightning_roundpipe.engine.optimizer import Updates
+from lightning_roundpipe.engine.patches import intra_op_threads
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.workers import update_threads
@@ -306,21 +306,10 @@ def alternately(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[
     return taken
 
 
-@contextlib.contextmanager
-def threads(num_threads: int) -> Iterator[None]:
-    """So many intra-op threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dict[str, Any], float]:
     """Bytes per second of updates and copies with so many intra-op threads; and the time of an update in shares, ms."""
     progress(f"bandwidth, {num_threads} threads")
-    with threads(num_threads):
+    with intra_op_threads(num_threads):
         parameters = weights(size["layers"], (size["width"], size["width"]))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         count = sum(parameter.numel() for parameter in parameters)
@@ -361,7 +350,7 @@ def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dic
 def many_small(repeats: int) -> dict[str, Any]:
     """Microseconds per weight, for weights so small that only the calls count."""
     optimizer = torch.optim.AdamW(weights(1000, (256,)), fused=True)
-    with threads(1):
+    with intra_op_threads(1):
         shared = InShares(optimizer, 1, overlapped.SHARE_BYTES)
         taken = alternately({"plain": optimizer.step, "shares": shared}, repeats)
     return {f"{name}_us_per_weight": spread([1e3 * s for s in values]) for name, values in taken.items()}
