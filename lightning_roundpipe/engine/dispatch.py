@@ -10,6 +10,9 @@ Deadlock-freedom: a thread never holds a ticket while it waits for another one, 
 topological order (checked by :class:`Schedule`). Should threads wait all the same (a broken schedule forced past the
 validation, a lost wake-up), it is noticed: when every live thread waits and no waiting action is the head of its
 list, the waiters get a :class:`PipelineStalled` error that shows the state.
+
+A turnstile can be *paused* between two actions, and be *followed* by that of the next step, which admits nobody to a
+device before this one is through with it: see [Note: tails] in :mod:`tail`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from ..planning.schedule import Action, Schedule
 
 # Waits are cut into pieces of this length, so that a wake-up that got lost costs time and never the run.
 _RECHECK_S = 2.0
+# Python notices interrupts between two waits.
+_INTERRUPTIBLE_S = 0.2
 
 
 class StepAborted(BaseException):
@@ -47,6 +52,10 @@ class _Signal:
         if self._lock.locked():
             self._lock.release()
 
+    def is_set(self) -> bool:
+        """Whether the waiter goes on, or is about to."""
+        return not self._lock.locked()
+
     def wait(self, timeout: float) -> bool:
         return self._lock.acquire(timeout=timeout)
 
@@ -72,12 +81,61 @@ class Turnstile:
         self._gated: dict[int, tuple[int, int, _Signal]] = {}  # waiter -> (for whom, position, event)
         self._passed: dict[int, int] = {}  # micro-batch -> call positions it has passed
         self._live = 0
+        self._paused: threading.Event | None = None  # set when every live thread waits
+        self._before: Turnstile | None = None
+        self._next: Turnstile | None = None
         self._aborted = False
         self._stalled: str | None = None
 
     def device_of(self, action: Action) -> int:
         """Index of the device that runs ``action``."""
         return self.schedule.device_of(action)
+
+    def follow(self, before: Turnstile) -> None:
+        """Admits nobody to a device before ``before``, which is paused, is through with it."""
+        self._before, before._next = before, self
+
+    def forget_before(self) -> None:
+        """The turnstile that this one follows is through with all devices."""
+        with self._lock:
+            self._before = None
+            for device in range(self.schedule.num_devices):
+                self._wake_head(device)
+
+    def is_through(self, device: int) -> bool:
+        """Whether all actions of a device are over."""
+        with self._lock:
+            return not self._closing[device] and self._head[device] == len(self.schedule.devices[device])
+
+    def pause(self) -> bool:
+        """Admits nobody any more, and waits until every thread waits or has retired; whether any thread is left.
+
+        Not to be called while threads may wait for anything else than a device, or each other.
+        """
+        with self._lock:
+            paused = self._paused = threading.Event()
+            self._note_rest()
+        while not paused.wait(_INTERRUPTIBLE_S):
+            pass
+        return self._live > 0
+
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        with self._lock:
+            self._paused = None
+            for device in range(self.schedule.num_devices):
+                self._wake_head(device)
+
+    def _note_rest(self) -> None:
+        """Tells whoever pauses when all threads stand still; called when one begins to wait or retires."""
+        if self._paused is not None and not any(self._closing):
+            waiting = [
+                *self._waiting.values(),
+                *self._nearing.values(),
+                *(event for _, _, event in self._gated.values()),
+            ]
+            if self._aborted or sum(not event.is_set() for event in waiting) >= self._live:
+                self._paused.set()
 
     def join(self, num_threads: int) -> None:
         """Announces ``num_threads`` threads, before they start."""
@@ -98,6 +156,7 @@ class Turnstile:
             with self._lock:
                 self._live -= 1  # only now: before the heads have moved, the others would seem to be stalled
                 self._detect_stall()
+                self._note_rest()
 
     def abort(self) -> None:
         """Makes every present and future wait raise :class:`StepAborted`."""
@@ -128,6 +187,7 @@ class Turnstile:
                 return False
             event = self._waiting[action] = _Signal()
             self._detect_stall()
+            self._note_rest()
         try:
             while not event.wait(_RECHECK_S):
                 with self._lock:
@@ -148,6 +208,7 @@ class Turnstile:
                 return False
             event = self._nearing[action] = _Signal()
             self._detect_stall()
+            self._note_rest()
         try:
             while not event.wait(_RECHECK_S):
                 with self._lock:
@@ -214,12 +275,20 @@ class Turnstile:
     def _is_head(self, action: Action) -> bool:
         device = self.schedule.device_of(action)
         actions, head = self.schedule.devices[device], self._head[device]
-        return not self._closing[device] and head < len(actions) and actions[head] == action
+        return self._is_open(device) and head < len(actions) and actions[head] == action
+
+    def _is_open(self, device: int) -> bool:
+        """Whether the head of a device may be let in."""
+        return self._paused is None and not self._closing[device] and self._has_turn(device)
+
+    def _has_turn(self, device: int) -> bool:
+        return self._before is None or self._before.is_through(device)
 
     def _is_near(self, action: Action) -> bool:
         device = self.schedule.device_of(action)
         head = self._head[device]
-        return action in self._left or action in self.schedule.devices[device][head : head + 2]
+        is_next = action in self.schedule.devices[device][head : head + 2] and self._has_turn(device)
+        return is_next or action in self._left
 
     def _advance(self, device: int) -> None:
         """Moves the head past actions that were left; a device between two stages is closed to everybody."""
@@ -235,6 +304,15 @@ class Turnstile:
                 with self._lock:
                     self._closing[device] = False
                     self._wake_head(device)
+                    self._note_rest()
+                if self._next is not None and self.is_through(device):
+                    self._next._let_in(device)
+
+    def _let_in(self, device: int) -> None:
+        """The turnstile before this one is through with a device."""
+        with self._lock:
+            self._wake_head(device)
+            self._detect_stall()
 
     def _advance_within_stage(self, device: int) -> bool:
         """Whether a stage ended on the way."""
@@ -250,9 +328,10 @@ class Turnstile:
 
     def _wake_head(self, device: int) -> None:
         actions, head = self.schedule.devices[device], self._head[device]
-        if head < len(actions) and (event := self._waiting.get(actions[head])) is not None:
+        is_open = self._is_open(device)
+        if is_open and head < len(actions) and (event := self._waiting.get(actions[head])) is not None:
             event.set()
-        if self._nearing:
+        if self._nearing and self._has_turn(device):
             for action in actions[head : head + 2]:
                 if (event := self._nearing.get(action)) is not None:
                     event.set()
@@ -267,6 +346,8 @@ class Turnstile:
         num_waiting = len(self._waiting) + len(self._gated) + len(self._nearing)
         if self._live <= 0 or any(self._closing) or num_waiting < self._live or self._aborted:
             return
+        if self._paused is not None or not self._comes_first():
+            return
         if any(self._is_head(action) for action in self._waiting) or any(map(self._is_near, self._nearing)):
             return
         if any(self._passed.get(other, 0) > position for other, position, _ in self._gated.values()):
@@ -277,7 +358,13 @@ class Turnstile:
         )
         self._wake_all()
 
+    def _comes_first(self) -> bool:
+        """Whether no turnstile before this one holds a device."""
+        return all(map(self._has_turn, range(self.schedule.num_devices)))
+
     def _wake_all(self) -> None:
+        if self._paused is not None:
+            self._paused.set()
         for event in (*self._waiting.values(), *self._nearing.values()):
             event.set()
         for _, _, event in self._gated.values():

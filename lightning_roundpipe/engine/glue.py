@@ -19,15 +19,14 @@ adapters disabled). A unit runs with the flags that its caller had: ``Call.train
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .containers import MISSING, Filled, collect_dict, collect_list, content, follow, starts_with
+from .containers import MISSING, content, follow
 from .dispatch import StepAborted
 from .outputs import brought_home
 from .randomness import derive_seed
@@ -62,6 +61,7 @@ class GlueState:
     """What belongs to one micro-batch while it runs glue code.
 
     Attributes:
+        aborted: tells whether waiting has become pointless for it.
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
         unit_writes: where writes go while the thread is inside a unit; None outside units.
         is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
@@ -70,8 +70,9 @@ class GlueState:
         meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
     """
 
-    def __init__(self, index: int, seed: int) -> None:
+    def __init__(self, index: int, seed: int, aborted: Callable[[], bool] = lambda: False) -> None:
         self.index = index
+        self.aborted = aborted
         self.overlay: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self.random_state: Tensor | None = None
         self.seed = seed
@@ -83,26 +84,27 @@ class GlueState:
 
 
 class GlueLock:
-    """The lock of [Note: glue lock]; made for one step.
+    """The lock of [Note: glue lock]; made for one step, or for one and those that go on with its tail.
 
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
-        aborted: tells whether waiting has become pointless.
         switches: flags that turned out to be switched on for a while only; all steps share them.
     """
 
-    def __init__(
-        self, exempt: tuple[type, ...], aborted: Callable[[], bool], switches: set[tuple[int, str]] | None = None
-    ) -> None:
+    def __init__(self, exempt: tuple[type, ...], switches: set[tuple[int, str]] | None = None) -> None:
         self._switches = set() if switches is None else switches
         self._lock = threading.Lock()
         self._exempt = exempt
-        self._aborted = aborted
         self._last: GlueState | None = None
         self._holder: GlueState | None = None
         self._borrower: int | None = None  # thread that borrowed the lock
         self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._latched: dict[tuple[int, str], Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._latched.clear()
         self.switches_flags = False  # whether glue has switched requires_grad of any parameter
         self._outer_random_state = torch.default_generator.get_state()
 
@@ -112,14 +114,14 @@ class GlueLock:
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
-        self._take()
+        self._take(state)
         self._holder = state
         self._switch_to(state)
 
-    def _take(self) -> None:
+    def _take(self, state: GlueState) -> None:
         if not self._lock.acquire(blocking=False):
             while not self._lock.acquire(timeout=_RECHECK_S):
-                if self._aborted():
+                if state.aborted():
                     raise StepAborted
 
     def release(self, state: GlueState) -> None:
@@ -144,12 +146,12 @@ class GlueLock:
                 self.acquire(state)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[None]:
+    def borrowed(self, state: GlueState) -> Iterator[None]:
         """For a unit that must touch process-global state: excludes all glue, switches nothing. Re-entrant."""
         if self._borrower == threading.get_ident():
             yield
             return
-        self._take()
+        self._take(state)
         self._borrower = threading.get_ident()
         try:
             yield
@@ -267,15 +269,37 @@ class GlueLock:
 
     def close(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""
+        self.show(states, keep_writes=keep_writes)
+        self.forget(states)
+
+    def show(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
+        """As :meth:`close`, but micro-batches may go on, after :meth:`take_in`, with what they have written."""
         self.suspend()
         if keep_writes:
             for state in states:
                 for (_, name), (module, value) in state.overlay.items():
                     assign(module, name, _without_graph(value))
         for state in states:
-            state.overlay.clear()
             state.lock = state.meet = None
         self._baseline.clear()
+
+    def take_in(self, states: Sequence[GlueState]) -> None:
+        """Micro-batches of an earlier step go on, beside those of the step that has begun."""
+        for state in states:
+            state.lock = self
+            for key, (module, _) in state.overlay.items():
+                if key not in self._baseline:
+                    self._baseline[key] = (module, read(module, key[1]))
+
+    def forget(self, states: Sequence[GlueState]) -> None:
+        """Micro-batches are over: what they have written goes with them."""
+        with self._lock:
+            if self._last is not None and any(self._last is state for state in states):
+                self._swap_out(self._last)
+                self._last = None
+            for state in states:
+                state.overlay.clear()
+                state.lock = state.meet = None
 
 
 def _without_graph(value: Any) -> Any:
@@ -308,43 +332,6 @@ def read(module: nn.Module, name: str) -> Any:
     state = module.__dict__
     buffers = state.get("_buffers", ())
     return buffers[name] if name in buffers else state.get(name, MISSING)
-
-
-class GrowingContainers:
-    """Lists and dicts on glue modules that micro-batches fill; see [Note: growing containers] in :mod:`containers`."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._originals = [
-            (module, name, value)
-            for module in modules
-            for name, value in module.__dict__.items()
-            if type(value) in (list, dict) and not name.startswith("_")
-        ]
-
-    def hand_out(self, states: Sequence[GlueState], lock: GlueLock) -> None:
-        """Gives every micro-batch its own copies."""
-        for state in states:
-            for module, name, original in self._originals:
-                lock.note(state, module, name)
-                handed = Filled(original) if isinstance(original, list) else copy.copy(original)
-                state.overlay[id(module), name] = (module, handed)
-
-    def collect(self, states: Sequence[GlueState], merge: Callable[[list[Any]], Any]) -> None:
-        """Puts what came in, merged over the micro-batches, into the original containers.
-
-        Comes between :meth:`GlueLock.suspend` and :meth:`GlueLock.close`.
-        """
-        for module, name, original in self._originals:
-            copies = [state.overlay.pop((id(module), name), (module, MISSING))[1] for state in states]
-            last = list(copies[-1]) if isinstance(copies[-1], Filled) else copies[-1]
-            if any(type(c) not in (type(original), Filled) for c in copies):
-                assign(module, name, last)  # replaced by something else: the last micro-batch counts
-            elif isinstance(original, dict):
-                collect_dict(original, copies, merge)
-            elif all(starts_with(c, original) for c in copies):
-                collect_list(original, copies, merge)
-            else:
-                assign(module, name, last)
 
 
 def current() -> GlueState | None:

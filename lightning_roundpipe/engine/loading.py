@@ -264,17 +264,28 @@ class Loader:
         self._is_recording = plan.recording
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
+        self._next: Loader | None = None
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
         self._completion = completion
         if completion is not None:
             completion.follow(slot for row in self._slots for slot in row)
 
-    def begin(self) -> None:
-        """Loads the first slots, before any micro-batch starts."""
+    def begin(self, before: Loader | None = None) -> None:
+        """Loads the first slots, before any micro-batch starts.
+
+        Args:
+            before: has slots left, whose micro-batches stand still: on each device these come first.
+        """
+        if before is not None:
+            before._next = self
         for device in self._pool.devices:
             if not device.aliases_host:
+                loader = self if before is None or before._is_through(device.index) else before
                 with device.occupied():
-                    self._load_slot(device)
+                    loader._load_slot(device)
+
+    def _is_through(self, device_index: int) -> bool:
+        return self._now[device_index] == len(self._slots[device_index])
 
     def end_slot(self, device_index: int) -> None:
         """The last micro-batch of a slot has left it, and nobody has been let into the next one yet."""
@@ -290,7 +301,8 @@ class Loader:
                 self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
             if not device.aliases_host:
-                self._load_slot(device)
+                is_over = self._next is not None and self._is_through(device_index)
+                (self._next if is_over else self)._load_slot(device)  # type: ignore[union-attr]
         if self._completion is not None:
             self._completion.end_slot(slot)
 
@@ -316,7 +328,7 @@ class Loader:
         if self._is_recording:
             return
         self._replicas.expect(device, self._next_uses(device))
-        following = self._slots[device.index][self._now[device.index] :][:2]
+        following = self._following(device.index)[:2]
         device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
         if following:
             for unit in following[0].units:
@@ -331,5 +343,10 @@ class Loader:
             coming.pop()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:
-        following = self._slots[device.index][self._now[device.index] :]
+        following = self._following(device.index)
         return {unit: i for i, slot in reversed(list(enumerate(following))) for unit in slot.units}
+
+    def _following(self, device_index: int) -> list[Slot]:
+        """The slots that are left on a device, then those of the next step, as far as they are known."""
+        left = self._slots[device_index][self._now[device_index] :]
+        return left if self._next is None else left + self._next._following(device_index)

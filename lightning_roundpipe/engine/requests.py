@@ -30,6 +30,8 @@ class StepRequest:
         meets: whether the function runs its backward itself, by :func:`meetings.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
         completed: is told of weights whose gradients are complete while others are not; see :mod:`completion`.
+        on_gradients: lets the step have a tail, see [Note: tails] in :mod:`tail`; it is called with the gradients
+            when the tail is over, by the thread that runs steps.
     """
 
     function: Callable[[Any], Any]
@@ -42,6 +44,7 @@ class StepRequest:
     autocast_device: str = "cpu"
     meets: bool = False
     completed: Tell | None = None
+    on_gradients: Callable[[dict[nn.Parameter, Tensor]], None] | None = None
 
     @property
     def training(self) -> bool:
@@ -73,6 +76,7 @@ class StepResult:
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
+        has_tail: whether gradients are still to come; see ``StepRequest.on_gradients``.
     """
 
     outputs: list[Any]
@@ -88,3 +92,4 @@ class StepResult:
     saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
+    has_tail: bool = False

@@ -1,22 +1,20 @@
 """One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
 
 A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
-started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
-no weight is on its way, patches of the process are undone, and the thread that runs the step has everything for
-itself.
+started in the first segment and joined when the step ends, on every path, unless it has a tail (see [Note: tails] in
+:mod:`tail`). Between two segments they all stand still: no weight is on its way, patches of the process are undone, and
+the thread that runs the step has everything for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..planning.partition import Partition
@@ -25,23 +23,23 @@ from ..planning.timeline import Span
 from .checkpointing import checkpoints_passed_through
 from .completion import Completion
 from .dispatch import StepAborted, Turnstile
-from .glue import GlueLock, GlueState, GrowingContainers, entered, noting_writes
+from .glue import GlueLock, GlueState, noting_writes
 from .glue_parameters import GlueParameters
 from .gradients import GradientStore
+from .growing import GrowingContainers
 from .loading import Loader
 from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
-from .outputs import Results
+from .microbatch_thread import MicrobatchThreads
 from .parametrizations import parametrizations_apart
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .pool import DevicePool
 from .protocol import see_end
-from .recompute import check_escape
 from .requests import StepRequest
 from .resources import Resources
 from .seen_gradients import gradients_seen
 from .step_context import Plan, StepContext
-from .strays import StrayOperands
-from .threads import Surroundings, run_threads
+from .tail import Tail
+from .threads import await_all, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
@@ -50,44 +48,62 @@ from .walk import Walk
 class Step:
     """Runs one step.
 
+    Args:
+        before: the tail of the step before, if this one goes on with it.
+
     Attributes:
         outputs: results of the user's function, by micro-batch.
-        gradients: of masters, that the last segment has brought home.
+        tail: what is left of it; None if the step is over.
+        gradients: of masters, that the last segment has brought home; those of a tail go to the request's
+            ``on_gradients``.
         spans: what was computed by plan, and more if the step is traced.
         largest: the schedule and the partition of the run with most calls.
         planning_s: what re-planning took, in seconds.
     """
 
-    def __init__(self, request: StepRequest, resources: Resources, table: UnitTable, trace: Trace | None) -> None:
+    def __init__(
+        self,
+        request: StepRequest,
+        resources: Resources,
+        table: UnitTable,
+        trace: Trace | None,
+        before: Tail | None = None,
+    ) -> None:
         self._request = request
         self._resources = resources
         self._table = table
         self._trace = trace
-        self._aborted = threading.Event()  # shared with the lock, which must not know the step: no cycles
-        if trace is None:
-            self._lock = GlueLock(resources.exempt, self._aborted.is_set, resources.switches)
+        self._before = before
+        self._aborted = threading.Event()  # shared with micro-batches, which must not know the step: no cycles
+        if before is not None:
+            self._lock = before.shared.lock
+        elif trace is None:
+            self._lock = GlueLock(resources.exempt, resources.switches)
         else:
-            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
-        self._states = [GlueState(i, request.seed) for i in range(len(request.microbatches))]
+            self._lock = TracedGlueLock(trace, resources.exempt, resources.switches)
+        count = len(request.microbatches)
+        self._states = [GlueState(i, request.seed, self._aborted.is_set) for i in range(count)]
         self._walks: dict[int, Walk] = {}
-        self._threads: list[threading.Thread] = []
+        self._alive: list[threading.Thread] = []
         self._turnstile: Turnstile | None = None
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
         self._place = Place(request.key)
         self._clock = Clock(resources.pool)
-        self._surroundings = Surroundings.of_this_thread(request.autocast_device)
         self._aside = contextlib.ExitStack()
         self._aside_lock = threading.Lock()
-        self._completion: Completion | None = None
         self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
-        self.outputs: list[Any] = [None] * len(self._states)
+        self.outputs: list[Any] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
         self._glue_parameters = GlueParameters(self._store)
+        leaf_names = resources.replicas.leaf_names
+        self._threads = MicrobatchThreads(request, self._lock, self._glue_parameters, leaf_names)
+        self.tail: Tail | None = None
         self.spans: list[Span] = []
+        self._num_spans_of: dict[int, int] = {}
         self.largest: tuple[Schedule | None, Partition | None] = None, None
         self._num_calls = -1
         self.num_off_plan = 0
@@ -104,24 +120,80 @@ class Step:
         """
         lists = GrowingContainers(self._table.glue)
         succeeded = False
-        self._resources.pool.open()
+        self._lock.begin()
+        if self._before is None:
+            self._resources.pool.open()
         try:
             lists.hand_out(self._states, self._lock)
             for state in self._states:
                 state.lock = self._lock
             self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
+            self.outputs = [self._threads.results.pop(state.index).arrive() for state in self._states]
             self.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
                 lists.collect(self._states, self._request.merge)
             succeeded = True
         finally:
-            self._stop()
-            self._lock.close(self._states, keep_writes=succeeded)
-            self._resources.replicas.end_step()
-            self._glue_parameters.drop()
-            self._resources.pool.close()
-            see_end(succeeded)
+            if not succeeded:
+                self.tail = None
+            if self.tail is None:
+                self._stop()
+            self._lock.show(self._states, keep_writes=succeeded)
+            if self.tail is None:
+                self._end(succeeded)
+            self._before = None  # which leads to the step before, and so on
+
+    def finish(self) -> None:
+        """Lets the tail come to its end, alone.
+
+        Raises:
+            BaseException: its first exception.
+        """
+        assert self.tail is not None
+        succeeded = False
+        self._lock.begin()
+        try:
+            with contextlib.ExitStack() as stack:
+                self._patch(stack)
+                with self.tail.going_on(self._trained()):
+                    pass
+            succeeded = True
+        finally:
+            self._aside.close()
+            self._lock.show((), keep_writes=False)
+            self._release(succeeded)
+
+    def _end(self, succeeded: bool) -> None:
+        self._lock.forget(self._states)
+        self._glue_parameters.drop()
+        if self._before is None or self._before.is_over:
+            self._release(succeeded)
+
+    def _release(self, succeeded: bool) -> None:
+        """No micro-batch of any step is left."""
+        self._resources.replicas.end_step()
+        self._resources.pool.close()
+        see_end(succeeded)
+
+    def _complete(self) -> bool:
+        """The tail has come to its end; whether the next step has another plan."""
+        try:
+            self._raise_error()
+            gradients = self._gradients_at_home()
+            walks = list(self._walks.values())
+            replanned = self._resources.plans.note_step(self._request.key, walks, len(walks))
+        finally:
+            self._abort()
+        assert self._request.on_gradients is not None
+        self._request.on_gradients(gradients)
+        return replanned
+
+    def _abort(self) -> None:
+        self.tail = None  # which leads back to the step
+        self._stop()
+        self._lock.forget(self._states)
+        self._glue_parameters.drop()
 
     # --- segments and meetings -----------------------------------------------------------------------------------
 
@@ -180,7 +252,7 @@ class Step:
         if collective.is_deferred:
             walk.attendance.deferred.append(collective)
             return None
-        weighted = [self._root(walk, loss, share) for loss, share in roots if share != 0.0]
+        weighted = [self._threads.root(walk, loss, share) for loss, share in roots if share != 0.0]
         roots.clear()
         if weighted:
             self._put_gradients_aside()
@@ -198,7 +270,8 @@ class Step:
         """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         weights, plans = resources.replicas.weights, resources.plans
-        weights.begin_step(request.key, training=request.training)
+        if self._before is None:  # what goes on with a tail computes with the same weights
+            weights.begin_step(request.key, training=request.training)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
             self._patch(stack)
@@ -214,17 +287,21 @@ class Step:
                 schedule = plans.schedule(plan.partition.num_stages, count - first)
                 planned = self._run_schedule(plan, schedule, range(first, count))
             self._note_strays()
-            gradients = self._gradients_at_home()
+            gradients = self._gradients_at_home() if self.tail is None else {}
         self._aside.close()
+        if self._before is not None:
+            self.spans += self._before.spans(self._clock)
+            self.replanned |= self._before.replanned
         self.spans += [span for walk in planned for span in self._clock.spans_of(walk.runs, walk.index)]
         if self._trace is not None and planned:
             self.spans.extend(self._trace.spans(self._clock))
         self.num_off_plan += sum(walk.num_off_plan for walk in planned)
         if len(plan.sequence) > self._num_calls:
             self._num_calls, self.largest = len(plan.sequence), (schedule, plan.partition)
-        started = time.perf_counter()
-        self.replanned |= plans.note_step(key, planned, count)
-        self.planning_s += time.perf_counter() - started
+        if self.tail is None:
+            started = time.perf_counter()
+            self.replanned |= plans.note_step(key, planned, count)
+            self.planning_s += time.perf_counter() - started
         if request.meets:
             resources.replicas.end_step()
         return gradients
@@ -261,8 +338,12 @@ class Step:
             walk = self._walks[index]
             for parameter, gradient in walk.glue_gradients.items():
                 self._store.add(parameter, gradient)
+            self._resources.glue_parameters.update(walk.glue_gradients)
             walk.glue_gradients = {}
         return self._store.take()
+
+    def _trained(self) -> set[nn.Parameter]:
+        return {parameter for parameter in self._resources.root.parameters() if parameter.requires_grad}
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
@@ -275,13 +356,8 @@ class Step:
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        if request.completed is not None and len(indices) == len(self._states):
-            is_open = resources.glue_is_user_code.is_set
-            num_aliases = resources.replicas.num_aliases
-            self._completion = Completion(
-                request.completed, self._store, self._walks.values(), resources.glue_parameters, is_open, num_aliases
-            )
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, self._completion)
+        completion = self._threads.completion = self._completion_of(indices)
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)
@@ -300,7 +376,7 @@ class Step:
             seed=request.seed,
             autocast_device=request.autocast_device,
             gradients=self._store,
-            glue_parameters=resources.glue_parameters,
+            glue_parameters=resources.glue_parameters if self._before is None else self._trained(),
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
@@ -316,85 +392,68 @@ class Step:
             else:
                 known.begin_segment(slot, shared)
                 waiting.append(functools.partial(known.attendance.resume, self._outcomes[index]))
-        loader.begin()
         walks = [self._walks[index] for index in indices]
-        self._threads += new
-        run_threads(new, waiting, [walk.attendance.halted for walk in walks], self._fail)
-        if self._error is not None:
-            self._stop()
-            error, self._error = self._error, None
-            try:
-                raise error
-            finally:
-                del error
+        with self._beside_tail(shared):
+            self._alive += new
+            self._run(walks, new, waiting, may_trail=self._may_trail(plan, indices))
+        self._raise_error()
         return walks
+
+    def _completion_of(self, indices: range) -> Completion | None:
+        request, resources = self._request, self._resources
+        if request.completed is None or len(indices) < len(self._states):
+            return None
+        is_open, num_aliases = resources.glue_is_user_code.is_set, resources.replicas.num_aliases
+        walks, in_glue = self._walks.values(), resources.glue_parameters
+        return Completion(request.completed, self._store, walks, in_glue, is_open, num_aliases)
+
+    @contextlib.contextmanager
+    def _beside_tail(self, shared: StepContext) -> Iterator[None]:
+        """Around a run over a schedule, which begins: a tail of the step before runs with it."""
+        if self._before is None:
+            shared.loader.begin()
+            yield
+            return
+        shared.turnstile.follow(self._before.shared.turnstile)
+        shared.loader.begin(self._before.shared.loader)
+        with self._before.going_on(shared.glue_parameters):
+            yield
+        shared.turnstile.forget_before()
+
+    def _may_trail(self, plan: Plan, indices: range) -> bool:
+        """Whether a run over a schedule may leave a tail."""
+        is_whole = len(indices) == len(self._states) and not self._request.meets and self._trace is None
+        is_worth_it = len(self._resources.pool) > 1 and plan.partition.num_stages > 1
+        return self._request.on_gradients is not None and is_whole and is_worth_it
+
+    def _run(
+        self,
+        walks: list[Walk],
+        new: list[threading.Thread],
+        waiting: list[Callable[[], None]],
+        *,
+        may_trail: bool,
+    ) -> None:
+        """Lets micro-batches run, each until it comes to a meeting or is over, or until the step has a tail."""
+        halted = [walk.attendance.halted for walk in walks]
+        if may_trail:
+            run_threads(new, waiting, [walk.attendance.at_tail for walk in walks], self._fail)
+            assert self._turnstile is not None
+            is_user_code = self._resources.glue_is_user_code.is_set()
+            if not is_user_code and self._turnstile.pause() and not self._aborted.is_set():
+                self.tail = Tail(walks, self._complete, self._abort)
+                return
+            self._turnstile.resume()
+            await_all(halted)
+        else:
+            run_threads(new, waiting, halted, self._fail)
 
     def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
         state = self._states[index]
         walk = self._walks[index] = Walk(index, slot, shared, state)
         if self._request.meets:
             state.meet = functools.partial(self._meet, index)
-        return threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._run_walk, walk),
-            name=f"roundpipe-microbatch-{index}",
-            daemon=True,
-        )
-
-    def _run_walk(self, walk: Walk) -> None:
-        """Body of a micro-batch thread."""
-        request = self._request
-        try:
-            with entered(walk.state), self._surroundings.entered(), self._strays(walk):
-                try:
-                    self._lock.acquire(walk.state)
-                    results, roots = self._forward(request, walk)
-                    if roots:
-                        self._lock.release(walk.state)
-                        with self._surroundings.in_backward():
-                            walk.backward(roots)
-                finally:
-                    walk.finish()
-                self.outputs[walk.index] = results.arrive()
-        except BaseException as error:  # every error must reach the caller's thread, interrupts included
-            self._fail(error)
-        finally:
-            walk.attendance.end()
-
-    def _strays(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
-        if walk.device.aliases_host:
-            return contextlib.nullcontext()
-        return StrayOperands(lambda: walk.device, self._glue_parameters, walk.is_flushing)
-
-    def _forward(self, request: StepRequest, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
-        """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
-
-        Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
-        """
-        output = request.function(request.microbatches[walk.index])
-        loss = None if request.loss_of is None else request.loss_of(output)
-        results = Results(output, walk.owner_of)
-        share = request.weights[walk.index]
-        if loss is None or share == 0.0:
-            return results, []
-        return results, [self._root(walk, loss, share)]
-
-    def _root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """A loss to run backward from, and its gradient."""
-        if loss.numel() != 1:
-            raise ValueError(
-                f"training_step has a loss of shape {tuple(loss.shape)}: it must be a scalar, for instance its mean"
-            )
-        if not loss.requires_grad:
-            raise RuntimeError(
-                "the loss of training_step does not require a gradient: it does not depend on a trainable parameter, "
-                "or was detached on the way"
-            )
-        if walk.shared.plan.recording:
-            check_escape([loss.grad_fn, *walk.glue_nodes()], self._resources.replicas.leaf_names())
-        if self._completion is not None:
-            self._completion.look_at_glue([loss.grad_fn, *walk.glue_nodes()])
-        return loss, torch.full_like(loss, share)
+        return self._threads.thread_of(walk, self._fail)
 
     # --- failures ------------------------------------------------------------------------------------------------
 
@@ -406,14 +465,23 @@ class Step:
         if self._turnstile is not None:
             self._turnstile.abort()
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._stop()
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
+
     def _stop(self) -> None:
         """Ends the threads that still wait at a meeting, and waits for all."""
-        alive = [thread for thread in self._threads if thread.is_alive()]
+        alive = [thread for thread in self._alive if thread.is_alive()]
         if alive:
             self._fail(StepAborted())
             for walk in self._walks.values():
                 walk.attendance.resume(returning(None))
-        for thread in self._threads:
+        for thread in self._alive:
             if thread.ident is not None:
                 thread.join()
         for state in self._states:

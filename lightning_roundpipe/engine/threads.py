@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ def run_threads(
     resume: list[Callable[[], None]],
     halted: list[threading.Event],
     fail: Callable[[BaseException], None],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Starts or resumes threads, and waits until all have halted; an interrupt of the waiting thread stops them first.
 
@@ -69,6 +70,7 @@ def run_threads(
         resume: lets each of the others go on.
         halted: set by each thread, in the order of ``resume`` and ``threads``, as the last thing it does for now.
         fail: makes the threads stop.
+        meanwhile: called while they run.
 
     Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
     """
@@ -77,9 +79,8 @@ def run_threads(
             go_on()
         for thread in threads:
             thread.start()
-        for event in halted:
-            while not event.wait(_RECHECK_S):
-                pass
+        meanwhile()
+        await_all(halted)
     except BaseException as interrupt:
         fail(interrupt)
         for thread, event in zip(threads, halted[len(resume) :], strict=True):
@@ -87,3 +88,10 @@ def run_threads(
             while thread in threading.enumerate() and not event.wait(_STARTING_S):
                 pass
         raise
+
+
+def await_all(events: Iterable[threading.Event]) -> None:
+    """Blocks until all of them are set, or the calling thread is interrupted."""
+    for event in events:
+        while not event.wait(_RECHECK_S):
+            pass

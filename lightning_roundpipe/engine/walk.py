@@ -351,6 +351,8 @@ class Walk:
         """Goes to the stage of the call's backward and runs it; whether it may have to run (again) later."""
         self.shared.turnstile.check()
         if call.backward_stage is not None:
+            if call.backward_stage > self._visits.stage:
+                self.attendance.at_tail.set()
             needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
             self._visits.move_to(call.backward_stage, needed, what)
         self._flush()

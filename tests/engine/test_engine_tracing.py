@@ -310,7 +310,7 @@ def test_a_wait_for_buffers(begun: threading.Event) -> None:
 def test_a_wait_for_the_glue_lock(begun: threading.Event) -> None:
     trace = make_trace()
     turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
-    lock = TracedGlueLock(trace, (), lambda: False)
+    lock = TracedGlueLock(trace, ())
     one, other = GlueState(1, 0), GlueState(2, 0)
     lock.acquire(one)
     turnstile.leave(Action(0, 0))

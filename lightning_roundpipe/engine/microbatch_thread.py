@@ -1,0 +1,110 @@
+"""What the thread of a micro-batch does: the user's function, and the backward of its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .glue import GlueLock, entered
+from .glue_parameters import GlueParameters
+from .outputs import Results
+from .recompute import check_escape
+from .requests import StepRequest
+from .strays import StrayOperands
+from .threads import Surroundings
+from .walk import Walk
+
+if TYPE_CHECKING:
+    from .completion import Completion
+
+
+@dataclass
+class MicrobatchThreads:
+    """The threads of one step.
+
+    Attributes:
+        results: of the user's function, by micro-batch.
+        completion: looks at the graphs of glue, see :mod:`completion`.
+    """
+
+    request: StepRequest
+    lock: GlueLock
+    glue_parameters: GlueParameters
+    leaf_names: Callable[[], dict[int, str]]
+    results: dict[int, Results] = field(default_factory=dict)
+    completion: Completion | None = None
+
+    def __post_init__(self) -> None:
+        self._surroundings = Surroundings.of_this_thread(self.request.autocast_device)
+
+    def thread_of(self, walk: Walk, fail: Callable[[BaseException], None]) -> threading.Thread:
+        """The thread of a micro-batch, not started.
+
+        Args:
+            fail: is told of every error: it must reach the thread that runs the step.
+        """
+        return threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(functools.partial(self._run, walk, fail),),
+            name=f"roundpipe-microbatch-{walk.index}",
+            daemon=True,
+        )
+
+    def _run(self, walk: Walk, fail: Callable[[BaseException], None]) -> None:
+        try:
+            with entered(walk.state), self._surroundings.entered(), self._strays(walk):
+                try:
+                    self.lock.acquire(walk.state)
+                    roots = self._forward(walk)
+                    if roots:
+                        self.lock.release(walk.state)
+                        with self._surroundings.in_backward():
+                            walk.backward(roots)
+                finally:
+                    walk.finish()
+        except BaseException as error:  # every error must reach the caller's thread, interrupts included
+            fail(error)
+        finally:
+            walk.attendance.end()
+
+    def _strays(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
+        if walk.device.aliases_host:
+            return contextlib.nullcontext()
+        return StrayOperands(lambda: walk.device, self.glue_parameters, walk.is_flushing)
+
+    def _forward(self, walk: Walk) -> list[tuple[Tensor, Tensor]]:
+        """The user's step on one micro-batch; what to run backward from: tensors, their gradients.
+
+        Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
+        """
+        request = self.request
+        output = request.function(request.microbatches[walk.index])
+        loss = None if request.loss_of is None else request.loss_of(output)
+        self.results[walk.index] = Results(output, walk.owner_of)
+        share = request.weights[walk.index]
+        return [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
+
+    def root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """A loss to run backward from, and its gradient."""
+        if loss.numel() != 1:
+            raise ValueError(
+                f"training_step has a loss of shape {tuple(loss.shape)}: it must be a scalar, for instance its mean"
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss of training_step does not require a gradient: it does not depend on a trainable parameter, "
+                "or was detached on the way"
+            )
+        if walk.shared.plan.recording:
+            check_escape([loss.grad_fn, *walk.glue_nodes()], self.leaf_names())
+        if self.completion is not None:
+            self.completion.look_at_glue([loss.grad_fn, *walk.glue_nodes()])
+        return loss, torch.full_like(loss, share)

@@ -1,0 +1,112 @@
+"""The tail of a step: what is left of its backward when its results are known.
+
+[Note: tails]
+A pipeline that is filled and drained in every step leaves devices idle twice per step. If nobody needs the gradients of
+a step before the next one has begun, the next one can fill the devices while this one drains. So a step that may have a
+tail (``StepRequest.may_trail``) ends as soon as every micro-batch has a loss and has left the fused stage: its
+turnstile is *paused*, each thread stands still where it waits for its next device, and what the step has changed
+outside itself is put back. Devices keep what they have. Nothing runs between two steps: the thread that runs them has
+everything for itself, as between the segments of one step ([Note: meetings] in :mod:`meetings`).
+
+The tail goes on
+
+- in the next step, if that is of the same kind and has a plan: on every device the actions of the tail come first
+  (``Turnstile.follow``, ``Loader.begin``), and there is one glue lock for both steps;
+- alone, as soon as anybody wants its gradients (``Engine.finish_tail``), or another kind of step begins.
+
+Both are the same to it: the patches of a step are open, its turnstile is resumed, it is waited for. Its gradients are
+those that it would have had without a pause, to the last bit. A step that fails does not take the tail with it, which
+comes to its end first; a tail that fails takes the step with it.
+
+Glue of two steps uses the same parameters at the same time. ``.grad`` does not tell whose gradient it is. So while
+there is a tail, a backward through glue holds the glue lock and takes what has come to any parameter, see
+``Walk._glue_backward``.
+
+A step has no tail where glue runs user code in its backward (checkpoints around units), with one device or one stage,
+and when it is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from ..planning.timeline import Span
+from .threads import await_all
+from .tracing import Clock
+from .walk import Walk
+
+
+class Tail:
+    """Micro-batches that stand still in their backward; see [Note: tails].
+
+    Args:
+        walks: the micro-batches, which share a turnstile that is paused.
+        complete: called when they are through; whether the next step has another plan. Raises the first exception of
+            any of them.
+        abort: stops them for good.
+
+    Attributes:
+        shared: what they share.
+        is_over: whether they are through, or never will be.
+        replanned: whether their costs have led to another plan.
+    """
+
+    def __init__(self, walks: Sequence[Walk], complete: Callable[[], bool], abort: Callable[[], None]) -> None:
+        self._walks = list(walks)
+        self._complete = complete
+        self._abort = abort
+        self._num_runs = [len(walk.runs) for walk in walks]
+        self.shared = walks[0].shared
+        self.is_over = False
+        self.replanned = False
+
+    @contextlib.contextmanager
+    def going_on(self, trained: set[nn.Parameter]) -> Iterator[None]:
+        """While open the tail runs; it is over at the end. Patches of a step must be open.
+
+        Args:
+            trained: parameters that may get gradients in glue.
+
+        Raises:
+            BaseException: the first exception of the tail.
+        """
+        self.shared.lock.take_in([walk.state for walk in self._walks])
+        self.shared.glue_parameters = trained
+        self.shared.turnstile.resume()
+        try:
+            yield
+        finally:
+            self.await_end()
+
+    def spans(self, clock: Clock) -> Iterator[Span]:
+        """What it has computed since it was paused."""
+        for walk, num_runs in zip(self._walks, self._num_runs, strict=True):
+            yield from clock.spans_of(walk.runs[num_runs:], walk.index)
+
+    def await_end(self) -> None:
+        """Blocks until the tail is over. The first interrupt is raised then: weights and gradients shall be those of
+        whole steps. The second one gives the tail up.
+
+        Raises:
+            BaseException: the first exception of the tail.
+        """
+        interrupt: BaseException | None = None
+        while not self.is_over:
+            try:
+                await_all(walk.attendance.halted for walk in self._walks)
+                self.is_over = True
+                self.replanned = self._complete()
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    self.give_up()
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def give_up(self) -> None:
+        """The gradients are lost."""
+        self.is_over = True
+        self._abort()
