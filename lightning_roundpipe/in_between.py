@@ -1,7 +1,8 @@
-"""Code of the user between the last gradient of a training step and the step of the optimizer."""
+"""Code of the user between the last gradient of a training step and the step of the optimizer, or the next batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,11 @@ _OF_MODULES = (
     "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients",
 )  # fmt: skip
 _OF_CALLBACKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+# Where Lightning's own callbacks do nothing that disturbs.
+_OF_BATCHES = (
+    "on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)  # fmt: skip
 
 
 def runs_in_between(module: pl.LightningModule) -> bool:
@@ -24,5 +30,21 @@ def runs_in_between(module: pl.LightningModule) -> bool:
     )
 
 
-def _overrides(found: Any, base: type, names: tuple[str, ...]) -> bool:
+def runs_between_batches(module: pl.LightningModule) -> bool:
+    """As :func:`runs_in_between`, up to the next training step."""
+    names = [name for name in _OF_BATCHES if hasattr(pl.Callback, name)]
+    return (
+        runs_in_between(module)
+        or _overrides(module, pl.LightningModule, _OF_BATCHES)
+        or any(_overrides(c, pl.Callback, names) and not _is_of_lightning(c) for c in module.trainer.callbacks)  # type: ignore[attr-defined]
+    )
+
+
+def _is_of_lightning(callback: pl.Callback) -> bool:
+    """Whether it is code of Lightning, and no functions of the user in a shell."""
+    is_shell = any(callable(value) for value in vars(callback).values())
+    return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning") and not is_shell
+
+
+def _overrides(found: Any, base: type, names: Sequence[str]) -> bool:
     return any(name in vars(found) or getattr(type(found), name) is not getattr(base, name) for name in names)

@@ -15,7 +15,7 @@ overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -79,16 +79,14 @@ def loss_of(output: Any) -> Tensor | None:
     )
 
 
-def merged_step(
-    outputs: Sequence[Any], batches: Batches, gradients: Mapping[nn.Parameter, Tensor], scale: float
-) -> STEP_OUTPUT:
-    """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
+def merged_step(outputs: Sequence[Any], batches: Batches, behind: Callable[[Tensor], Tensor]) -> STEP_OUTPUT:
+    """What ``training_step`` would have returned for the whole batch.
 
     A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped. One of weight
     zero (no label) may have a NaN loss: it does not take part.
 
     Args:
-        scale: by which the gradients were multiplied already.
+        behind: puts the gradients behind the loss.
     """
     shares = [
         loss.detach().cpu().reshape(()) * weight
@@ -97,7 +95,7 @@ def merged_step(
     ]
     if not shares:
         return None
-    loss = hand_over(torch.stack(shares).sum(), gradients, scale)
+    loss = behind(torch.stack(shares).sum())
     others = [
         ({name: value for name, value in output.items() if name != "loss"}, size, weight)
         for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)

@@ -45,6 +45,7 @@ from .retry import Retry
 from .seeds import seed_of_step
 from .single_process import SingleProcessStrategy
 from .supported import check_model
+from .tails import Tails
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
 from .workers import machine_of, make_engine, make_pool
@@ -155,6 +156,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._host_report: HostReport | None = None
         self._guard: StepGuard | None = None
         self._overlap: OptimizerOverlap | None = None
+        self._tails: Tails | None = None
         self._manual: ManualOptimization | None = None  # of the training step that runs
         self._seeks_batch_size = False
 
@@ -228,6 +230,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine; no thread is alive between steps."""
         try:
+            self.tails.finish()
             self._updates.finish()
         finally:
             self._overlap = None
@@ -248,7 +251,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard", "_overlap")
+        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard", "_overlap", "_tails")
         return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     @property
@@ -259,6 +262,13 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @property
     def _updates(self) -> OptimizerOverlap:
         return self._overlap or NO_OVERLAP
+
+    @property
+    def tails(self) -> Tails:
+        """The training steps that end before their backward."""
+        if self._tails is None:
+            self._tails = Tails(lambda: self.engine, self._training_contexts)
+        return self._tails
 
     @property
     def engine(self) -> Engine:
@@ -315,12 +325,22 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
-        computing = self._updates.computing(self._module)
-        with self.precision_plugin.train_step_context(), training_settings(self._module), computing:
+        with self.tails.stepping(), self._training_contexts(), self._updates.computing(self._module):
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(result.outputs, batches, result.gradients, scale)
+
+        def behind(loss: Tensor) -> Tensor:
+            if result.has_tail:
+                return self.tails.behind(loss, self._module)
+            return hand_over(loss, result.gradients, scale)
+
+        return merged_step(result.outputs, batches, behind)
+
+    @contextlib.contextmanager
+    def _training_contexts(self) -> Iterator[None]:
+        with self.precision_plugin.train_step_context(), training_settings(self._module):
+            yield
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -371,6 +391,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.tails.finish()
         batches, result = self._run(name, args, kwargs)
         return merge_outputs(result.outputs, batches.sizes, batches.weights)
 
@@ -414,7 +435,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches), meetings, self._updates.attempt() as completed:
+        tails = self.tails.attempt(self.retry.forbid)
+        with logs.capturing(), guard.watching(name, batches), meetings, tails, self._updates.attempt() as completed:
+            late = self.tails.late(self._module, loss_scale) if is_training and not guard.is_looking else None
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -426,8 +449,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 autocast_device=self._autocast_device,
                 meets=is_manual,
                 completed=None if guard.is_looking else completed,
+                on_gradients=None if late is None else late.arrive,
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
+            if late is not None and result.has_tail:
+                self.tails.begin(late)
         return logs, result
 
     @contextlib.contextmanager

@@ -84,9 +84,11 @@ class Share:
         failure: raised by those who wait.
 
     Attributes:
+        owns_weights: whether they are not what they will be; if not, their gradients are not.
         owns_gradients: whether their gradients belong to them until then as well.
     """
 
+    owns_weights = True
     owns_gradients = True
     passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
@@ -97,7 +99,8 @@ class Share:
 
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
-        see(Event.UPDATE, self.parameters)
+        if self.owns_weights:
+            see(Event.UPDATE, self.parameters)
         for parameter in self.parameters:
             _shares[id(parameter)] = self
             _classify(parameter)
@@ -108,7 +111,8 @@ class Share:
         Args:
             is_undone: whether they are what they were before.
         """
-        see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
+        if self.owns_weights:
+            see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
         for parameter in self.parameters:
             if _shares.get(id(parameter)) is self:
                 del _shares[id(parameter)]
@@ -167,10 +171,12 @@ class PendingParameter(nn.Parameter):
             share = _shares.get(id(parameter))
             if share is None:
                 _classify(parameter)  # made one by torch.utils.swap_tensors
-            elif (is_of_gradient and not share.owns_gradients) or threading.get_ident() in share.passes_for:
+            elif threading.get_ident() in share.passes_for:
                 passes = True
-            else:
+            elif share.owns_gradients if is_of_gradient else share.owns_weights:
                 share.wait()
+            else:
+                passes = True
         with unwaited() if passes else contextlib.nullcontext():
             return func(*args, **kwargs)
 

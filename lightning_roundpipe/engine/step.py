@@ -182,7 +182,9 @@ class Step:
             self._raise_error()
             gradients = self._gradients_at_home()
             walks = list(self._walks.values())
-            replanned = self._resources.plans.note_step(self._request.key, walks, len(walks))
+            plans, key = self._resources.plans, self._request.key
+            is_known = plans.of(key) is walks[0].shared.plan  # may have been forgotten meanwhile
+            replanned = is_known and plans.note_step(key, walks, len(walks))
         finally:
             self._abort()
         assert self._request.on_gradients is not None
