@@ -61,7 +61,7 @@ class LateGradients:
         """Does what ``loss.backward()`` would have done, if it was called."""
         gradients, factor, self._factor = self._gradients, self._factor, None
         if gradients and factor is not None:
-            hand_over(torch.zeros_like(factor), gradients, self._scale).backward(factor)
+            hand_over(torch.zeros_like(factor), gradients, self._scale).backward(factor)  # type: ignore[no-untyped-call]
 
 
 class _LateLoss(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _LateLoss(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, None]:
         ask, ctx.ask = ctx.ask, None
         if ask is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")

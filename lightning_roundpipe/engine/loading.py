@@ -24,7 +24,7 @@ from .parameters import Attributes, Relay, Replica
 from .pending import is_pending
 from .pool import DevicePool
 from .units import Unit
-from .working_copies import WorkingCopies
+from .working_copies import NO_VALUES, Values, WorkingCopies
 
 if TYPE_CHECKING:
     from .completion import Completion
@@ -113,52 +113,64 @@ class ReplicaCache:
         """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
         self._next_use[device.index] = next_use
 
-    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
+    def load(self, unit: Unit, device: Device, values: Values, *, is_low: bool | None = None) -> Replica:
         """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
 
         Args:
+            values: that the step computes with, see :class:`WorkingCopies`.
             is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room to be made.
         """
         replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
-        if not device.aliases_host and not self._is_there(replica):
-            replica.load(self.weights, must=True)
+        if not device.aliases_host and not self._is_there(replica, values):
+            replica.load(self.weights, values, must=True)
         return replica
 
-    def prefetch(self, unit: Unit, device: Device) -> bool:
+    def prefetch(self, unit: Unit, device: Device, values: Values) -> bool:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
         on its way."""
         replica = self._find(unit, device, self.weights.is_low(unit))
         if is_pending(unit.module.parameters()):  # a wait would hold up the unit that runs now
             return False
         needed = self._next_use[device.index].get(unit, _NEVER)
-        while not self._is_there(replica) and not replica.load(self.weights, must=False):
+        while not self._is_there(replica, values) and not replica.load(self.weights, values, must=False):
             if not self.evict(device.index, later_than=needed):
                 return False
         return True
 
-    def _is_there(self, replica: Replica) -> bool:
+    def _is_there(self, replica: Replica, values: Values) -> bool:
         if not replica.is_active:
-            replica.drop_stale(self.weights)
+            replica.drop_stale(self.weights, values)
         return replica.is_loaded
 
-    def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
+    def get(
+        self,
+        call: Call,
+        device: Device,
+        baseline: Callable[[], Attributes],
+        values: Values = NO_VALUES,
+        *,
+        learns: bool = False,
+    ) -> Replica:
         """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
         Args:
             learns: whether something is to be learned about the unit, which takes the full form.
             baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
                 else.
+            values: that the step computes with, see :class:`WorkingCopies`.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self.load(call.unit, device, is_low=call.is_low)
+        replica = self.load(call.unit, device, values, is_low=call.is_low)
         self._num_uses += 1
         replica.last_use = self._num_uses
+        if replica.is_active and replica.values is not values:  # from the tail of the step before
+            replica.deactivate()
         if not replica.is_active:
-            replica.activate(baseline)
+            replica.activate(baseline, values)
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
@@ -247,6 +259,7 @@ class Loader:
 
     Args:
         completion: is told of slots that have ended, when their weights are not in use any more.
+        values: that the step computes with, see :class:`WorkingCopies`.
     """
 
     def __init__(
@@ -257,6 +270,7 @@ class Loader:
         replicas: ReplicaCache,
         gradients: GradientStore,
         completion: Completion | None = None,
+        values: Values = NO_VALUES,
     ) -> None:
         self._pool = pool
         self._replicas = replicas
@@ -265,7 +279,8 @@ class Loader:
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
         self._next: Loader | None = None
-        self._coming: list[list[Unit]] = [[] for _ in pool.devices]
+        self._coming: list[list[tuple[Unit, Values]]] = [[] for _ in pool.devices]
+        self._values = values
         self._completion = completion
         if completion is not None:
             completion.follow(slot for row in self._slots for slot in row)
@@ -330,16 +345,25 @@ class Loader:
         self._replicas.expect(device, self._next_uses(device))
         following = self._following(device.index)[:2]
         device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
-        if following:
+        if not self._is_through(device.index):
             for unit in following[0].units:
-                self._replicas.load(unit, device)
-        self._coming[device.index] = [unit for slot in following[1:] for unit in reversed(slot.units)]
+                self._replicas.load(unit, device, self._values)
+        self._coming[device.index] = list(self._needed_next(device.index, following))
         self.prefetch(device)
+
+    def _needed_next(self, device_index: int, following: list[Slot]) -> Iterator[tuple[Unit, Values]]:
+        """The units of the next slot, in reverse, and what they are to be there with."""
+        is_own = len(self._slots[device_index]) - self._now[device_index] > 1
+        values = self._values if is_own or self._next is None else self._next._values
+        for slot in following[1:]:
+            for unit in reversed(slot.units):
+                if values is self._values or unit not in following[0].units:  # which has it with others
+                    yield unit, values
 
     def prefetch(self, device: Device) -> None:
         """Weights of the next slot begin to travel, as far as there is room; asked again while the slot runs."""
         coming = self._coming[device.index]
-        while coming and self._replicas.prefetch(coming[-1], device):
+        while coming and self._replicas.prefetch(coming[-1][0], device, coming[-1][1]):
             coming.pop()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:

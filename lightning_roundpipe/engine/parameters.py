@@ -27,7 +27,7 @@ from .gradients import GradientStore
 from .protocol import Event, see
 from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
-from .working_copies import WorkingCopies
+from .working_copies import NO_VALUES, Values, WorkingCopies
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
@@ -76,6 +76,7 @@ class Replica:
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.is_active = False
         self.has_gradients = False
+        self.values: Values = NO_VALUES  # it is active with them
         self.last_use = 0
         self.num_hooks = 0
         self._owns_buffers = False
@@ -178,10 +179,11 @@ class Replica:
         master = self.leaves[leaf]
         return master, weights.dtype_of(self.unit, master) if self.is_low else master.dtype
 
-    def load(self, weights: WorkingCopies, *, must: bool) -> bool:
+    def load(self, weights: WorkingCopies, values: Values, *, must: bool) -> bool:
         """Starts the upload of the weights that are missing, on a device that has copies; whether there was room.
 
         Args:
+            values: that the step computes with, see :class:`WorkingCopies`.
             must: whether to make room for them; then there was.
 
         Raises:
@@ -203,7 +205,7 @@ class Replica:
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
-                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
+                    copies = self._start_upload(weights, values, {leaf: missing[leaf] for leaf in leaves})
                     self._copies.append(copies)
                     num_bytes -= copies.num_bytes
         finally:
@@ -211,18 +213,19 @@ class Replica:
         return True
 
     def _start_upload(
-        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
+        self, weights: WorkingCopies, values: Values, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
     ) -> _Copies:
-        generations = [weights.generation(*one) for one in wanted.values()]
-        sources = [weights.source(*one) for one in wanted.values()]
+        generations = [weights.generation(*one, values) for one in wanted.values()]
+        sources = [weights.source(*one, values) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
         see(Event.UPLOAD, [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
 
-    def drop_stale(self, weights: WorkingCopies) -> None:
+    def drop_stale(self, weights: WorkingCopies, values: Values) -> None:
         """Frees copies of what the masters no longer are; not while the replica is active."""
         for copies in list(self._copies):
-            if copies.generations != [weights.generation(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
+            wanted = [self._wanted(weights, leaf) for leaf in copies.leaves]
+            if copies.generations != [weights.generation(*one, values) for one in wanted]:
                 self._free(copies)
 
     def unload(self, unless: Callable[[Iterable[nn.Parameter]], bool] | None = None) -> None:
@@ -245,12 +248,13 @@ class Replica:
             for leaf in copies.leaves:
                 leaf.data = torch.empty(0, dtype=leaf.dtype)
 
-    def activate(self, baseline: Callable[[], Attributes]) -> None:
+    def activate(self, baseline: Callable[[], Attributes], values: Values) -> None:
         """Makes the replica ready to run: up-to-date attributes, weights, buffers."""
+        self.values = values
         self.refresh(baseline)
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
-                data = master.data
+                data = values.get(master, master).data
                 if _layout(leaf) != _layout(data):
                     leaf.data = data
         for copies in self._copies:

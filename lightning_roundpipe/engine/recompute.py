@@ -331,6 +331,11 @@ class PendingGradients:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where they wait."""
+        return [edge for edge, _ in self._waiting.values()]
+
     def flush(self) -> None:
         """Pushes what waits through the glue graph, down to the cuts and to parameters used in glue."""
         if not self._waiting:

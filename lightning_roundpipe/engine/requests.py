@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from .completion import Tell
+from .working_copies import Values
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class StepRequest:
         completed: is told of weights whose gradients are complete while others are not; see :mod:`completion`.
         on_gradients: lets the step have a tail, see [Note: tails] in :mod:`tail`; it is called with the gradients
             when the tail is over, by the thread that runs steps.
+        values: that the step computes with in the place of those of some parameters, which glue finds in them as well;
+            they must not change before the tail is over.
     """
 
     function: Callable[[Any], Any]
@@ -45,6 +48,7 @@ class StepRequest:
     meets: bool = False
     completed: Tell | None = None
     on_gradients: Callable[[dict[nn.Parameter, Tensor]], None] | None = None
+    values: Values = field(default_factory=dict)
 
     @property
     def training(self) -> bool:

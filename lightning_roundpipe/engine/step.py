@@ -38,7 +38,7 @@ from .requests import StepRequest
 from .resources import Resources
 from .seen_gradients import gradients_seen
 from .step_context import Plan, StepContext
-from .tail import Tail
+from .tail import Tail, reaches_parameters
 from .threads import await_all, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
@@ -359,7 +359,8 @@ class Step:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
         completion = self._threads.completion = self._completion_of(indices)
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion)
+        values = dict(request.values)  # an object of its own, by which replicas tell steps apart
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion, values)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)
@@ -382,6 +383,7 @@ class Step:
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
+            values=values,
         )
         self._turnstile = turnstile
         turnstile.join(len(indices))
@@ -428,6 +430,13 @@ class Step:
         is_worth_it = len(self._resources.pool) > 1 and plan.partition.num_stages > 1
         return self._request.on_gradients is not None and is_whole and is_worth_it
 
+    def _can_trail(self, walks: list[Walk]) -> bool:
+        """Whether the backward of a step that stands still may come later."""
+        if self._resources.glue_is_user_code.is_set():
+            return False
+        has_copies = not self._resources.pool[0].aliases_host
+        return has_copies or not self._request.values or not any(map(reaches_parameters, walks))
+
     def _run(
         self,
         walks: list[Walk],
@@ -438,17 +447,17 @@ class Step:
     ) -> None:
         """Lets micro-batches run, each until it comes to a meeting or is over, or until the step has a tail."""
         halted = [walk.attendance.halted for walk in walks]
+        meanwhile = _nothing if self._before is None else self._before.await_end
         if may_trail:
-            run_threads(new, waiting, [walk.attendance.at_tail for walk in walks], self._fail)
+            run_threads(new, waiting, [walk.attendance.at_tail for walk in walks], self._fail, meanwhile)
             assert self._turnstile is not None
-            is_user_code = self._resources.glue_is_user_code.is_set()
-            if not is_user_code and self._turnstile.pause() and not self._aborted.is_set():
+            if self._turnstile.pause() and not self._aborted.is_set() and self._can_trail(walks):
                 self.tail = Tail(walks, self._complete, self._abort)
                 return
             self._turnstile.resume()
             await_all(halted)
         else:
-            run_threads(new, waiting, halted, self._fail)
+            run_threads(new, waiting, halted, self._fail, meanwhile)
 
     def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
         state = self._states[index]
@@ -491,6 +500,10 @@ class Step:
         self._walks.clear()
         self._outcomes.clear()
         self._aside.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
 from .pool import DevicePool
 from .units import Unit
+from .working_copies import Values
 
 
 @dataclass
@@ -42,6 +44,8 @@ class StepContext:
 
     Attributes:
         meets: whether there may be other runs in the same step, see [Note: meetings] in :mod:`meetings`.
+        values: that it computes with, see :class:`WorkingCopies`.
+        left: attributes that its micro-batches have left changed, with their values from before, if it is a tail.
     """
 
     plan: Plan
@@ -59,8 +63,14 @@ class StepContext:
     glue_is_user_code: threading.Event
     compiler: UnitCompiler | None = None
     meets: bool = False
+    values: Values = field(default_factory=dict)
+    left: Sequence[tuple[nn.Module, str, Any]] = ()
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
+
+    def baseline(self) -> list[tuple[nn.Module, str, Any]]:
+        """Attributes that some micro-batch has written, with their values from before the step."""
+        return [*self.lock.baseline(), *self.left]
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:
         """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the glue lock.

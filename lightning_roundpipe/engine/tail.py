@@ -22,21 +22,38 @@ Glue of two steps uses the same parameters at the same time. ``.grad`` does not 
 there is a tail, a backward through glue holds the glue lock and takes what has come to any parameter, see
 ``Walk._glue_backward``.
 
-A step has no tail where glue runs user code in its backward (checkpoints around units), with one device or one stage,
-and when it is traced.
+A step that computes with other values than those of its parameters (``StepRequest.values``) and its tail read them from
+what each was given, and both may be different. Glue finds values in the parameters themselves, and autograd saves a
+parameter as such, not what it was. So where a backward through glue is left that ends at a parameter, and devices share
+the host's memory, such a step has no tail.
+
+A step has no tail either where glue runs user code in its backward (checkpoints around units), with one device or one
+stage, and when it is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
 from ..planning.timeline import Span
+from .recompute import walk_graph
 from .threads import await_all
 from .tracing import Clock
 from .walk import Walk
+
+# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
+_MAX_NODES = 2000
+
+
+def reaches_parameters(walk: Walk) -> bool:
+    """Whether a backward through glue is left that may end at a parameter."""
+    nodes = list(itertools.islice(walk_graph(walk.glue_nodes()), _MAX_NODES))
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    return len(nodes) == _MAX_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 class Tail:
@@ -60,6 +77,7 @@ class Tail:
         self._abort = abort
         self._num_runs = [len(walk.runs) for walk in walks]
         self.shared = walks[0].shared
+        self.shared.left = self.shared.lock.baseline()
         self.is_over = False
         self.replanned = False
 

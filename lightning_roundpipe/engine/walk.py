@@ -281,7 +281,8 @@ class Walk:
         return done
 
     def _replica(self, call: Call, *, learns: bool = False) -> Replica:
-        replica = self.shared.replicas.get(call, self.device, self.shared.lock.baseline, learns=learns)
+        shared = self.shared
+        replica = shared.replicas.get(call, self.device, shared.baseline, shared.values, learns=learns)
         if not self.device.aliases_host:
             self.shared.loader.prefetch(self.device)
         return replica
@@ -417,9 +418,9 @@ class Walk:
         return coming
 
     def glue_nodes(self) -> list[Any]:
-        """Autograd nodes of glue that produced the inputs of calls."""
+        """Autograd nodes of glue from which its backward has still to go on."""
         edges = [receiver.edge for call in self.calls for receiver in call.receivers]
-        return [edge.node for edge in edges if edge is not None]
+        return [edge.node for edge in (*edges, *self._pending.edges) if edge is not None]
 
     def finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""

@@ -1,4 +1,4 @@
-"""Steps whose tail runs with the next step, or alone: the same gradients, outputs and buffers as without, bit for bit."""
+"""Steps whose tail runs with the next step, or alone: the same gradients and outputs as without, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_roundpipe.engine.pending import replaced
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.virtual import LazyLink
@@ -42,6 +43,7 @@ class Trained:
             num_threads=1,
         )
         self.gradients: list[Named] = []
+        self.values: dict[nn.Parameter, Tensor] = {}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
 
     def train(self, batches: list[Any], seed: int, *, may_trail: bool = True) -> StepResult:
@@ -53,6 +55,7 @@ class Trained:
                 "train",
                 seed,
                 loss_of=lambda loss: loss,
+                values=self.values,
                 on_gradients=self.take if may_trail else None,
             )
         )
@@ -69,10 +72,12 @@ class Trained:
 
 
 def pair(model: nn.Module, num_devices: int, *, copies: bool, round_size: int | None = None) -> tuple[Trained, Trained]:
-    return (
-        Trained(model, num_devices, copies=copies, round_size=round_size),
-        Trained(copy.deepcopy(model), num_devices, copies=copies, round_size=round_size),
-    )
+    one, other = (Trained(m, num_devices, copies=copies, round_size=round_size) for m in copied(model))
+    return one, other
+
+
+def copied(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return model, copy.deepcopy(model)
 
 
 def batches_of(count: int) -> list[Any]:
@@ -132,5 +137,74 @@ def test_any_sequence_of_steps(
             result = trailing.train(batches, step, may_trail=what == "trail")
             wanted_result = plain.train(batches, step, may_trail=False)
             assert all(map(torch.equal, result.outputs, wanted_result.outputs))
+    trailing.engine.finish_tail()
+    assert_equal(trailing, plain)
+
+
+class Shifting(Trained):
+    """In every step the weights have other values, which belong to that step alone."""
+
+    def train(self, batches: list[Any], seed: int, *, may_trail: bool = True) -> StepResult:
+        generator = torch.Generator().manual_seed(seed)
+        self.values = {
+            p: p.detach() + torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in self.model.parameters()
+        }
+        with replaced(self.values):
+            return super().train(batches, seed, may_trail=may_trail)
+
+
+@both_modes
+@pytest.mark.parametrize("features", [frozenset(), ALL - {"tied"}], ids=["units", "glue"])
+def test_every_step_has_values_of_its_own(copies: bool, features: frozenset[str]) -> None:
+    class Silent(Network):
+        def step(self, batch: Any) -> Tensor:
+            if features:
+                return super().step(batch)
+            x, _ = batch
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    trailing, plain = (Shifting(model, 2, copies=copies) for model in copied(Silent(range(4), features)))
+    for seed in range(6):
+        batches = batches_of(4)
+        result = trailing.train(batches, seed)
+        assert result.has_tail == (seed > 0 and (copies or not features)), seed
+        wanted = plain.train(batches, seed, may_trail=False)
+        assert all(map(torch.equal, result.outputs, wanted.outputs))
+    trailing.engine.finish_tail()
+    assert_equal(trailing, plain)
+
+
+@both_modes
+def test_what_glue_leaves_on_units_is_seen_by_the_next_step(copies: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            self.factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) * self.factor
+
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+        def step(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            for layer in self.layers:
+                layer.factor = float(x.detach().abs().max())
+            return x.square().mean()
+
+    trailing, plain = pair(Leaving(), 2, copies=copies)
+    for seed in range(5):
+        batches = [torch.randn(2, WIDTH, dtype=torch.float64) for _ in range(4)]
+        result, wanted = trailing.train(batches, seed), plain.train(batches, seed, may_trail=False)
+        assert result.has_tail == (seed > 0)
+        assert all(map(torch.equal, result.outputs, wanted.outputs))
+        assert [x.factor for x in trailing.model.layers] == [x.factor for x in plain.model.layers]
     trailing.engine.finish_tail()
     assert_equal(trailing, plain)
