@@ -44,10 +44,13 @@ class _MasterGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        factor = upstream.item() / ctx.scale
-        if factor != 1.0:
-            gradients = [gradient.mul_(factor) for gradient in gradients]
-        return (None, None, None, *gradients)
+        return (None, None, None, *scaled(gradients, upstream, ctx.scale))
+
+
+def scaled(gradients: list[Tensor], upstream: Tensor, scale: float) -> list[Tensor]:
+    """``gradients``, which were multiplied by ``scale``, for a loss whose gradient is ``upstream``; in place."""
+    factor = upstream.item() / scale
+    return gradients if factor == 1.0 else [gradient.mul_(factor) for gradient in gradients]
 
 
 def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0) -> Tensor:

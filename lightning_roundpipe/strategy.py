@@ -45,7 +45,7 @@ from .retry import Retry
 from .seeds import seed_of_step
 from .single_process import SingleProcessStrategy
 from .supported import check_model
-from .tails import Tails
+from .tails import LateGradients, Tails
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
 from .workers import machine_of, make_engine, make_pool
@@ -212,7 +212,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer))
         if trainer.training:
             self._recordings.start()
-            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine.order_of("training_step"))
+
+            def order() -> list[list[nn.Parameter]]:
+                return self.engine.order_of("training_step")
+
+            self._overlap = make_overlap(self.options, self.pool, order, self.tails.coming)
         super().setup(trainer)
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
@@ -350,7 +354,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
         if self._manual is None or current() is None:
-            self._updates.wait()
+            if not self.tails.is_open:
+                self._updates.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
@@ -437,7 +442,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
         tails = self.tails.attempt(self.retry.forbid)
         with logs.capturing(), guard.watching(name, batches), meetings, tails, self._updates.attempt() as completed:
-            late = self.tails.late(self._module, loss_scale) if is_training and not guard.is_looking else None
+            late = self._late_gradients(loss_scale) if is_training and not guard.is_looking else None
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -450,11 +455,18 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 meets=is_manual,
                 completed=None if guard.is_looking else completed,
                 on_gradients=None if late is None else late.arrive,
+                values=self._updates.values if is_training else {},
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
             if late is not None and result.has_tail:
                 self.tails.begin(late)
         return logs, result
+
+    def _late_gradients(self, scale: float) -> LateGradients | None:
+        updates = self._updates
+        if updates.is_off:
+            return None
+        return self.tails.late(self._module, scale, updates.lacks_state, may_wait=updates.can_wait)
 
     @contextlib.contextmanager
     def _meetings(self, batches: Batches, guard: StepGuard) -> Iterator[None]:

@@ -9,6 +9,11 @@ out, scaled by that factor, in the order of the batches. Until then every parame
 what it will be ([Note: pending weights] in :mod:`engine.pending`), and whoever looks at it lets the tail come to its
 end. So does a fork.
 
+With ``optimizer_overlap="stale"`` the same holds for batches that a step of the optimizer follows: the next training
+step does not compute with what that step makes. Then the update itself waits for the gradients, and begins in the
+middle of the next training step, when they have come. As nobody looks at ``.grad`` between there and ``zero_grad``,
+it is left empty.
+
 The backward of units runs their code again. It must find what the forward has found, so no step ends early where code
 of the user runs between it and the next one: hooks of the module and of callbacks.
 """
@@ -17,51 +22,101 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .engine.pending import Share, can_be_pending
+from .engine.coming import ComingGradients
+from .engine.dispatch import StepAborted
+from .engine.glue import GlueState, current
+from .engine.pending import Share, can_be_pending, unwaited
+from .engine.protocol import Event
 from .engine.runner import Engine
 from .in_between import runs_between_batches
-from .loss import hand_over
+from .loss import hand_over, scaled
 
+# Waits are cut into pieces, so that a failure is noticed.
+_RECHECK_S = 0.2
 Contexts = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class LateGradients:
-    """The gradients of one training step, and what its loss was multiplied by; see [Note: late gradients].
+    """The gradients of one training step, and what is done with them; see [Note: late gradients].
 
     Args:
-        scale: by which the gradients are multiplied already.
+        scale: by which they are multiplied already.
+        lacks_state: tells of weights whose first update they bring.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, lacks_state: Callable[[nn.Parameter], bool]) -> None:
         self._scale = scale
+        self._lacks_state = lacks_state
         self._factor: Tensor | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] | None = None
-
-    @property
-    def have_arrived(self) -> bool:
-        """Whether the tail is over."""
-        return self._gradients is not None
+        self._before: dict[nn.Parameter, Tensor] = {}
+        self._coming: ComingGradients | None = None
+        self.arrived = threading.Event()
+        self.are_apart = False
 
     def arrive(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The tail is over."""
         self._gradients = gradients
+        self.arrived.set()
+        if self._coming is None or self._factor is None:
+            return
+        total = {}
+        with torch.no_grad():
+            for parameter, gradient in zip(
+                gradients, scaled([*gradients.values()], self._factor, self._scale), strict=True
+            ):
+                known = self._before.pop(parameter, None)
+                total[parameter] = gradient if known is None else _sum(known, gradient)
+        self._gradients = {**total, **self._before}
+        # The state that an optimizer makes depends on the default dtype, which belongs to the training step now.
+        if self.are_apart and not any(map(self._lacks_state, total)):
+            self._coming.arrive(self._gradients, are_apart=True)
 
     def ask(self, factor: Tensor) -> None:
         """``loss.backward()`` was called."""
         self._factor = factor
 
-    def hand_out(self) -> None:
-        """Does what ``loss.backward()`` would have done, if it was called."""
-        gradients, factor, self._factor = self._gradients, self._factor, None
-        if gradients and factor is not None:
-            hand_over(torch.zeros_like(factor), gradients, self._scale).backward(factor)  # type: ignore[no-untyped-call]
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether ``loss.backward()`` was called."""
+        return self._factor is not None
+
+    def expect(self, bring: Callable[[], None], parameters: Iterable[nn.Parameter]) -> ComingGradients:
+        """For an update that waits for them, together with what is in ``.grad``."""
+        if self._coming is None:
+            self._coming = ComingGradients(bring)
+            with unwaited():
+                self._before = {p: p.grad for p in parameters if p.grad is not None}
+        return self._coming
+
+    def settle(self) -> None:
+        """The tail is over, or lost, and nothing runs: does what ``loss.backward()`` would have done."""
+        gradients, factor, coming = self._gradients or {}, self._factor, self._coming
+        self._gradients = self._factor = self._coming = None
+        if factor is None:
+            return
+        if coming is None:
+            if gradients:
+                hand_over(torch.zeros_like(factor), gradients, self._scale).backward(factor)  # type: ignore[no-untyped-call]
+            return
+        with unwaited():
+            for parameter, gradient in gradients.items():
+                parameter.grad = None if self.are_apart else gradient
+        if not coming.have_arrived:
+            coming.arrive(gradients if self.arrived.is_set() else None, are_apart=self.are_apart)
+
+
+def _sum(known: Tensor, gradient: Tensor) -> Tensor:
+    """As autograd adds up in ``.grad``."""
+    return known + gradient if known.is_sparse or gradient.is_sparse else known.add_(gradient)
 
 
 class _LateLoss(torch.autograd.Function):
@@ -90,6 +145,9 @@ class _GradientShare(Share):
         super().__init__(parameters)
         self._await_end = finish  # type: ignore[method-assign]
 
+    def _see(self, event: Event) -> None:
+        pass
+
 
 class Tails:
     """The training steps of a strategy that end before their backward; see [Note: late gradients].
@@ -116,7 +174,7 @@ class Tails:
                 yield
             finally:
                 if last is not None:
-                    self._settle(last)
+                    self._complete(last)
 
     @contextlib.contextmanager
     def attempt(self, forbid: Callable[[str], None]) -> Iterator[None]:
@@ -126,25 +184,38 @@ class Tails:
             forbid: called if it cannot be run again, with the reason.
         """
         last = self._last
+        if last is not None:
+            last.are_apart = True
         try:
             yield
         except BaseException:
-            if last is not None and not last.have_arrived:
+            if last is not None and not last.arrived.is_set():
                 forbid("the backward of the batch before was still to be run")
             raise
 
-    def late(self, module: pl.LightningModule, scale: float) -> LateGradients | None:
+    def late(
+        self, module: pl.LightningModule, scale: float, lacks_state: Callable[[nn.Parameter], bool], *, may_wait: bool
+    ) -> LateGradients | None:
         """Takes the gradients of the training step that begins, if they may come late.
 
         Args:
             scale: by which they are going to be multiplied.
+            lacks_state: tells of weights that no optimizer has a state of.
+            may_wait: whether a step of the optimizer can wait for them.
         """
-        if not module.automatic_optimization or not module.trainer.fit_loop._should_accumulate():
+        if not module.automatic_optimization or not (may_wait or module.trainer.fit_loop._should_accumulate()):
             return None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if runs_between_batches(module) or not all(map(_may_be_late, trained)):
             return None
-        return LateGradients(scale)
+        return LateGradients(scale, lacks_state)
+
+    def coming(self, optimizer: Optimizer) -> ComingGradients | None:
+        """The gradients that a step of the optimizer has to wait for; None if all are there."""
+        late = self._last
+        if late is None or not late.are_asked_for:
+            return None
+        return late.expect(self.finish, (p for group in optimizer.param_groups for p in group["params"]))
 
     def begin(self, late: LateGradients) -> None:
         """The training step has a tail."""
@@ -158,7 +229,7 @@ class Tails:
         def ask(factor: Tensor) -> None:
             late.ask(factor)
             if self._last is not late:
-                late.hand_out()
+                late.settle()
                 return
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._share = _GradientShare(trained, self.finish)
@@ -167,35 +238,55 @@ class Tails:
         anchor = torch.zeros((), requires_grad=True)
         return cast(Tensor, _LateLoss.apply(loss, anchor, ask))  # type: ignore[no-untyped-call]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the gradients of the last training step are still to come."""
+        return self._last is not None
+
     def finish(self) -> None:
         """The gradients of the last training step are there.
 
         Raises:
             BaseException: what has been raised in its backward.
         """
-        if self._last is None:
+        last = self._last
+        if last is None:
+            return
+        if (state := current()) is not None:
+            self._await(last, state)
             return
         with self._lock:
-            last = self._last
-            if last is None:
+            if self._last is not last:
                 return
             self._end_share()
-            try:
-                with torch.inference_mode(False), torch.enable_grad(), self._contexts():
-                    self._engine().finish_tail()
-            finally:
-                self._settle(last)
+            self._complete(last)
+
+    @staticmethod
+    def _await(last: LateGradients, state: GlueState) -> None:
+        """For a micro-batch of the next training step, beside which the tail runs."""
+        assert state.lock is not None
+        with state.lock.released(state):
+            while not last.arrived.wait(_RECHECK_S):
+                if state.aborted():
+                    raise StepAborted
 
     def _end_share(self) -> None:
         share, self._share = self._share, None
         if share is not None:
             share.end()
 
-    def _settle(self, last: LateGradients) -> None:
-        if self._last is last:
-            self._last = None
+    def _complete(self, last: LateGradients) -> None:
+        """Lets the tail come to its end, unless it has; then its gradients are handed out."""
         with torch.inference_mode(False), torch.enable_grad():
-            last.hand_out()
+            try:
+                if not last.arrived.is_set():
+                    last.are_apart = False
+                    with self._contexts():
+                        self._engine().finish_tail()
+            finally:
+                if self._last is last:
+                    self._last = None
+                last.settle()
 
 
 def _may_be_late(parameter: nn.Parameter) -> bool:

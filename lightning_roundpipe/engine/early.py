@@ -54,7 +54,9 @@ class Early(enum.Enum):
 class _EarlyShare(Share):
     """Weights that are updated too early for whoever looks at them: the update is taken back then."""
 
-    owns_gradients = False
+    @property
+    def owns_gradients(self) -> bool:
+        return False
 
     def __init__(self, parameters: Sequence[nn.Parameter], take_back: Callable[[], None]) -> None:
         super().__init__(parameters)

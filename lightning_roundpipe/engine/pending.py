@@ -85,11 +85,9 @@ class Share:
 
     Attributes:
         owns_weights: whether they are not what they will be; if not, their gradients are not.
-        owns_gradients: whether their gradients belong to them until then as well.
     """
 
     owns_weights = True
-    owns_gradients = True
     passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
     def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
@@ -97,10 +95,14 @@ class Share:
         self._failure = failure
         self._done = threading.Event()
 
+    @property
+    def owns_gradients(self) -> bool:
+        """Whether their gradients belong to them until then as well."""
+        return True
+
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
-        if self.owns_weights:
-            see(Event.UPDATE, self.parameters)
+        self._see(Event.UPDATE)
         for parameter in self.parameters:
             _shares[id(parameter)] = self
             _classify(parameter)
@@ -111,13 +113,15 @@ class Share:
         Args:
             is_undone: whether they are what they were before.
         """
-        if self.owns_weights:
-            see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
+        self._see(Event.TAKEN_BACK if is_undone else Event.UPDATED)
         for parameter in self.parameters:
             if _shares.get(id(parameter)) is self:
                 del _shares[id(parameter)]
                 _classify(parameter)
         self._done.set()
+
+    def _see(self, event: Event) -> None:
+        see(event, self.parameters)
 
     @property
     def is_over(self) -> bool:

@@ -25,7 +25,7 @@ The paper's five orderings (:class:`Ordering`) say which of these exclude each o
    them be needed again, the update is taken back first.
 
 Stale steps compute with snapshots, which nobody writes meanwhile (see :mod:`stale`): there an update excludes nothing
-but another one of the same weights.
+but another one of the same weights. It may begin in the middle of a step, with the gradients of the step before.
 
 Where :data:`observer` is set, as tests do with :func:`following`, it is told of every :class:`Event` and compares it
 with :data:`RULES`. Otherwise each call costs a comparison.
@@ -215,11 +215,14 @@ class Protocol:
             for index, weight in enumerate(weights):
                 record = self._record(weight, unit)
                 self.counts[event] += 1
-                is_apart = record.is_read_apart(weight)
+                if event is Event.UPDATE and place is not None:
+                    is_apart = weight.data_ptr() != place[index]  # type: ignore[index]
+                else:
+                    is_apart = record.is_read_apart(weight)
                 self._check(event, record, place, transfer, is_apart)
                 version = None if is_apart else record.version
                 if event is Event.UPDATE:
-                    record.address = weight.data_ptr()
+                    record.address = weight.data_ptr() if place is None else place[index]  # type: ignore[index]
                 elif event is Event.UPLOAD and transfer is not None:
                     dtype = transfer.tensors[index].dtype
                     version = version if dtype == weight.dtype else record.copy_versions.get(dtype, version)
@@ -255,7 +258,9 @@ class Protocol:
 
     def _check(self, event: Event, record: _Record, place: object, transfer: Transfer | None, is_apart: bool) -> None:
         rule, states = RULES[event], record.states
-        if is_apart and event not in _UNRAISED:
+        if is_apart and event is Event.UPDATE:
+            states &= {UnitState.UPDATING}
+        elif is_apart and event not in _UNRAISED:
             states -= {UnitState.UPDATING}
         for state in sorted(states & rule.never_during.keys(), key=lambda state: state.value):
             self._violated(record, event.value, f"during {state.value!r}: {rule.never_during[state].value}")
@@ -311,7 +316,8 @@ def see(
 
     Args:
         unit: its name, where it is known.
-        place: the replica, or the dtype of a working copy.
+        place: the replica, or what tells a working copy from others; of an update, the addresses of what it writes,
+            if the weights are not there at the moment.
         transfer: that brings them, or their gradients, one tensor per weight.
 
     Raises:

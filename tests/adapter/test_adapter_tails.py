@@ -15,6 +15,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.engine import runner
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CallCost, CostProfile
+from lightning_roundpipe.tails import Tails
 from tests.identical import assert_identical
 
 WIDTH = 8
@@ -137,3 +138,29 @@ def test_batches_that_are_accumulated(copies: bool, tails: list[bool]) -> None:
     assert tails[14:] == epoch
     assert tails[2:14] == epoch[2:], "the first steps are looked at closely"
     assert_same(Deep, copies=copies)
+
+
+@pytest.fixture
+def without_tails(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on no step ends before its backward."""
+    return lambda: monkeypatch.setattr(Tails, "late", lambda *_, **__: None)
+
+
+STALE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.01},
+    "accumulated": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01},
+}
+
+
+@both_modes
+@pytest.mark.parametrize("case", STALE)
+@pytest.mark.filterwarnings("ignore:optimizer_overlap='stale'")
+def test_stale_steps(case: str, copies: bool, tails: list[bool], without_tails: Callable[[], None]) -> None:
+    settings = {"accumulate_grad_batches": 1, "overlap": "stale", "copies": copies, **STALE[case]}
+    found = train(Deep, **settings)
+    assert tails[14:] == [True] * 13 + [False], tails
+    without_tails()
+    wanted = train(Deep, **settings)
+    assert not any(tails[28:])
+    assert_identical(vars(found), vars(wanted))

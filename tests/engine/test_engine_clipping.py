@@ -95,19 +95,28 @@ def test_only_the_step_whose_closure_runs_takes_a_factor() -> None:
     half = torch.tensor(0.5)
     taken = []
 
+    def unused(gradients: list[Tensor]) -> None:
+        raise AssertionError("the gradients are there")
+
     def closure() -> None:
         weights[0].grad = torch.full((4,), 2.0)
         taken.extend(
-            [updates.multiplies(other, lambda gradients: half), updates.multiplies(mine, lambda gradients: None)]
+            [
+                updates.multiplies(other, lambda gradients: half, unused),
+                updates.multiplies(mine, lambda gradients: None, unused),
+            ]
         )
         taken.extend(
-            [updates.multiplies(mine, lambda gradients: half), updates.multiplies(mine, lambda gradients: half)]
+            [
+                updates.multiplies(mine, lambda gradients: half, unused),
+                updates.multiplies(mine, lambda gradients: half, unused),
+            ]
         )
 
     with updates.overlapping(mine, lambda: [weights]):
-        assert not updates.multiplies(mine, lambda gradients: half)
+        assert not updates.multiplies(mine, lambda gradients: half, unused)
         mine.step(closure)
-        assert not updates.multiplies(mine, lambda gradients: half)
+        assert not updates.multiplies(mine, lambda gradients: half, unused)
     updates.wait()
     assert not is_pending(weights)
     assert taken == [False, False, True, False]
