@@ -24,7 +24,7 @@ from typing_extensions import override
 from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
 from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine import shares as update_shares
 from lightning_roundpipe.engine.clipping import clip_factor
 from lightning_roundpipe.engine.early import EarlyWork
 from lightning_roundpipe.engine.optimizer import Updates
@@ -283,7 +283,7 @@ class InShares:
 
     def __call__(self) -> None:
         """An update of all; notes when the first weight is there."""
-        before, overlapped.SHARE_BYTES = overlapped.SHARE_BYTES, self._share_bytes
+        before, update_shares.SHARE_BYTES = update_shares.SHARE_BYTES, self._share_bytes
         try:
             started = time.perf_counter()
             self._updates.start(self._optimizer, self._order)
@@ -291,7 +291,7 @@ class InShares:
             self.firsts_s.append(time.perf_counter() - started)
             self._updates.wait()
         finally:
-            overlapped.SHARE_BYTES = before
+            update_shares.SHARE_BYTES = before
 
 
 def alternately(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -333,7 +333,7 @@ def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dic
             repeats,
         )
     bytes_of = {"copy": 8, "triad": 12}
-    shares = f"shares of {overlapped.SHARE_BYTES // 2**20} MiB"
+    shares = f"shares of {update_shares.SHARE_BYTES // 2**20} MiB"
     is_update = [name for name in taken if not name.startswith("clipping")]
     rates = {name: [bytes_of.get(name, BYTES_PER_WEIGHT) * count / s / 1e9 for s in taken[name]] for name in is_update}
     behind_ms = 1e3 * statistics.median(taken[shares])
@@ -351,7 +351,7 @@ def many_small(repeats: int) -> dict[str, Any]:
     """Microseconds per weight, for weights so small that only the calls count."""
     optimizer = torch.optim.AdamW(weights(1000, (256,)), fused=True)
     with intra_op_threads(1):
-        shared = InShares(optimizer, 1, overlapped.SHARE_BYTES)
+        shared = InShares(optimizer, 1, update_shares.SHARE_BYTES)
         taken = alternately({"plain": optimizer.step, "shares": shared}, repeats)
     return {f"{name}_us_per_weight": spread([1e3 * s for s in values]) for name, values in taken.items()}
 

@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
-from .engine.coming import ComingGradients
 from .engine.completion import Tell
 from .engine.early import Early
 from .engine.host_memory import trained_by
+from .engine.late import ComingGradients
 from .engine.optimizer import Updates, keeps_gradients, why_not_separable
 from .engine.optimizer_state import unguard
 from .engine.pool import DevicePool
+from .engine.runner import Engine
 from .engine.stale import StaleWeights
 from .engine.working_copies import Values
 from .in_between import runs_in_between
@@ -36,11 +37,17 @@ Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
 Coming = Callable[[Optimizer], ComingGradients | None]
 
 
-def make_overlap(options: RoundPipeOptions, pool: DevicePool, order: Order, coming: Coming) -> OptimizerOverlap:
+def make_overlap(
+    options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine], coming: Coming
+) -> OptimizerOverlap:
     """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
     if options.optimizer_overlap == "off":
         return NO_OVERLAP
     is_stale = options.optimizer_overlap == "stale"
+
+    def order() -> list[list[nn.Parameter]]:
+        return engine().order_of("training_step")
+
     return OptimizerOverlap(
         update_threads(pool), order, coming, stale_after_steps=options.stale_after_steps if is_stale else None
     )

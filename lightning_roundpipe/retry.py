@@ -26,6 +26,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -33,6 +34,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .batches import Batches
 from .engine.memory import DeviceOutOfMemoryError
+from .engine.pool import DevicePool
+from .engine.runner import Engine
+from .options import RoundPipeOptions
 from .planning.costs import CostProfile
 from .planning.plan import StageMemoryError, describe_need, needed_bytes
 from .step_state import StepState, WrittenBuffers
@@ -182,6 +186,26 @@ class Retry:
             f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
             "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
         )
+
+
+def make_retry(
+    root: pl.LightningModule, options: RoundPipeOptions, pool: DevicePool, engine: Engine, seeks_batch_size: bool
+) -> Retry:
+    """What runs steps of ``engine`` again that do not fit on ``pool``.
+
+    Args:
+        seeks_batch_size: whether there is a batch size finder among the callbacks.
+    """
+    return Retry(
+        root,
+        options.microbatches_for(len(pool)),
+        is_auto=options.num_microbatches == "auto",
+        devices=None if pool.memory_limit is None else [device.torch_device for device in pool.devices],
+        forget=engine.forget,
+        costs=engine.costs,
+        # The finder puts all callbacks aside, itself included, while it tries a size.
+        is_trial=lambda: seeks_batch_size and not root.trainer.callbacks,  # type: ignore[attr-defined]
+    )
 
 
 def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:

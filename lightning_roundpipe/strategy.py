@@ -38,17 +38,15 @@ from .model_settings import training_settings
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .planning.costs import CostProfile
-from .planning.partition import Partition
-from .planning.plan import plan_evaluation, plan_training
 from .precision import checked_precision, expected_scale
-from .retry import Retry
+from .retry import Retry, make_retry
 from .seeds import seed_of_step
 from .single_process import SingleProcessStrategy
 from .supported import check_model
-from .tails import LateGradients, Tails
+from .tails import Tails
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
-from .workers import machine_of, make_engine, make_pool
+from .workers import make_engine, make_pool
 
 
 class RoundPipeStrategy(SingleProcessStrategy):
@@ -209,14 +207,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 cannot be one update behind (``optimizer_overlap="stale"``).
         """
         self._close_engine()
-        self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer))
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
-
-            def order() -> list[list[nn.Parameter]]:
-                return self.engine.order_of("training_step")
-
-            self._overlap = make_overlap(self.options, self.pool, order, self.tails.coming)
+            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine, self.tails.coming)
         super().setup(trainer)
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
@@ -278,7 +273,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def engine(self) -> Engine:
         """The engine of the connected module."""
         if self._engine is None:
-            self._engine = make_engine(self._module, self.pool, self._plan, self.options)
+            self._engine = make_engine(self._module, self.pool, self.options, lambda: self._host_report)
         return self._engine
 
     def trace_with(self, writer: TraceWriter) -> None:
@@ -296,31 +291,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return type(self.accelerator).get_device_stats(self.accelerator, device)
         return {**host_statistics(), **pool_statistics(self.pool)}
 
-    def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-        """Called by the engine with what is known about the costs of the calls."""
-        machine = machine_of(self.pool, self.options)
-        search = plan_training if training else plan_evaluation
-        round_size = self.options.round_size_for(len(self.pool))
-        partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
-        if training and self._host_report is not None:
-            self._host_report.note_plan(partition, costs, min(num_microbatches, 2 * round_size))
-        return partition
-
     @property
     def retry(self) -> Retry:
         """What runs steps that do not fit again."""
         if self._retry is None:
-            is_limited = self.pool.memory_limit is not None
-            self._retry = Retry(
-                self._module,
-                self.options.microbatches_for(len(self.pool)),
-                is_auto=self.options.num_microbatches == "auto",
-                devices=[device.torch_device for device in self.pool.devices] if is_limited else None,
-                forget=self.engine.forget,
-                costs=self.engine.costs,
-                # The finder puts all callbacks aside, itself included, while it tries a size.
-                is_trial=lambda: self._seeks_batch_size and not _callbacks_of(self._module.trainer),
-            )
+            self._retry = make_retry(self._module, self.options, self.pool, self.engine, self._seeks_batch_size)
         return self._retry
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -333,12 +308,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-
-        def behind(loss: Tensor) -> Tensor:
-            if result.has_tail:
-                return self.tails.behind(loss, self._module)
-            return hand_over(loss, result.gradients, scale)
-
+        behind = functools.partial(self.tails.behind, result=result, scale=scale)
         return merged_step(result.outputs, batches, behind)
 
     @contextlib.contextmanager
@@ -442,7 +412,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
         tails = self.tails.attempt(self.retry.forbid)
         with logs.capturing(), guard.watching(name, batches), meetings, tails, self._updates.attempt() as completed:
-            late = self._late_gradients(loss_scale) if is_training and not guard.is_looking else None
+            may_trail = is_training and not guard.is_looking
+            late = self.tails.late(self._module, loss_scale, self._updates) if may_trail else None
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -462,12 +433,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 self.tails.begin(late)
         return logs, result
 
-    def _late_gradients(self, scale: float) -> LateGradients | None:
-        updates = self._updates
-        if updates.is_off:
-            return None
-        return self.tails.late(self._module, scale, updates.lacks_state, may_wait=updates.can_wait)
-
     @contextlib.contextmanager
     def _meetings(self, batches: Batches, guard: StepGuard) -> Iterator[None]:
         """Around a step with manual optimization."""
@@ -482,7 +447,3 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 yield
         finally:
             self._manual = None
-
-
-def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    return cast(list[pl.Callback], trainer.callbacks)  # type: ignore[attr-defined]

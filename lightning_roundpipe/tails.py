@@ -30,14 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .engine.coming import ComingGradients
 from .engine.dispatch import StepAborted
 from .engine.glue import GlueState, current
+from .engine.late import ComingGradients
 from .engine.pending import Share, can_be_pending, unwaited
 from .engine.protocol import Event
-from .engine.runner import Engine
+from .engine.runner import Engine, StepResult
 from .in_between import runs_between_batches
 from .loss import hand_over, scaled
+from .overlap import OptimizerOverlap
 
 # Waits are cut into pieces, so that a failure is noticed.
 _RECHECK_S = 0.2
@@ -163,6 +164,7 @@ class Tails:
         self._lock = threading.RLock()  # anybody may look at a gradient, on any thread
         self._last: LateGradients | None = None  # of the step that has a tail
         self._share: Share | None = None
+        self._trained: list[nn.Parameter] = []
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -193,22 +195,22 @@ class Tails:
                 forbid("the backward of the batch before was still to be run")
             raise
 
-    def late(
-        self, module: pl.LightningModule, scale: float, lacks_state: Callable[[nn.Parameter], bool], *, may_wait: bool
-    ) -> LateGradients | None:
+    def late(self, module: pl.LightningModule, scale: float, updates: OptimizerOverlap) -> LateGradients | None:
         """Takes the gradients of the training step that begins, if they may come late.
 
         Args:
             scale: by which they are going to be multiplied.
-            lacks_state: tells of weights that no optimizer has a state of.
-            may_wait: whether a step of the optimizer can wait for them.
+            updates: what is done with them.
         """
-        if not module.automatic_optimization or not (may_wait or module.trainer.fit_loop._should_accumulate()):
+        if updates.is_off or not module.automatic_optimization:
+            return None
+        if not (updates.can_wait or module.trainer.fit_loop._should_accumulate()):
             return None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if runs_between_batches(module) or not all(map(_may_be_late, trained)):
             return None
-        return LateGradients(scale, lacks_state)
+        self._trained = trained
+        return LateGradients(scale, updates.lacks_state)
 
     def coming(self, optimizer: Optimizer) -> ComingGradients | None:
         """The gradients that a step of the optimizer has to wait for; None if all are there."""
@@ -221,19 +223,23 @@ class Tails:
         """The training step has a tail."""
         self._last = late
 
-    def behind(self, loss: Tensor, module: nn.Module) -> Tensor:
-        """``loss`` (scalar, host) of the step that has a tail, for :meth:`Tensor.backward`, once."""
+    def behind(self, loss: Tensor, result: StepResult, scale: float) -> Tensor:
+        """``loss`` (scalar, host) with the gradients of its step behind it, for :meth:`Tensor.backward`, once.
+
+        Args:
+            scale: by which they are multiplied.
+        """
         late = self._last
-        assert late is not None
+        if not result.has_tail or late is None:
+            return hand_over(loss, result.gradients, scale)
 
         def ask(factor: Tensor) -> None:
             late.ask(factor)
-            if self._last is not late:
+            if self._last is late:
+                self._share = _GradientShare(self._trained, self.finish)
+                self._share.begin()
+            else:  # somebody has let them come already
                 late.settle()
-                return
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            self._share = _GradientShare(trained, self.finish)
-            self._share.begin()
 
         anchor = torch.zeros((), requires_grad=True)
         return cast(Tensor, _LateLoss.apply(loss, anchor, ask))  # type: ignore[no-untyped-call]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torchmetrics import Metric
 
-from .engine.plans import Planner
 from .engine.pool import DevicePool
 from .engine.runner import Engine
 from .engine.virtual import TimedLink
+from .host_report import HostReport
 from .options import RoundPipeOptions, VirtualLink
+from .planning.costs import CostProfile
 from .planning.machine import Machine
+from .planning.partition import Partition
+from .planning.plan import plan_evaluation, plan_training
 
 
 def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) -> DevicePool:
@@ -52,17 +55,32 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
     )
 
 
-def make_engine(root: nn.Module, pool: DevicePool, planner: Planner, options: RoundPipeOptions) -> Engine:
-    """The engine that trains ``root`` on ``pool``, with plans by ``planner``."""
+def make_engine(
+    root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: Callable[[], HostReport | None]
+) -> Engine:
+    """The engine that trains ``root`` on ``pool``.
+
+    Args:
+        report: gives who wants to know of plans for training.
+    """
+    machine, round_size = machine_of(pool, options), options.round_size_for(len(pool))
+
+    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        search = plan_training if training else plan_evaluation
+        partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
+        if training and (reporter := report()) is not None:
+            reporter.note_plan(partition, costs, min(num_microbatches, 2 * round_size))
+        return partition
+
     num_threads = options.threads_per_device
     if num_threads is None and pool.is_virtual:
         num_threads = max(1, torch.get_num_threads() // len(pool))
     engine = Engine(
         root,
         pool,
-        planner,
-        round_size=options.round_size_for(len(pool)),
-        machine=machine_of(pool, options),
+        plan,
+        round_size=round_size,
+        machine=machine,
         unit_classes=options.units,
         exempt=(Metric,),
         num_threads=num_threads,

@@ -24,6 +24,8 @@ from .recompute import walk_graph
 if TYPE_CHECKING:
     from .gradients import GradientStore
     from .loading import Slot
+    from .requests import StepRequest
+    from .resources import Resources
     from .units import Unit
     from .walk import Walk
 
@@ -107,6 +109,16 @@ class Completion:
     def _is_in_glue(self, unit: Unit, master: nn.Parameter) -> bool:
         is_leaf = master in self._in_glue or master in self._leaves
         return is_leaf or _num_holders(master) != 1 + self._num_aliases(unit, master)
+
+
+def completion_of(
+    request: StepRequest, resources: Resources, store: GradientStore, walks: Collection[Walk]
+) -> Completion | None:
+    """Follows a step all of whose micro-batches run over one schedule, if anybody wants to know."""
+    if request.completed is None:
+        return None
+    is_open, num_aliases = resources.glue_is_user_code.is_set, resources.replicas.num_aliases
+    return Completion(request.completed, store, walks, resources.glue_parameters, is_open, num_aliases)
 
 
 def _num_holders(master: nn.Parameter) -> int:

@@ -29,21 +29,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .coming import ComingGradients
 from .early import Early, EarlyWork
+from .late import ComingGradients, Factor, LateShare, factor_of, receive
 from .optimizer_state import GuardedState
 from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, unwaited, updating
-from .protocol import Event, see
+from .shares import shares_of, tied
 from .stale import StaleWeights
 from .threads import Surroundings
 from .update_part import Part, options_of
 
-# From gradients to the number that they are to be multiplied by; None if it has to be done in another way.
-Factor = Callable[[list[Tensor]], Tensor | None]
-
-# Shares of less are not worth their own call of the optimizer.
-SHARE_BYTES = 16 * 2**20
 _SEPARABLE = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -105,35 +100,6 @@ def _has_own_step(optimizer: Optimizer) -> bool:
             return getattr(step, "__func__", step) is not type(optimizer).step
         step = getattr(step, "__wrapped__", None)
     return False
-
-
-class _LateShare(Share):
-    """Weights whose gradients are still to come: whoever looks at them lets them come."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure, coming: ComingGradients) -> None:
-        super().__init__(parameters, failure)
-        self._coming = coming
-        self._has_begun = False
-
-    @property
-    def owns_gradients(self) -> bool:
-        return not self._coming.are_apart
-
-    def begin_update(self, part: Part) -> None:
-        """The gradients are there."""
-        self._has_begun = True
-        addresses = part.addresses
-        places = [addresses.get(parameter, 0) for parameter in self.parameters]
-        see(Event.UPDATE, self.parameters, place=places)
-
-    def _see(self, event: Event) -> None:
-        if self._has_begun:
-            super()._see(event)
-
-    def _await_end(self) -> None:
-        if not self._coming.have_arrived:
-            self._coming.bring()
-        super()._await_end()
 
 
 class Updates:
@@ -228,7 +194,7 @@ class Updates:
             return False
         self.early.take_back()
         if self._late(optimizer) is not None:
-            self._late_factor = lambda gradients: _factor_of(gradients, factor, multiply)
+            self._late_factor = lambda gradients: factor_of(gradients, factor, multiply)
             return True
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._factor = factor(gradients)
@@ -297,11 +263,11 @@ class Updates:
                 torch.autograd.graph.increment_version(parameter)
         ties = self._ties((*gradients, *self.others()))
         works = []
-        for parameters in _shares_of(gradients, order, ties):
-            tied = list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,))))
-            share = Share(tied, self._failure) if coming is None else _LateShare(tied, self._failure, coming)
+        for parameters in shares_of(gradients, order, ties):
+            group = list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,))))
+            share = Share(group, self._failure) if coming is None else LateShare(group, self._failure, coming)
             works.append((share, make({p: gradients[p] for p in parameters})))
-        late = None if coming is None else functools.partial(_receive, works, coming, list(gradients), late_factor)
+        late = None if coming is None else functools.partial(receive, works, coming, list(gradients), late_factor)
         # The thread takes them, or whoever finds that it will not: exactly one of them.
         offered = [works]
         ready = threading.Event()
@@ -333,7 +299,7 @@ class Updates:
         with unwaited():
             places = [(id(weight), weight.data_ptr()) for weight in weights]
             if places != self._tied[0]:
-                self._tied = places, _tied(weights)
+                self._tied = places, tied(weights)
         return self._tied[1]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
@@ -428,33 +394,6 @@ class Updates:
                 thread.join()
 
 
-def _receive(
-    works: Sequence[tuple[Share, Part]],
-    coming: ComingGradients,
-    weights: Sequence[nn.Parameter],
-    factor: Factor | None,
-) -> bool:
-    """Waits for gradients, and hands them out; whether they have come."""
-    gradients = coming.wait()
-    if gradients is None:
-        return False
-    multiplier = None if factor is None else factor([gradients[p] for p in weights if p in gradients])
-    for share, part in works:
-        part.receive(gradients, multiplier)
-        assert isinstance(share, _LateShare)
-        share.begin_update(part)
-    return True
-
-
-def _factor_of(gradients: list[Tensor], factor: Factor, multiply: Callable[[list[Tensor]], None]) -> Tensor | None:
-    if not gradients:
-        return None
-    found = factor(gradients)
-    if found is None:
-        multiply(gradients)
-    return found
-
-
 def _has_gradient(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None
 
@@ -471,44 +410,3 @@ def _without_state(
         return parameter in state
 
     return [p for group in optimizer.param_groups for p in group["params"] if has_gradient(p) and not is_known(p)]
-
-
-def _tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """Weights whose memory overlaps, by weight, where there are several."""
-    extents = []
-    for weight in weights:
-        if weight.numel() and weight.layout is torch.strided:
-            length = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
-            extents.append((weight.data_ptr(), weight.data_ptr() + length * weight.element_size(), weight))
-    groups: list[list[nn.Parameter]] = []
-    end = 0
-    for start, stop, weight in sorted(extents, key=lambda extent: extent[0]):
-        if start >= end:
-            groups.append([])
-        groups[-1].append(weight)
-        end = max(end, stop)
-    return {weight: group for group in groups if len(group) > 1 for weight in group}
-
-
-def _shares_of(
-    weights: Iterable[nn.Parameter],
-    order: Sequence[Iterable[nn.Parameter]],
-    ties: Mapping[nn.Parameter, Sequence[nn.Parameter]],
-) -> list[list[nn.Parameter]]:
-    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time; those in the same
-    memory together."""
-    left = dict.fromkeys(weights)
-    shares: list[list[nn.Parameter]] = []
-    num_bytes = SHARE_BYTES
-    for group in [*order, list(left)]:
-        fresh = [p for first in group if first in left for p in ties.get(first, (first,)) if p in left]
-        for parameter in (fresh := list(dict.fromkeys(fresh))):
-            del left[parameter]
-        if not fresh:
-            continue
-        if num_bytes >= SHARE_BYTES:
-            shares.append([])
-            num_bytes = 0
-        shares[-1].extend(fresh)
-        num_bytes += sum(p.numel() * p.element_size() for p in fresh)
-    return shares

@@ -172,21 +172,21 @@ class Engine:
                 trace.close()
         moved = zip(self._pool.bytes_moved, before, strict=True)
         bytes_up, bytes_down = (tuple(n - m for n, m in zip(*counts, strict=True)) for counts in moved)
-        schedule, partition = step.largest
+        report = step.report
         return StepResult(
             step.outputs,
             step.gradients,
-            Timeline(tuple(step.spans), len(self._pool)),
-            schedule,
-            partition,
+            Timeline(tuple(report.spans), len(self._pool)),
+            report.schedule,
+            report.partition,
             len(request.microbatches),
-            step.num_off_plan,
-            (time.perf_counter() - started - step.planning_s) * 1e3,
+            report.num_off_plan,
+            (time.perf_counter() - started - report.planning_s) * 1e3,
             bytes_up,
             bytes_down,
-            step.saved_bytes,
+            report.saved_bytes,
             tuple(device.peak_memory_bytes for device in self._pool.devices),
-            step.replanned,
+            report.replanned,
             step.tail is not None,
         )
 

@@ -17,28 +17,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..planning.partition import Partition
 from ..planning.schedule import Schedule
-from ..planning.timeline import Span
-from .checkpointing import checkpoints_passed_through
-from .completion import Completion
+from .completion import completion_of
 from .dispatch import StepAborted, Turnstile
-from .glue import GlueLock, GlueState, noting_writes
+from .glue import GlueLock, GlueState
 from .glue_parameters import GlueParameters
 from .gradients import GradientStore
 from .growing import GrowingContainers
 from .loading import Loader
 from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
 from .microbatch_thread import MicrobatchThreads
-from .parametrizations import parametrizations_apart
-from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .pool import DevicePool
 from .protocol import see_end
+from .report import Report
 from .requests import StepRequest
 from .resources import Resources
-from .seen_gradients import gradients_seen
 from .step_context import Plan, StepContext
-from .tail import Tail, reaches_parameters
+from .step_patches import StepPatches
+from .tail import Tail, can_trail, may_trail, trained_in
 from .threads import await_all, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
@@ -56,9 +52,6 @@ class Step:
         tail: what is left of it; None if the step is over.
         gradients: of masters, that the last segment has brought home; those of a tail go to the request's
             ``on_gradients``.
-        spans: what was computed by plan, and more if the step is traced.
-        largest: the schedule and the partition of the run with most calls.
-        planning_s: what re-planning took, in seconds.
     """
 
     def __init__(
@@ -90,9 +83,7 @@ class Step:
         self._error_lock = threading.Lock()
         self._place = Place(request.key)
         self._clock = Clock(resources.pool)
-        self._aside = contextlib.ExitStack()
-        self._aside_lock = threading.Lock()
-        self._take_strays: Callable[[], dict[nn.Parameter, Tensor]] = dict
+        self._patches = StepPatches(resources, table, sees_gradients=request.meets and count > 1)
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
         self.outputs: list[Any] = []
@@ -102,14 +93,7 @@ class Step:
         leaf_names = resources.replicas.leaf_names
         self._threads = MicrobatchThreads(request, self._lock, self._glue_parameters, leaf_names)
         self.tail: Tail | None = None
-        self.spans: list[Span] = []
-        self._num_spans_of: dict[int, int] = {}
-        self.largest: tuple[Schedule | None, Partition | None] = None, None
-        self._num_calls = -1
-        self.num_off_plan = 0
-        self.saved_bytes = 0
-        self.replanned = False
-        self.planning_s = 0.0
+        self.report = Report()
 
     def run(self) -> None:
         """Runs the step to its end.
@@ -130,7 +114,7 @@ class Step:
             self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
             self.outputs = [self._threads.results.pop(state.index).arrive() for state in self._states]
-            self.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
+            self.report.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
                 lists.collect(self._states, self._request.merge)
             succeeded = True
@@ -155,12 +139,13 @@ class Step:
         self._lock.begin()
         try:
             with contextlib.ExitStack() as stack:
-                self._patch(stack)
-                with self.tail.going_on(self._trained()):
+                self._patches.put_gradients_aside()
+                self._patches.open(stack)
+                with self.tail.going_on(trained_in(self._resources.root)):
                     pass
             succeeded = True
         finally:
-            self._aside.close()
+            self._patches.put_gradients_back()
             self._lock.show((), keep_writes=False)
             self._release(succeeded)
 
@@ -257,7 +242,7 @@ class Step:
         weighted = [self._threads.root(walk, loss, share) for loss, share in roots if share != 0.0]
         roots.clear()
         if weighted:
-            self._put_gradients_aside()
+            self._patches.put_gradients_aside()
             self._lock.release(walk.state)
             walk.backward(weighted, retain_graph=retain_graph)
         return self._stand(walk, collective)
@@ -276,7 +261,9 @@ class Step:
             weights.begin_step(request.key, training=request.training)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
-            self._patch(stack)
+            if not request.meets:
+                self._patches.put_gradients_aside()
+            self._patches.open(stack)
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
@@ -290,46 +277,17 @@ class Step:
                 planned = self._run_schedule(plan, schedule, range(first, count))
             self._note_strays()
             gradients = self._gradients_at_home() if self.tail is None else {}
-        self._aside.close()
+        self._patches.put_gradients_back()
         if self._before is not None:
-            self.spans += self._before.spans(self._clock)
-            self.replanned |= self._before.replanned
-        self.spans += [span for walk in planned for span in self._clock.spans_of(walk.runs, walk.index)]
-        if self._trace is not None and planned:
-            self.spans.extend(self._trace.spans(self._clock))
-        self.num_off_plan += sum(walk.num_off_plan for walk in planned)
-        if len(plan.sequence) > self._num_calls:
-            self._num_calls, self.largest = len(plan.sequence), (schedule, plan.partition)
+            self.report.note_tail(self._before, self._clock)
+        self.report.note_segment(plan, schedule, planned, self._clock, self._trace)
         if self.tail is None:
             started = time.perf_counter()
-            self.replanned |= plans.note_step(key, planned, count)
-            self.planning_s += time.perf_counter() - started
+            self.report.replanned |= plans.note_step(key, planned, count)
+            self.report.planning_s += time.perf_counter() - started
         if request.meets:
             resources.replicas.end_step()
         return gradients
-
-    def _patch(self, stack: contextlib.ExitStack) -> None:
-        """Everything that a segment changes outside itself."""
-        resources = self._resources
-        if not self._request.meets:
-            self._put_gradients_aside()
-        stack.enter_context(intercepted(self._table))
-        stack.enter_context(noting_writes())
-        stack.enter_context(guarded_grad())
-        stack.enter_context(noting_hooks(resources.replicas.note_hook))
-        stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
-        stack.enter_context(process_settings_kept())
-        stack.enter_context(parametrizations_apart())
-        stack.enter_context(intra_op_threads(resources.num_threads))
-
-    def _put_gradients_aside(self) -> None:
-        """Before the first backward of a segment; see [Note: gradients that are seen] in :mod:`seen_gradients`."""
-        with self._aside_lock:
-            if self._take_strays is dict:
-                if self._request.meets and len(self._states) > 1:
-                    self._aside.enter_context(gradients_seen(self._resources.root.parameters()))
-                self._take_strays = self._aside.enter_context(gradients_aside(self._resources.root))
-                self._aside.callback(setattr, self, "_take_strays", dict)
 
     def _gradients_at_home(self) -> dict[nn.Parameter, Tensor]:
         if self._request.meets:
@@ -344,12 +302,9 @@ class Step:
             walk.glue_gradients = {}
         return self._store.take()
 
-    def _trained(self) -> set[nn.Parameter]:
-        return {parameter for parameter in self._resources.root.parameters() if parameter.requires_grad}
-
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
-        for parameter, gradient in self._take_strays().items():
+        for parameter, gradient in self._patches.take_strays().items():
             self._resources.glue_parameters.add(parameter)
             self._store.add(parameter, gradient)
 
@@ -358,7 +313,9 @@ class Step:
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        completion = self._threads.completion = self._completion_of(indices)
+        is_whole = len(indices) == len(self._states)
+        completion = completion_of(request, resources, self._store, self._walks.values()) if is_whole else None
+        self._threads.completion = completion
         values = dict(request.values)  # an object of its own, by which replicas tell steps apart
         loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion, values)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
@@ -379,7 +336,7 @@ class Step:
             seed=request.seed,
             autocast_device=request.autocast_device,
             gradients=self._store,
-            glue_parameters=resources.glue_parameters if self._before is None else self._trained(),
+            glue_parameters=resources.glue_parameters if self._before is None else trained_in(self._resources.root),
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
@@ -399,17 +356,10 @@ class Step:
         walks = [self._walks[index] for index in indices]
         with self._beside_tail(shared):
             self._alive += new
-            self._run(walks, new, waiting, may_trail=self._may_trail(plan, indices))
+            trails = is_whole and self._trace is None and may_trail(request, plan, len(resources.pool))
+            self._run(walks, new, waiting, trails=trails)
         self._raise_error()
         return walks
-
-    def _completion_of(self, indices: range) -> Completion | None:
-        request, resources = self._request, self._resources
-        if request.completed is None or len(indices) < len(self._states):
-            return None
-        is_open, num_aliases = resources.glue_is_user_code.is_set, resources.replicas.num_aliases
-        walks, in_glue = self._walks.values(), resources.glue_parameters
-        return Completion(request.completed, self._store, walks, in_glue, is_open, num_aliases)
 
     @contextlib.contextmanager
     def _beside_tail(self, shared: StepContext) -> Iterator[None]:
@@ -424,34 +374,17 @@ class Step:
             yield
         shared.turnstile.forget_before()
 
-    def _may_trail(self, plan: Plan, indices: range) -> bool:
-        """Whether a run over a schedule may leave a tail."""
-        is_whole = len(indices) == len(self._states) and not self._request.meets and self._trace is None
-        is_worth_it = len(self._resources.pool) > 1 and plan.partition.num_stages > 1
-        return self._request.on_gradients is not None and is_whole and is_worth_it
-
-    def _can_trail(self, walks: list[Walk]) -> bool:
-        """Whether the backward of a step that stands still may come later."""
-        if self._resources.glue_is_user_code.is_set():
-            return False
-        has_copies = not self._resources.pool[0].aliases_host
-        return has_copies or not self._request.values or not any(map(reaches_parameters, walks))
-
     def _run(
-        self,
-        walks: list[Walk],
-        new: list[threading.Thread],
-        waiting: list[Callable[[], None]],
-        *,
-        may_trail: bool,
+        self, walks: list[Walk], new: list[threading.Thread], waiting: list[Callable[[], None]], *, trails: bool
     ) -> None:
         """Lets micro-batches run, each until it comes to a meeting or is over, or until the step has a tail."""
+        request, resources = self._request, self._resources
         halted = [walk.attendance.halted for walk in walks]
         meanwhile = _nothing if self._before is None else self._before.await_end
-        if may_trail:
+        if trails:
             run_threads(new, waiting, [walk.attendance.at_tail for walk in walks], self._fail, meanwhile)
             assert self._turnstile is not None
-            if self._turnstile.pause() and not self._aborted.is_set() and self._can_trail(walks):
+            if self._turnstile.pause() and not self._aborted.is_set() and can_trail(request, resources, walks):
                 self.tail = Tail(walks, self._complete, self._abort)
                 return
             self._turnstile.resume()
@@ -499,7 +432,7 @@ class Step:
             state.meet = None
         self._walks.clear()
         self._outcomes.clear()
-        self._aside.close()
+        self._patches.put_gradients_back()
 
 
 def _nothing() -> None:

@@ -7,19 +7,24 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..planning.partition import Partition, StageKind
 from .compiling import UnitCompiler
+from .devices import Device
 from .dispatch import Turnstile
 from .glue import GlueLock
 from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
+from .parameters import Replica
 from .pool import DevicePool
 from .units import Unit
 from .working_copies import Values
+
+if TYPE_CHECKING:
+    from .recompute import Call
 
 
 @dataclass
@@ -68,7 +73,11 @@ class StepContext:
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
-    def baseline(self) -> list[tuple[nn.Module, str, Any]]:
+    def replica_for(self, call: Call, device: Device, *, learns: bool) -> Replica:
+        """See :meth:`ReplicaCache.get`."""
+        return self.replicas.get(call, device, self._baseline, self.values, learns=learns)
+
+    def _baseline(self) -> list[tuple[nn.Module, str, Any]]:
         """Attributes that some micro-batch has written, with their values from before the step."""
         return [*self.lock.baseline(), *self.left]
 

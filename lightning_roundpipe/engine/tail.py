@@ -41,6 +41,9 @@ from torch import nn
 
 from ..planning.timeline import Span
 from .recompute import walk_graph
+from .requests import StepRequest
+from .resources import Resources
+from .step_context import Plan
 from .threads import await_all
 from .tracing import Clock
 from .walk import Walk
@@ -49,11 +52,30 @@ from .walk import Walk
 _MAX_NODES = 2000
 
 
-def reaches_parameters(walk: Walk) -> bool:
+def may_trail(request: StepRequest, plan: Plan, num_devices: int) -> bool:
+    """Whether a step that runs by ``plan`` may have a tail, if there are no reasons against it in its graph."""
+    is_worth_it = num_devices > 1 and plan.partition.num_stages > 1
+    return request.on_gradients is not None and not request.meets and is_worth_it
+
+
+def can_trail(request: StepRequest, resources: Resources, walks: Sequence[Walk]) -> bool:
+    """Whether the backward that is left of a step, whose micro-batches stand still, may come later."""
+    if resources.glue_is_user_code.is_set():
+        return False
+    has_copies = not resources.pool[0].aliases_host
+    return has_copies or not request.values or not any(map(_reaches_parameters, walks))
+
+
+def _reaches_parameters(walk: Walk) -> bool:
     """Whether a backward through glue is left that may end at a parameter."""
     nodes = list(itertools.islice(walk_graph(walk.glue_nodes()), _MAX_NODES))
     leaves = (getattr(node, "variable", None) for node in nodes)
     return len(nodes) == _MAX_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+
+def trained_in(root: nn.Module) -> set[nn.Parameter]:
+    """Parameters that may get gradients in glue."""
+    return {parameter for parameter in root.parameters() if parameter.requires_grad}
 
 
 class Tail:
@@ -86,7 +108,7 @@ class Tail:
         """While open the tail runs; it is over at the end. Patches of a step must be open.
 
         Args:
-            trained: parameters that may get gradients in glue.
+            trained: see :func:`trained_in`.
 
         Raises:
             BaseException: the first exception of the tail.

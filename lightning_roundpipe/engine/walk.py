@@ -281,8 +281,7 @@ class Walk:
         return done
 
     def _replica(self, call: Call, *, learns: bool = False) -> Replica:
-        shared = self.shared
-        replica = shared.replicas.get(call, self.device, shared.baseline, shared.values, learns=learns)
+        replica = self.shared.replica_for(call, self.device, learns=learns)
         if not self.device.aliases_host:
             self.shared.loader.prefetch(self.device)
         return replica
@@ -354,8 +353,7 @@ class Walk:
         if call.backward_stage is not None:
             if call.backward_stage > self._visits.stage:
                 self.attendance.at_tail.set()
-            needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
-            self._visits.move_to(call.backward_stage, needed, what)
+            self._visits.move_to(call.backward_stage, _needed_in_backward(call), f"saved {call.unit.name}")
         self._flush()
         if call.versions is not None and call.gradients:
             _check_versions(call)
@@ -410,17 +408,16 @@ class Walk:
         """What was brought for this call alone is dropped; what the next one in this stage needs, to be sent for."""
         if self.device.aliases_host:
             return []
-        following = self.calls[-1] if self.calls else None
-        is_here = following is not None and following.backward_stage in (None, self._visits.stage)
-        coming = _needed_in_backward(following) if following is not None and is_here else []
+        following = [c for c in self.calls[-1:] if c.backward_stage in (None, self._visits.stage)]
+        coming = [x for c in following for x in _needed_in_backward(c)]
         still = set(map(id, coming))
         self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
         return coming
 
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue from which its backward has still to go on."""
-        edges = [receiver.edge for call in self.calls for receiver in call.receivers]
-        return [edge.node for edge in (*edges, *self._pending.edges) if edge is not None]
+        edges = (*self._pending.edges, *(receiver.edge for call in self.calls for receiver in call.receivers))
+        return [edge.node for edge in edges if edge is not None]
 
     def finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""

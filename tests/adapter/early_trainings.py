@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import misuse, overlap
 from lightning_roundpipe.engine import early as engine_early
-from lightning_roundpipe.engine import optimizer as engine_optimizer
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.early import EarlyWork
 from lightning_roundpipe.engine.pending import PendingParameter
 from lightning_roundpipe.planning import CallCost, CostProfile
@@ -75,7 +75,7 @@ class Arrivals:
 def arrivals(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
     """Small weights are updated early as well, unit by unit, from the second step on."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(engine_optimizer, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     monkeypatch.setattr(engine_early, "SHARE_BYTES", 1)
     monkeypatch.setattr(misuse, "_NUM_SAMPLED_STEPS", 0)
     return Arrivals(monkeypatch)

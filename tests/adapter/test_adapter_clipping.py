@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.optimizer import Updates
 
 Fit = Callable[..., L.LightningModule]
@@ -21,7 +21,7 @@ Fit = Callable[..., L.LightningModule]
 @pytest.fixture(autouse=True)
 def all_updates_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
 
 
 @pytest.fixture

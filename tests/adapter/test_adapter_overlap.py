@@ -23,7 +23,7 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import optimizer as engine_optimizer
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.pending import PendingParameter
 from tests.adapter.late_updates import Late, assert_finished, copied
 from tests.identical import assert_identical
@@ -33,7 +33,7 @@ from tests.identical import assert_identical
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """Updates of small weights overlap as well, unit by unit, as late as can be."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(engine_optimizer, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     return Late(monkeypatch)
 
 

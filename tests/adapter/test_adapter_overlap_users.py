@@ -16,7 +16,7 @@ from lightning.pytorch import callbacks as cb
 from torch import nn
 
 from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import optimizer as engine_optimizer
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.pending import PendingParameter
 from tests.adapter.late_updates import Late, assert_finished, copied
 from tests.identical import assert_identical
@@ -26,7 +26,7 @@ from tests.identical import assert_identical
 def small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates of small weights overlap as well, unit by unit."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(engine_optimizer, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
 
 
 @pytest.fixture

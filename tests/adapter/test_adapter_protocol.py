@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe import misuse, overlap, workers
-from lightning_roundpipe.engine import optimizer as engine_optimizer
-from lightning_roundpipe.engine import pending, protocol, update_part
+from lightning_roundpipe.engine import pending, protocol, shares, update_part
 from lightning_roundpipe.engine.protocol import Event, ProtocolError, UnitState
 from lightning_roundpipe.engine.virtual import LazyLink
 
@@ -27,7 +26,7 @@ WAYS = {"aliases": False, "lazy": True}
 def every_weight_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates overlap however small they are, unit by unit; devices with copies make them when somebody waits."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(engine_optimizer, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     monkeypatch.setattr(workers, "TimedLink", LazyLink)
     monkeypatch.setattr(misuse, "_NUM_SAMPLED_STEPS", 0)  # looks at all weights before a step, and so waits for all
 

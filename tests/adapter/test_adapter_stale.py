@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.engine import cuda_driver, pinned
-from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine import cuda_driver, pinned, shares
 from lightning_roundpipe.engine.host_memory import HostMemory
 from tests.engine.cuda_stub import StubDriver
 
@@ -33,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit is a share of its own."""
-    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
 
 
 @pytest.fixture

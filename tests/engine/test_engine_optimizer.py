@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
-from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
 from lightning_roundpipe.engine.optimizer_state import GuardedState, unguard
 from lightning_roundpipe.engine.pending import PendingParameter, is_pending, unwaited
@@ -31,7 +31,7 @@ _SHAPES = ((5, 3), (5,), (4, 5), (4,), (3, 4), (2,), ())
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group of the order is a share of its own."""
-    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     torch.set_num_threads(1)
 
 

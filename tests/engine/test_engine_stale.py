@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import optimizer as overlapped
+from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.optimizer import Updates
 from lightning_roundpipe.engine.pending import PendingParameter, is_pending
 from lightning_roundpipe.engine.stale import StaleWeights
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight is a share of its own."""
-    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     torch.set_num_threads(1)
 
 

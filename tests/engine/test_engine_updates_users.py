@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import optimizer as overlapped
-from lightning_roundpipe.engine import pending
+from lightning_roundpipe.engine import pending, shares
 from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
 from lightning_roundpipe.engine.pending import PendingParameter, Share, is_pending
 from lightning_roundpipe.engine.stale import StaleWeights
@@ -29,7 +29,7 @@ _PACKAGE = str(Path(overlapped.__file__).parents[1])
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group of the order is a share of its own."""
-    monkeypatch.setattr(overlapped, "SHARE_BYTES", 1)
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
     torch.set_num_threads(1)
 
 
