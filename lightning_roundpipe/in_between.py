@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
 
 _OF_MODULES = (
     "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward",
@@ -42,7 +43,7 @@ def runs_between_batches(module: pl.LightningModule) -> bool:
 
 def _is_of_lightning(callback: pl.Callback) -> bool:
     """Whether it is code of Lightning, and no functions of the user in a shell."""
-    is_shell = any(callable(value) for value in vars(callback).values())
+    is_shell = isinstance(callback, LambdaCallback) or any(name in vars(callback) for name in _OF_BATCHES)
     return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning") and not is_shell
 
 

@@ -138,16 +138,33 @@ class _LateLoss(torch.autograd.Function):
 
 
 class _GradientShare(Share):
-    """Parameters whose ``.grad`` is not complete; they themselves may be looked at."""
-
-    owns_weights = False
+    """Parameters whose ``.grad`` is not complete. They themselves may be looked at, but for those that an update before
+    is still at work on: it keeps them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
         super().__init__(parameters)
-        self._await_end = finish  # type: ignore[method-assign]
+        self._finish = finish
+        self._earlier: dict[nn.Parameter, Share] = {}
+
+    @property
+    def owns_weights(self) -> bool:
+        return any(not share.is_over for share in self._earlier.values())
+
+    def begin(self) -> None:
+        self._earlier = self.take_over()
+
+    def end(self, *, is_undone: bool = False) -> None:
+        super().end(is_undone=is_undone)
+        for parameter, share in self._earlier.items():
+            share.keep(parameter)
 
     def _see(self, event: Event) -> None:
         pass
+
+    def _await_end(self) -> None:
+        self._finish()
+        for share in self._earlier.values():
+            share.wait()
 
 
 class Tails:

@@ -65,7 +65,7 @@ class LateShare(Share):
         self._has_begun = True
         addresses = part.addresses
         places = [addresses.get(parameter, 0) for parameter in self.parameters]
-        see(Event.UPDATE, self.parameters, place=places)
+        see(Event.UPDATE, self.parameters, addresses=places)
 
     def _see(self, event: Event) -> None:
         if self._has_begun:

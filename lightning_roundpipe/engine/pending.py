@@ -82,18 +82,19 @@ class Share:
 
     Args:
         failure: raised by those who wait.
-
-    Attributes:
-        owns_weights: whether they are not what they will be; if not, their gradients are not.
     """
 
-    owns_weights = True
     passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
     def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
         self.parameters = list(parameters)
         self._failure = failure
         self._done = threading.Event()
+
+    @property
+    def owns_weights(self) -> bool:
+        """Whether they are not what they will be. (If not, their gradients are not.)"""
+        return True
 
     @property
     def owns_gradients(self) -> bool:
@@ -103,9 +104,26 @@ class Share:
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
         self._see(Event.UPDATE)
+        self.take_over()
+
+    def take_over(self) -> dict[nn.Parameter, Share]:
+        """Who looks at the weights has to do with this share; the shares that they belonged to before."""
+        before = {}
         for parameter in self.parameters:
+            if (share := _shares.get(id(parameter))) is not None:
+                before[parameter] = share
             _shares[id(parameter)] = self
             _classify(parameter)
+        return before
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """``parameter`` belongs to this share again, unless that is over."""
+        if id(parameter) not in _shares and not self.is_over:
+            _shares[id(parameter)] = self
+            _classify(parameter)
+            if self.is_over:  # by now; nobody else takes it away
+                _shares.pop(id(parameter), None)
+                _classify(parameter)
 
     def end(self, *, is_undone: bool = False) -> None:
         """The weights are updated, or are not going to be.

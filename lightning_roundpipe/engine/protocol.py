@@ -37,7 +37,7 @@ import contextlib
 import enum
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -203,7 +203,13 @@ class Protocol:
             return self._record(weight, "").states
 
     def see(
-        self, event: Event, weights: Iterable[nn.Parameter], unit: str, place: object, transfer: Transfer | None
+        self,
+        event: Event,
+        weights: Iterable[nn.Parameter],
+        unit: str,
+        place: object,
+        transfer: Transfer | None,
+        addresses: Sequence[int] | None = None,
     ) -> None:
         """See the function :func:`see`.
 
@@ -215,14 +221,11 @@ class Protocol:
             for index, weight in enumerate(weights):
                 record = self._record(weight, unit)
                 self.counts[event] += 1
-                if event is Event.UPDATE and place is not None:
-                    is_apart = weight.data_ptr() != place[index]  # type: ignore[index]
-                else:
-                    is_apart = record.is_read_apart(weight)
-                self._check(event, record, place, transfer, is_apart)
+                is_apart = record.is_read_apart(weight) if addresses is None else weight.data_ptr() != addresses[index]
+                self._check(event, record, place, transfer, is_apart, addresses is not None)
                 version = None if is_apart else record.version
                 if event is Event.UPDATE:
-                    record.address = weight.data_ptr() if place is None else place[index]  # type: ignore[index]
+                    record.address = weight.data_ptr() if addresses is None else addresses[index]
                 elif event is Event.UPLOAD and transfer is not None:
                     dtype = transfer.tensors[index].dtype
                     version = version if dtype == weight.dtype else record.copy_versions.get(dtype, version)
@@ -256,9 +259,17 @@ class Protocol:
         unit = f"unit {record.name!r}" if record.name else "a weight of no unit"
         self.violations.append(ProtocolError(f"{unit}: {what}, {why}; it is: {states}"))
 
-    def _check(self, event: Event, record: _Record, place: object, transfer: Transfer | None, is_apart: bool) -> None:
+    def _check(
+        self,
+        event: Event,
+        record: _Record,
+        place: object,
+        transfer: Transfer | None,
+        is_apart: bool,
+        has_begun_apart: bool,
+    ) -> None:
         rule, states = RULES[event], record.states
-        if is_apart and event is Event.UPDATE:
+        if is_apart and event is Event.UPDATE and has_begun_apart:
             states &= {UnitState.UPDATING}
         elif is_apart and event not in _UNRAISED:
             states -= {UnitState.UPDATING}
@@ -311,20 +322,21 @@ def see(
     unit: str = "",
     place: object = None,
     transfer: Transfer | None = None,
+    addresses: Sequence[int] | None = None,
 ) -> None:
     """Tells :data:`observer`, if there is one, what happens to weights now.
 
     Args:
         unit: its name, where it is known.
-        place: the replica, or what tells a working copy from others; of an update, the addresses of what it writes,
-            if the weights are not there at the moment.
+        place: the replica, or what tells a working copy from others.
         transfer: that brings them, or their gradients, one tensor per weight.
+        addresses: what an update writes, where that is not what is found in the weights now.
 
     Raises:
         ProtocolError: if it is illegal.
     """
     if observer is not None:
-        observer.see(event, weights, unit, place, transfer)
+        observer.see(event, weights, unit, place, transfer, addresses)
 
 
 def see_end(succeeded: bool) -> None:

@@ -67,6 +67,7 @@ class Step:
         self._table = table
         self._trace = trace
         self._before = before
+        self._values = dict(request.values)  # an object of its own, by which replicas tell steps apart
         self._aborted = threading.Event()  # shared with micro-batches, which must not know the step: no cycles
         if before is not None:
             self._lock = before.shared.lock
@@ -86,7 +87,7 @@ class Step:
         self._patches = StepPatches(resources, table, sees_gradients=request.meets and count > 1)
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] = [None] * count
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
         self._glue_parameters = GlueParameters(self._store)
@@ -113,7 +114,6 @@ class Step:
                 state.lock = self._lock
             self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
-            self.outputs = [self._threads.results.pop(state.index).arrive() for state in self._states]
             self.report.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
                 lists.collect(self._states, self._request.merge)
@@ -277,6 +277,9 @@ class Step:
                 planned = self._run_schedule(plan, schedule, range(first, count))
             self._note_strays()
             gradients = self._gradients_at_home() if self.tail is None else {}
+            while self._threads.results:
+                index, results = self._threads.results.popitem()
+                self.outputs[index] = results.arrive()
         self._patches.put_gradients_back()
         if self._before is not None:
             self.report.note_tail(self._before, self._clock)
@@ -316,8 +319,7 @@ class Step:
         is_whole = len(indices) == len(self._states)
         completion = completion_of(request, resources, self._store, self._walks.values()) if is_whole else None
         self._threads.completion = completion
-        values = dict(request.values)  # an object of its own, by which replicas tell steps apart
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion, values)
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion, self._values)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)
@@ -340,7 +342,7 @@ class Step:
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
-            values=values,
+            values=self._values,
         )
         self._turnstile = turnstile
         turnstile.join(len(indices))

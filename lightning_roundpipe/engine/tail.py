@@ -18,6 +18,11 @@ Both are the same to it: the patches of a step are open, its turnstile is resume
 those that it would have had without a pause, to the last bit. A step that fails does not take the tail with it, which
 comes to its end first; a tail that fails takes the step with it.
 
+Units whose backward is left run again. They must find the attributes that their modules had in the step, which may have
+changed since: by what the step itself has left there, and by whoever called ``eval()`` or the like. So the attributes
+are noted, and replicas are made with what was noted. (What has changed *in* an object, such as a configuration that
+modules share, is not seen.)
+
 Glue of two steps uses the same parameters at the same time. ``.grad`` does not tell whose gradient it is. So while
 there is a tail, a backward through glue holds the glue lock and takes what has come to any parameter, see
 ``Walk._glue_backward``.
@@ -36,10 +41,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from ..planning.timeline import Span
+from .containers import MISSING
 from .recompute import walk_graph
 from .requests import StepRequest
 from .resources import Resources
@@ -50,6 +57,8 @@ from .walk import Walk
 
 # Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
 _MAX_NODES = 2000
+# Of modules: what is no attribute, or is replaced while a step runs.
+_INTERNAL = (vars(nn.Module()).keys() - {"training"}) | {"forward"}
 
 
 def may_trail(request: StepRequest, plan: Plan, num_devices: int) -> bool:
@@ -99,7 +108,9 @@ class Tail:
         self._abort = abort
         self._num_runs = [len(walk.runs) for walk in walks]
         self.shared = walks[0].shared
-        self.shared.left = self.shared.lock.baseline()
+        self._baseline = self.shared.lock.baseline()
+        units = dict.fromkeys(call.unit for walk in walks for call in walk.calls)
+        self._attributes = [(module, dict(vars(module))) for unit in units for module in unit.members]
         self.is_over = False
         self.replanned = False
 
@@ -115,11 +126,20 @@ class Tail:
         """
         self.shared.lock.take_in([walk.state for walk in self._walks])
         self.shared.glue_parameters = trained
+        self.shared.left = [*self._changed(), *self._baseline]
         self.shared.turnstile.resume()
         try:
             yield
         finally:
             self.await_end()
+
+    def _changed(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Attributes that are not what they were, and what they were."""
+        for module, before in self._attributes:
+            now = vars(module)
+            for name in before.keys() | now.keys():
+                if name not in _INTERNAL and before.get(name, MISSING) is not now.get(name, MISSING):
+                    yield module, name, before.get(name, MISSING)
 
     def spans(self, clock: Clock) -> Iterator[Span]:
         """What it has computed since it was paused."""

@@ -109,13 +109,12 @@ def train(
         optimizer_overlap=overlap,  # type: ignore[arg-type]
         cost_profile=COSTS,
     )
-    settings = {"accumulate_grad_batches": 5, "max_epochs": 2, **settings}
+    settings = {"accumulate_grad_batches": 5, "max_epochs": 2, "enable_checkpointing": False, **settings}
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=2,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,

@@ -245,9 +245,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     take = GlueLock._take
 
-    def noted_take(self: GlueLock) -> None:
+    def noted_take(self: GlueLock, state: GlueState) -> None:
         event.set()
-        take(self)
+        take(self, state)
 
     monkeypatch.setattr(dispatch, "_Signal", Noted)
     monkeypatch.setattr(GlueLock, "_take", noted_take)

@@ -1,0 +1,339 @@
+"""Steps that end before their backward, and everybody who is there when it comes: whoever looks sees what he would."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.engine.late import ComingGradients
+from lightning_roundpipe.engine.protocol import following
+from tests.adapter import test_adapter_tails
+from tests.adapter.test_adapter_tails import COSTS, WIDTH, Block, Deep, Outcome, assert_same, both_modes, train
+from tests.identical import assert_identical
+
+tails = test_adapter_tails.tails
+without_tails = test_adapter_tails.without_tails
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer_overlap='stale'")
+Look = Callable[[L.LightningModule], Any]
+
+
+class Batches:
+    """Batches of a loader, before each of which somebody looks at the module."""
+
+    def __init__(self, module: L.LightningModule, look: Look, count: int = 14) -> None:
+        self.module, self.look, self.count = module, look, count
+        self.seen: list[Any] = []
+        self.rows = torch.randn(count, 8, WIDTH)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.count):
+            self.seen.append(self.look(self.module))
+            yield self.rows[index]
+
+
+def looked_at(
+    look: Look, make: Callable[[], L.LightningModule] = Deep, *, overlap: str = "exact", **settings: Any
+) -> tuple[list[Any], Outcome]:
+    """What was seen, and what was left, of a training."""
+    torch.manual_seed(1)
+    module = make()
+    strategy = RoundPipeStrategy(num_microbatches=4, optimizer_overlap=overlap, cost_profile=COSTS)  # type: ignore[arg-type]
+    settings = {"accumulate_grad_batches": 5, "max_epochs": 1, **settings}
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    batches = Batches(module, look)
+    trainer.fit(module, batches)
+    return batches.seen, Outcome(module, trainer)
+
+
+def _gradient(module: Any) -> Any:
+    gradient = module.blocks[0].linear.weight.grad
+    return None if gradient is None else gradient.clone()
+
+
+def _state(module: Any) -> Any:
+    return [copy.deepcopy(dict(state)) for state in module.trainer.optimizers[0].state.values()]
+
+
+def _saved(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _on_a_thread(module: Any) -> Any:
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(_gradient(module)))
+    thread.start()
+    thread.join(60.0)
+    return seen
+
+
+def _without_grad(module: Any) -> Any:
+    with torch.inference_mode():
+        seen = _gradient(module)
+    return None if seen is None else seen.clone()
+
+
+LOOKS: dict[str, Look] = {
+    "a gradient": _gradient,
+    "all gradients": lambda module: [None if p.grad is None else float(p.grad.sum()) for p in module.parameters()],
+    "the state of the optimizer": _state,
+    "a weight": lambda module: module.head.weight.detach().clone(),
+    "what is saved": _saved,
+    "a copy": lambda module: [p.detach().clone() for p in copy.deepcopy(module.blocks).parameters()],
+    "a gradient, on a thread": _on_a_thread,
+    "a gradient, in inference mode": _without_grad,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_whoever_looks_between_batches(name: str, tails: list[bool]) -> None:
+    found, wanted = (looked_at(LOOKS[name], overlap=overlap) for overlap in ("exact", "off"))
+    assert sum(tails[:14]) >= 9
+    assert_identical(found[0], wanted[0])
+    assert_identical(vars(found[1]), vars(wanted[1]))
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_whoever_looks_between_stale_steps(name: str, tails: list[bool], without_tails: Callable[[], None]) -> None:
+    settings = {"overlap": "stale", "accumulate_grad_batches": 1, "gradient_clip_val": 0.01}
+    found = looked_at(LOOKS[name], **settings)
+    assert sum(tails) >= 9
+    without_tails()
+    wanted = looked_at(LOOKS[name], **settings)
+    assert_identical(found[0], wanted[0])
+    assert_identical(vars(found[1]), vars(wanted[1]))
+
+
+def test_nobody_looks_and_the_updates_begin_in_the_middle_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart: list[bool] = []
+    arrive = ComingGradients.arrive
+
+    def noting(self: ComingGradients, gradients: Any, *, are_apart: bool = False) -> None:
+        apart.append(are_apart)
+        arrive(self, gradients, are_apart=are_apart)
+
+    monkeypatch.setattr(ComingGradients, "arrive", noting)
+    looked_at(lambda module: None, overlap="stale", accumulate_grad_batches=1)
+    assert apart.count(True) >= 9, apart
+
+
+# --- other things that happen between batches -------------------------------------------------------------------------
+
+
+def test_validation_between_accumulated_batches(tails: list[bool]) -> None:
+    assert_same(Deep, validates=True, val_check_interval=3)
+    assert any(tails)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true", "bf16-true"])
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+def test_precisions(precision: str, overlap: str, tails: list[bool], without_tails: Callable[[], None]) -> None:
+    settings = {"precision": precision, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "overlap": overlap}
+    found = train(Deep, **settings)
+    assert any(tails)
+    without_tails()
+    assert_identical(vars(found), vars(train(Deep, **settings)))
+
+
+def test_checkpoints_between_stale_steps(tmp_path: Path, tails: list[bool], without_tails: Callable[[], None]) -> None:
+    def saved(name: str) -> list[Any]:
+        callback = ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        train(Deep, overlap="stale", accumulate_grad_batches=1, enable_checkpointing=True, callbacks=[callback])
+        files = sorted((tmp_path / name).glob("*.ckpt"))
+        found = [torch.load(file, weights_only=False) for file in files]
+        return [{key: one[key] for key in ("state_dict", "optimizer_states", "global_step")} for one in found]
+
+    found = saved("with")
+    assert len(found) >= 10
+    assert any(tails)
+    without_tails()
+    assert_identical(found, saved("without"))
+
+
+def test_the_batches_that_are_left_when_training_stops(tails: list[bool]) -> None:
+    def stop(module: Any) -> None:
+        module.trainer.should_stop = module.trainer.fit_loop.epoch_loop.batch_idx >= 6
+
+    found, wanted = (looked_at(stop, overlap=overlap) for overlap in ("exact", "off"))
+    assert_identical(vars(found[1]), vars(wanted[1]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_fork_between_batches(tails: list[bool]) -> None:
+    def fork(module: Any) -> Any:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if all(torch.isfinite(p.detach()).all() for p in module.parameters()) else 1)
+        return os.waitpid(pid, 0)[1]
+
+    for overlap, accumulate in (("exact", 5), ("stale", 1)):
+        seen, _ = looked_at(fork, overlap=overlap, accumulate_grad_batches=accumulate)
+        assert seen == [0] * 14
+    assert any(tails)
+
+
+# --- where there are none ---------------------------------------------------------------------------------------------
+
+
+class Hooked(Deep):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class OwnCallback(Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+
+def _followed() -> Deep:
+    module = Deep()
+    module.head.weight.register_hook(lambda gradient: gradient * 2)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Hooked, {}),
+        (Deep, {"callbacks": OwnCallback}),
+        (Deep, {"callbacks": lambda: LambdaCallback(on_train_batch_end=lambda *_: None)}),
+        (_followed, {}),
+        (Deep, {"overlap": "off"}),
+        (Deep, {"accumulate_grad_batches": 1}),
+    ],
+    ids=["a hook", "a callback", "functions", "a hook of a parameter", "off", "a step after each batch"],
+)
+def test_steps_that_wait_for_their_backward(
+    make: Callable[[], Deep], settings: dict[str, Any], tails: list[bool]
+) -> None:
+    if "callbacks" in settings:
+        settings = {"callbacks": [settings["callbacks"]()]}
+    train(make, **settings)
+    assert len(tails) == 28
+    assert not any(tails)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fail: Callable[[], None]) -> Tensor:
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.fail()
+        return gradient, None
+
+
+class FailingBlock(Block):
+    """The first unit, whose backward is in the tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: list[Callable[[], None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        def fail() -> None:
+            if self.fails:
+                self.fails.pop()()
+
+        return super().forward(_Failing.apply(x.requires_grad_(), fail))
+
+
+class Fails(Deep):
+    """Something goes wrong in the backward of the batch before batch 7, or in the forward of batch 7."""
+
+    def __init__(self, error: Callable[[], None], place: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FailingBlock() for _ in self.blocks)
+        self.error, self.place = error, place
+        self.has_failed = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 7 and not self.has_failed:
+            self.has_failed = True
+            if self.place == "forward":
+                self.error()
+        return super().training_step(batch, batch_idx)
+
+    def before(self, _: Any) -> None:
+        first = self.blocks[0]
+        assert isinstance(first, FailingBlock)
+        if self.place == "backward" and self.trainer.fit_loop.epoch_loop.batch_idx == 6 and not self.has_failed:
+            first.fails.append(self.error)
+
+
+def _raise() -> None:
+    raise ValueError("of the user")
+
+
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_errors_reach_the_caller(overlap: str, place: str, tails: list[bool]) -> None:
+    module = Fails(_raise, place)
+    accumulate = 5 if overlap == "exact" else 1
+    with pytest.raises(ValueError, match="of the user"):
+        looked_at(lambda m: m.before(m), lambda: module, overlap=overlap, accumulate_grad_batches=accumulate)
+    assert tails[-1]
+    module.place = ""
+    looked_at(lambda m: None, lambda: module, overlap=overlap, accumulate_grad_batches=accumulate)  # works again
+
+
+def test_after_an_interrupt_the_weights_are_those_of_whole_steps(
+    tails: list[bool], without_tails: Callable[[], None]
+) -> None:
+    def interrupted() -> Outcome:
+        torch.manual_seed(1)
+        module = Fails(_thread.interrupt_main, "forward")
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            looked_at(lambda m: None, lambda: module, overlap="stale", accumulate_grad_batches=1)
+        return Outcome(module, module.trainer)
+
+    found = interrupted()
+    assert any(tails)
+    without_tails()
+    wanted = interrupted()
+    assert_identical(found.weights, wanted.weights)
+    assert_identical(found.optimizers, wanted.optimizers)
+
+
+# --- protocol ---------------------------------------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+def test_the_protocol_is_kept(copies: bool, overlap: str, tails: list[bool]) -> None:
+    with following() as protocol:
+        train(Deep, overlap=overlap, copies=copies, accumulate_grad_batches=2 if overlap == "exact" else 1)
+    assert any(tails)
+    assert protocol.counts
