@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
@@ -39,9 +38,9 @@ weight in float32; its forward sleeps forward_ms and its backward twice as long,
 micro-batch of a step brings a gradient of the size of the weight (the others bring none, so that nothing has to be
 added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. 'late' is 'exact' with no memory
 set aside for updates that begin before the backward is over; early_weights is how many of the weights (layers) 'exact'
-updates so early, per step. step_ms is the time from one
-on_train_batch_start to the next, so hooks, zero_grad, optimizer and data loading are in it; the first steps of a fit
-are left out, and so is the last. Modes alternate, fit by fit; hidden is formed within a repetition
+updates so early, per step. step_ms is the time from the moment in which Lightning takes one batch to that of the next,
+so zero_grad, optimizer and data loading are in it; the first steps of a fit are left out, and so is the last. No
+module or callback has hooks of its own, with which 'stale' would drain the pipeline in every step. Modes alternate, fit by fit; hidden is formed within a repetition
 and, as of_fastest, of the fastest step of each mode, which other work on the cores disturbs least.
 update_ms is optimizer.step with 'off'. hidden is (off - mode) / (off - none), the share of the cost of the update that
 is not seen in the step. ideal_ms is the larger of 'none' and the update with the threads that it has behind the
@@ -136,15 +135,29 @@ class NoEarlyUpdates(pl.Callback):
         early_work(trainer).set_aside(0)
 
 
-class CountEarlyUpdates(pl.Callback):
-    """How many weights were updated before the end of the backward, so far, after each step."""
+class Batches:
+    """The batches of a fit; notes when each is taken, and how many weights were updated early until then.
 
-    def __init__(self) -> None:
-        self.counts: list[int] = []
+    Args:
+        count: how many there are.
+        num_rows: of each.
+    """
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.counts.append(early_work(trainer).num_kept)
+    def __init__(self, trainer: pl.Trainer, count: int, num_rows: int) -> None:
+        self._trainer = trainer
+        self._count = count
+        self._rows = torch.arange(num_rows, dtype=torch.float32).reshape(-1, 1)
+        self.starts: list[float] = []
+        self.early: list[int] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self._count):
+            self.starts.append(time.perf_counter())
+            self.early.append(early_work(self._trainer).num_kept)
+            yield self._rows
 
 
 def early_work(trainer: pl.Trainer) -> EarlyWork:
@@ -153,17 +166,12 @@ def early_work(trainer: pl.Trainer) -> EarlyWork:
 
 
 class Model(pl.LightningModule):
-    """Layers that wait; notes when each of its steps begins."""
+    """Layers that wait."""
 
     def __init__(self, size: dict[str, Any], forward_ms: float, mode: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Wait(size["width"], forward_ms) for _ in range(size["layers"]))
         self._mode = mode
-        self.starts: list[float] = []
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.starts.append(time.perf_counter())
 
     @override
     def training_step(self, batch: Tensor) -> Tensor:
@@ -201,19 +209,19 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
         optimizer_overlap={"none": "off", "late": "exact"}.get(mode, mode),  # type: ignore[arg-type]
     )
     num_batches = SKIPPED + num_steps + 1
-    rows = torch.arange(num_microbatches, dtype=torch.float32).repeat(num_batches).reshape(-1, 1)
     model = Model(size, forward_ms, mode)
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    count = CountEarlyUpdates()
-    quiet["callbacks"] = [count, NoEarlyUpdates()] if mode == "late" else [count]
+    quiet["callbacks"] = [NoEarlyUpdates()] if mode == "late" else []
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **quiet)
-    trainer.fit(model, DataLoader(rows, batch_size=num_microbatches))
-    steps = [1e3 * (after - before) for before, after in zip(model.starts, model.starts[1:], strict=False)]
+    batches = Batches(trainer, num_batches, num_microbatches)
+    trainer.fit(model, batches)
+    starts = batches.starts
+    steps = [1e3 * (after - before) for before, after in zip(starts, starts[1:], strict=False)]
     (optimizer,) = trainer.optimizers
     updates = optimizer.updates_s if mode == "off" else []  # type: ignore[attr-defined]
-    early = (count.counts[-2] - count.counts[SKIPPED - 1]) / num_steps
+    early = (batches.early[-1] - batches.early[SKIPPED]) / num_steps
     return Measured(steps[SKIPPED:], [1e3 * taken for taken in updates[SKIPPED:]], early)
 
 

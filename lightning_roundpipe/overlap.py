@@ -138,6 +138,10 @@ class OptimizerOverlap:
             name = next((name for name, weight in module.named_parameters() if weight is changed[0]), "")
             raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
 
+    def may_trail(self, trainer: pl.Trainer) -> bool:
+        """Whether training steps may begin before the backward of those before is over."""
+        return not self.is_off and (self._stale is not None or trainer.accumulate_grad_batches != 1)
+
     @property
     def can_wait(self) -> bool:
         """Whether the update after the training step that runs can wait for its gradients, because the next training

@@ -215,7 +215,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         super().setup(trainer)
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            self._host_report = HostReport(self._module, self.optimizers, stale=stale)
+            trails = self._updates.may_trail(trainer)
+            self._host_report = HostReport(self._module, self.optimizers, stale=stale, trails=trails)
             self._host_report.check()
             self._updates.set_aside(self._host_report.spare_bytes // 4)
 

@@ -69,7 +69,7 @@ def make_engine(
         search = plan_training if training else plan_evaluation
         partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
         if training and (reporter := report()) is not None:
-            reporter.note_plan(partition, costs, min(num_microbatches, 2 * round_size))
+            reporter.note_plan(partition, costs, num_microbatches, round_size)
         return partition
 
     num_threads = options.threads_per_device

@@ -12,14 +12,16 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
 The paper's five orderings (:class:`Ordering`) say which of these exclude each other. Who waits for whom here:
 
 1. ``UPLOADED_BEFORE_REFRESHED``. A working copy is made at most once per step, and a step ends when nothing is on its
-   way any more (``Step.run``): the next refresh comes in a later step.
+   way any more (``Step.run``): the next refresh comes in a later step. A step whose tail runs beside the next one has
+   working copies of its own if it computes with values of its own.
 2. ``REFRESHED_BEFORE_UPLOADED``. ``WorkingCopies.source`` gives what to upload after it was made. It reads the master,
    and so waits for its update ([Note: pending weights] in :mod:`pending`); so does ``Replica.activate``, where a
    replica aliases its masters.
 3. ``DOWNLOADED_BEFORE_TAKEN``. ``GradientStore`` waits for ``Edge.GRADIENTS``.
 4. ``TAKEN_BEFORE_DOWNLOADED``. Every download has memory of its own. While an update reads the gradient of a weight, no
    next one comes, as the unit runs after the update. Stale steps do not wait for the update: there
-   ``RoundPipeStrategy.backward`` does, before it hands out what has come home.
+   ``RoundPipeStrategy.backward`` does, before it hands out what has come home; and gradients that come late go to
+   an update alone, which waits for the one before (``Updates._begin``).
 5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread. An update that
    begins before it ([Note: early updates] in :mod:`early`) is of units that were given up on all devices; should one of
    them be needed again, the update is taken back first.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -163,8 +164,9 @@ class WorkingCopies:
     def expected_bytes(self) -> int:
         """What they are going to take, as far as it is known which ones there will be."""
         with self._lock:
+            snapshots = Counter(master for master, _, value in self._copies if value)
             sizes = {
-                master: master.numel() * self._dtype_of(unit, master).itemsize
+                master: max(1, snapshots[master]) * master.numel() * self._dtype_of(unit, master).itemsize
                 for (unit, trains), evidence in self._evidence.items()
                 if evidence.travels and trains == self._trains
                 for master in evidence.uses

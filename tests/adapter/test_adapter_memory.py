@@ -114,12 +114,12 @@ def test_the_host_is_checked_before_it_is_filled(recwarn: pytest.WarningsRecorde
 def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.WarningsRecorder) -> None:
     report = make_report(Free(1320 + 5 * 2000))
     report.check()
-    report.note_plan(STAGES, COSTS, 5)
+    report.note_plan(STAGES, COSTS, 5, 8)
     assert not recwarn
     with pytest.warns(UserWarning, match="activations 11.7 KiB.* still to be allocated, and 11.1 KiB are available"):
-        report.note_plan(STAGES, COSTS, 6)
+        report.note_plan(STAGES, COSTS, 6, 8)
     before = len(recwarn)
-    report.note_plan(STAGES, COSTS, 7)  # once is enough
+    report.note_plan(STAGES, COSTS, 7, 8)  # once is enough
     assert len(recwarn) == before
 
 
