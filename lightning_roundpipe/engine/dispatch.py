@@ -42,19 +42,17 @@ class PipelineStalled(RuntimeError):
 class _Signal:
     """A :class:`threading.Event` for one waiter and a setter that holds the turnstile's lock; much cheaper."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "is_set")
 
     def __init__(self) -> None:
+        self.is_set = False  # then the waiter goes on, or is about to
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def set(self) -> None:
+        self.is_set = True
         if self._lock.locked():
             self._lock.release()
-
-    def is_set(self) -> bool:
-        """Whether the waiter goes on, or is about to."""
-        return not self._lock.locked()
 
     def wait(self, timeout: float) -> bool:
         return self._lock.acquire(timeout=timeout)
@@ -134,7 +132,7 @@ class Turnstile:
                 *self._nearing.values(),
                 *(event for _, _, event in self._gated.values()),
             ]
-            if self._aborted or sum(not event.is_set() for event in waiting) >= self._live:
+            if self._aborted or sum(not event.is_set for event in waiting) >= self._live:
                 self._paused.set()
 
     def join(self, num_threads: int) -> None:
@@ -192,6 +190,7 @@ class Turnstile:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._is_head(action):
+                        event.set()
                         break
         finally:
             with self._lock:
@@ -213,6 +212,7 @@ class Turnstile:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._is_near(action):
+                        event.set()
                         break
         finally:
             with self._lock:
@@ -249,6 +249,7 @@ class Turnstile:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._passed.get(other, 0) > position:
+                        event.set()
                         break
         finally:
             with self._lock:

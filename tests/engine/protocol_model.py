@@ -13,13 +13,13 @@ raises :class:`Violation` where
 Units are updated one by one, so an optimizer step is in several parts with everything else between them. Weights are
 the row of gradients that they were made with, so that a lost or doubled gradient shows.
 
-Seven modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread when
-the one before has ended, which makes most of the paper's orderings hold without a wait. In ``tail``, which is ``stale``
-without a gap, a step begins when the one before has the backward of its last unit left, which gets its weights once
-more; the two run on different devices. ``early`` is ``exact`` with a
-unit that is updated while the backward of the other one runs, and in ``taken back`` the assumption of that is wrong in
-every step; both are ``exact`` where gradients are clipped or accumulated. In ``paper`` steps do not wait for each
-other, and there is one working copy: it has all five.
+Seven modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread
+when the one before has ended, which makes most of the paper's orderings hold without a wait. In ``tail``, which is
+``stale`` without a gap, a step begins when the one before has the backward of its last unit left, which gets its
+weights once more; the two run on different devices. ``early`` is ``exact`` with a unit that is updated while the
+backward of the other one runs, and in ``taken back`` the assumption of that is wrong in every step; both are ``exact``
+where gradients are clipped or accumulated. In ``paper`` steps do not wait for each other, and there is one working
+copy: it has all five.
 """
 
 from __future__ import annotations
