@@ -79,7 +79,10 @@ class Turnstile:
         self._gated: dict[int, tuple[int, int, _Signal]] = {}  # waiter -> (for whom, position, event)
         self._passed: dict[int, int] = {}  # micro-batch -> call positions it has passed
         self._live = 0
-        self._paused: threading.Event | None = None  # set when every live thread waits
+        self._trails = False
+        self._at_tail: set[int] = set()
+        self._is_paused = False
+        self._rests = threading.Event()
         self._before: Turnstile | None = None
         self._next: Turnstile | None = None
         self._aborted = False
@@ -105,40 +108,50 @@ class Turnstile:
         with self._lock:
             return not self._closing[device] and self._head[device] == len(self.schedule.devices[device])
 
-    def pause(self) -> bool:
-        """Admits nobody any more, and waits until every thread waits or has retired; whether any thread is left.
-
-        Not to be called while threads may wait for anything else than a device, or each other.
-        """
+    def reach_tail(self, microbatch_index: int) -> None:
+        """All that is left of a micro-batch may come later. When that is so for all, nobody is admitted any more."""
         with self._lock:
-            paused = self._paused = threading.Event()
+            self._note_tail(microbatch_index)
+
+    def _note_tail(self, microbatch_index: int) -> None:
+        self._at_tail.add(microbatch_index)
+        if self._trails and len(self._at_tail) == self.schedule.num_microbatches:
+            self._is_paused, self._trails = True, False
             self._note_rest()
-        while not paused.wait(_INTERRUPTIBLE_S):
+
+    def await_rest(self) -> bool:
+        """Blocks until the turnstile is paused and every thread waits or has retired; whether any is left."""
+        while not self._rests.wait(_INTERRUPTIBLE_S):
             pass
         return self._live > 0
 
     def resume(self) -> None:
-        """Goes on after :meth:`pause`."""
+        """Goes on after a pause."""
         with self._lock:
-            self._paused = None
+            self._is_paused = False
             for device in range(self.schedule.num_devices):
                 self._wake_head(device)
 
     def _note_rest(self) -> None:
-        """Tells whoever pauses when all threads stand still; called when one begins to wait or retires."""
-        if self._paused is not None and not any(self._closing):
+        """Tells when all threads stand still; called when one begins to wait or retires."""
+        if self._is_paused and not any(self._closing):
             waiting = [
                 *self._waiting.values(),
                 *self._nearing.values(),
                 *(event for _, _, event in self._gated.values()),
             ]
             if self._aborted or sum(not event.is_set for event in waiting) >= self._live:
-                self._paused.set()
+                self._rests.set()
 
-    def join(self, num_threads: int) -> None:
-        """Announces ``num_threads`` threads, before they start."""
+    def join(self, num_threads: int, *, trails: bool = False) -> None:
+        """Announces ``num_threads`` threads, before they start.
+
+        Args:
+            trails: whether to pause when all have reached their tail.
+        """
         with self._lock:
             self._live += num_threads
+            self._trails = trails
 
     def retire(self, microbatch_index: int) -> None:
         """A thread is done (or failed): all its tickets are released."""
@@ -147,6 +160,7 @@ class Turnstile:
             for stage_index in range(self.schedule.num_stages):
                 self._left.add(Action(stage_index, microbatch_index))
             self._open_gates(microbatch_index)
+            self._note_tail(microbatch_index)
         try:
             for device in range(self.schedule.num_devices):
                 self._advance(device)
@@ -280,7 +294,7 @@ class Turnstile:
 
     def _is_open(self, device: int) -> bool:
         """Whether the head of a device may be let in."""
-        return self._paused is None and not self._closing[device] and self._has_turn(device)
+        return not self._is_paused and not self._closing[device] and self._has_turn(device)
 
     def _has_turn(self, device: int) -> bool:
         return self._before is None or self._before.is_through(device)
@@ -347,7 +361,7 @@ class Turnstile:
         num_waiting = len(self._waiting) + len(self._gated) + len(self._nearing)
         if self._live <= 0 or any(self._closing) or num_waiting < self._live or self._aborted:
             return
-        if self._paused is not None or not self._comes_first():
+        if self._is_paused or not self._comes_first():
             return
         if any(self._is_head(action) for action in self._waiting) or any(map(self._is_near, self._nearing)):
             return
@@ -364,8 +378,7 @@ class Turnstile:
         return all(map(self._has_turn, range(self.schedule.num_devices)))
 
     def _wake_all(self) -> None:
-        if self._paused is not None:
-            self._paused.set()
+        self._rests.set()
         for event in (*self._waiting.values(), *self._nearing.values()):
             event.set()
         for _, _, event in self._gated.values():

@@ -100,14 +100,12 @@ class Attendance:
         arrival: what the micro-batch has come for; None if it is over.
         deferred: what it has come by since the last meeting.
         halted: set when its thread waits at a meeting or has ended.
-        at_tail: set when all that is left of its way may be left for later, see [Note: tails] in :mod:`tail`.
     """
 
     def __init__(self) -> None:
         self.arrival: Collective | None = None
         self.deferred: list[Collective] = []
         self.halted = threading.Event()
-        self.at_tail = threading.Event()
         self._resumed = threading.Event()
         self._go_on = returning(None)
 
@@ -129,7 +127,6 @@ class Attendance:
     def end(self) -> None:
         """For the thread of the micro-batch: the last thing that it does."""
         self.arrival = None
-        self.at_tail.set()
         self.halted.set()
 
     def resume(self, go_on: Callable[[], Any]) -> None:

@@ -345,7 +345,8 @@ class Step:
             values=self._values,
         )
         self._turnstile = turnstile
-        turnstile.join(len(indices))
+        trails = is_whole and self._trace is None and may_trail(request, plan, len(resources.pool))
+        turnstile.join(len(indices), trails=trails)
         new: list[threading.Thread] = []
         waiting: list[Callable[[], None]] = []
         for slot, index in enumerate(indices):
@@ -358,7 +359,6 @@ class Step:
         walks = [self._walks[index] for index in indices]
         with self._beside_tail(shared):
             self._alive += new
-            trails = is_whole and self._trace is None and may_trail(request, plan, len(resources.pool))
             self._run(walks, new, waiting, trails=trails)
         self._raise_error()
         return walks
@@ -380,19 +380,21 @@ class Step:
         self, walks: list[Walk], new: list[threading.Thread], waiting: list[Callable[[], None]], *, trails: bool
     ) -> None:
         """Lets micro-batches run, each until it comes to a meeting or is over, or until the step has a tail."""
-        request, resources = self._request, self._resources
+        request, resources, turnstile = self._request, self._resources, self._turnstile
+        assert turnstile is not None
         halted = [walk.attendance.halted for walk in walks]
-        meanwhile = _nothing if self._before is None else self._before.await_end
-        if trails:
-            run_threads(new, waiting, [walk.attendance.at_tail for walk in walks], self._fail, meanwhile)
-            assert self._turnstile is not None
-            if self._turnstile.pause() and not self._aborted.is_set() and can_trail(request, resources, walks):
-                self.tail = Tail(walks, self._complete, self._abort)
-                return
-            self._turnstile.resume()
+
+        def await_them() -> None:
+            if self._before is not None:
+                self._before.await_end()
+            if trails and turnstile.await_rest() and not self._aborted.is_set():
+                if can_trail(request, resources, walks):
+                    self.tail = Tail(walks, self._complete, self._abort)
+                    return
+                turnstile.resume()
             await_all(halted)
-        else:
-            run_threads(new, waiting, halted, self._fail, meanwhile)
+
+        run_threads(new, waiting, halted, self._fail, await_them)
 
     def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
         state = self._states[index]
@@ -435,10 +437,6 @@ class Step:
         self._walks.clear()
         self._outcomes.clear()
         self._patches.put_gradients_back()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:

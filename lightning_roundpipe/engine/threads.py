@@ -61,16 +61,16 @@ def run_threads(
     resume: list[Callable[[], None]],
     halted: list[threading.Event],
     fail: Callable[[BaseException], None],
-    meanwhile: Callable[[], None] = lambda: None,
+    await_them: Callable[[], None],
 ) -> None:
-    """Starts or resumes threads, and waits until all have halted; an interrupt of the waiting thread stops them first.
+    """Starts or resumes threads, and waits for them; an interrupt of the waiting thread stops them first.
 
     Args:
-        threads: not started yet; the last of those that are waited for.
+        threads: not started yet; the last of those in ``halted``.
         resume: lets each of the others go on.
         halted: set by each thread, in the order of ``resume`` and ``threads``, as the last thing it does for now.
         fail: makes the threads stop.
-        meanwhile: called while they run.
+        await_them: blocks as long as is to be waited; raises what ends them.
 
     Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
     """
@@ -79,8 +79,7 @@ def run_threads(
             go_on()
         for thread in threads:
             thread.start()
-        meanwhile()
-        await_all(halted)
+        await_them()
     except BaseException as interrupt:
         fail(interrupt)
         for thread, event in zip(threads, halted[len(resume) :], strict=True):

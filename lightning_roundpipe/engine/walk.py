@@ -352,7 +352,7 @@ class Walk:
         self.shared.turnstile.check()
         if call.backward_stage is not None:
             if call.backward_stage > self._visits.stage:
-                self.attendance.at_tail.set()
+                self.shared.turnstile.reach_tail(self.slot)
             self._visits.move_to(call.backward_stage, _needed_in_backward(call), f"saved {call.unit.name}")
         self._flush()
         if call.versions is not None and call.gradients:

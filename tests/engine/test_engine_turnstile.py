@@ -297,7 +297,7 @@ def started(body: Callable[[], None]) -> threading.Thread:
 
 def test_a_pause_waits_for_a_thread_that_was_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     turnstile = Turnstile(round_robin(1, 2, 1))
-    turnstile.join(2)
+    turnstile.join(2, trails=True)
     turnstile.enter(Action(0, 0))
     woken, may_go_on = threading.Event(), threading.Event()
     wait = dispatch._Signal.wait
@@ -321,24 +321,23 @@ def test_a_pause_waits_for_a_thread_that_was_let_in(monkeypatch: pytest.MonkeyPa
         pass
     turnstile.retire(0)
     assert woken.wait(JOIN_S)
-    found: list[tuple[bool, bool]] = []
-    pausing = started(lambda: found.append((turnstile.pause(), over.is_set())))
-    while turnstile._paused is None:
-        pass
-    assert not turnstile._paused.is_set(), "the other thread is on its way"
+    turnstile.reach_tail(1)
+    assert not turnstile._rests.is_set(), "the other thread is on its way"
     may_go_on.set()
-    for thread in (entering, pausing):
-        thread.join(JOIN_S)
-    assert found == [(False, True)], "nobody is left, and it has been let in"
+    assert not turnstile.await_rest(), "nobody is left"
+    assert over.is_set(), "and it has been let in"
+    entering.join(JOIN_S)
 
 
 def test_a_turnstile_that_follows_lets_nobody_in_before() -> None:
     first, second = Turnstile(round_robin(2, 1, 2)), Turnstile(round_robin(2, 1, 2))
-    first.join(1)
+    first.join(1, trails=True)
     first.enter(Action(0, 0))
     order: list[str] = []
 
     def rest() -> None:
+        first.reach_tail(0)
+        first.leave(Action(0, 0))
         first.enter(Action(1, 0))
         order.append("first")
         first.retire(0)
@@ -351,15 +350,11 @@ def test_a_turnstile_that_follows_lets_nobody_in_before() -> None:
         order.append("second, device 1")
         second.retire(0)
 
-    threads = [started(first.pause)]
-    while first._paused is None:
-        pass
-    first.leave(Action(0, 0))
     second.join(1)
     second.follow(first)
-    threads.append(started(rest))
-    threads[0].join(JOIN_S)  # paused: the only thread of the first one waits
-    assert not order
+    threads = [started(rest)]
+    assert first.await_rest()
+    assert not order, "the only thread of the first one waits"
     threads.append(started(other))
     while order != ["second, device 0"]:  # which the first one has left
         pass
