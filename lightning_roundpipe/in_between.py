@@ -31,12 +31,20 @@ def runs_in_between(module: pl.LightningModule) -> bool:
     )
 
 
-def runs_between_batches(module: pl.LightningModule) -> bool:
-    """As :func:`runs_in_between`, up to the next training step."""
+# What runs between a step of the optimizer and the next batch.
+_OF_STEPS = ("optimizer_step", "lr_scheduler_step")
+
+
+def runs_between_batches(module: pl.LightningModule, *, steps: bool) -> bool:
+    """As :func:`runs_in_between`, up to the next training step.
+
+    Args:
+        steps: whether the optimizer steps in between.
+    """
     names = [name for name in _OF_BATCHES if hasattr(pl.Callback, name)]
     return (
         runs_in_between(module)
-        or _overrides(module, pl.LightningModule, _OF_BATCHES)
+        or _overrides(module, pl.LightningModule, _OF_BATCHES + (_OF_STEPS if steps else ()))
         or any(_overrides(c, pl.Callback, names) and not _is_of_lightning(c) for c in module.trainer.callbacks)  # type: ignore[attr-defined]
     )
 
@@ -49,3 +57,10 @@ def _is_of_lightning(callback: pl.Callback) -> bool:
 
 def _overrides(found: Any, base: type, names: Sequence[str]) -> bool:
     return any(name in vars(found) or getattr(type(found), name) is not getattr(base, name) for name in names)
+
+
+def is_left_after_this_batch(trainer: pl.Trainer) -> bool:
+    """Whether a validation comes between the batch that is being trained and the next one, or there is none."""
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher
+    return trainer.should_stop or fetcher is None or loop.epoch_loop._should_check_val_fx(fetcher)

@@ -153,7 +153,8 @@ class OptimizerOverlap:
 
     def lacks_state(self, weight: nn.Parameter) -> bool:
         """Whether the next update of ``weight`` is its first."""
-        return all(self._updates.guard(optimizer).lend(weight) is None for optimizer in self._guarded)
+        states = [self._updates.guard(optimizer) for optimizer in self._guarded]
+        return all(state.lend(weight) is None and weight not in state.stateless for state in states)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer, closure: Any) -> Iterator[None]:

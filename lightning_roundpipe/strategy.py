@@ -26,6 +26,7 @@ from .accelerator import host_statistics, pool_statistics
 from .batches import Batches, first_argument, microbatches_for
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
+from .engine.outputs import copies_of
 from .engine.pool import DevicePool
 from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
@@ -228,7 +229,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Writes what was asked for and forgets the engine; no thread is alive between steps."""
+        """Writes what was asked for and forgets the engine."""
         try:
             self.tails.finish()
             self._updates.finish()
@@ -410,14 +411,13 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_training = name == "training_step"
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
-        meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        tails = self.tails.attempt(self.retry.forbid)
-        with logs.capturing(), guard.watching(name, batches), meetings, tails, self._updates.attempt() as completed:
+        meetings = self._meetings(batches, guard) if is_manual else self.tails.attempt(self.retry.forbid)
+        with logs.capturing(), guard.watching(name, batches), meetings, self._updates.attempt() as completed:
             may_trail = is_training and not guard.is_looking
             late = self.tails.late(self._module, loss_scale, self._updates) if may_trail else None
             request = StepRequest(
                 function=guard.followed(name, call),
-                microbatches=batches.microbatches,
+                microbatches=batches.microbatches if late is None else copies_of(batches.microbatches),
                 weights=[weight * loss_scale for weight in batches.loss_weights],
                 key=name,
                 seed=seed_of_step(self._module.trainer, name),

@@ -21,6 +21,7 @@ of the user runs between it and the next one: hooks of the module and of callbac
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -36,7 +37,7 @@ from .engine.late import ComingGradients
 from .engine.pending import Share, can_be_pending, unwaited
 from .engine.protocol import Event
 from .engine.runner import Engine, StepResult
-from .in_between import runs_between_batches
+from .in_between import is_left_after_this_batch, runs_between_batches
 from .loss import hand_over, scaled
 from .overlap import OptimizerOverlap
 
@@ -59,27 +60,34 @@ class LateGradients:
         self._factor: Tensor | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] | None = None
         self._before: dict[nn.Parameter, Tensor] = {}
+        self._total: dict[nn.Parameter, Tensor] = {}
+        self._members: set[nn.Parameter] = set()  # whose update waits
         self._coming: ComingGradients | None = None
         self.arrived = threading.Event()
         self.are_apart = False
 
     def arrive(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The tail is over."""
-        self._gradients = gradients
-        self.arrived.set()
-        if self._coming is None or self._factor is None:
+        if self.arrived.is_set():
             return
-        total = {}
+        self._gradients = gradients
+        if self._coming is not None and self._factor is not None:
+            self._pass_on(self._coming, self._factor)
+        self.arrived.set()
+
+    def _pass_on(self, coming: ComingGradients, factor: Tensor) -> None:
+        """To the update, those of its weights: together with what was in ``.grad`` when the optimizer was called."""
+        assert self._gradients is not None
+        found = dict(zip(self._gradients, scaled([*self._gradients.values()], factor, self._scale), strict=True))
+        self._gradients = {p: gradient for p, gradient in found.items() if p not in self._members}
+        self._total = dict(self._before)
         with torch.no_grad():
-            for parameter, gradient in zip(
-                gradients, scaled([*gradients.values()], self._factor, self._scale), strict=True
-            ):
-                known = self._before.pop(parameter, None)
-                total[parameter] = gradient if known is None else _sum(known, gradient)
-        self._gradients = {**total, **self._before}
+            for parameter, gradient in found.items():
+                if parameter in self._members:
+                    self._total[parameter] = _added(self._before.get(parameter), gradient, parameter)
         # The state that an optimizer makes depends on the default dtype, which belongs to the training step now.
-        if self.are_apart and not any(map(self._lacks_state, total)):
-            self._coming.arrive(self._gradients, are_apart=True)
+        if self.are_apart and not any(map(self._lacks_state, self._total)):
+            coming.arrive(self._total, are_apart=True)
 
     def ask(self, factor: Tensor) -> None:
         """``loss.backward()`` was called."""
@@ -91,33 +99,42 @@ class LateGradients:
         return self._factor is not None
 
     def expect(self, bring: Callable[[], None], parameters: Iterable[nn.Parameter]) -> ComingGradients:
-        """For an update that waits for them, together with what is in ``.grad``."""
+        """For an update of ``parameters``, which waits for them, together with what is in ``.grad``."""
         if self._coming is None:
             self._coming = ComingGradients(bring)
+            self._members = set(parameters)
             with unwaited():
-                self._before = {p: p.grad for p in parameters if p.grad is not None}
+                self._before = {p: p.grad for p in self._members if p.grad is not None}
         return self._coming
 
     def settle(self) -> None:
-        """The tail is over, or lost, and nothing runs: does what ``loss.backward()`` would have done."""
+        """The tail is over, or lost, and nothing runs: does what ``loss.backward()`` would have done.
+
+        Without autograd: what has happened to parameters since (flags, hooks) does not concern these gradients.
+        """
         gradients, factor, coming = self._gradients or {}, self._factor, self._coming
         self._gradients = self._factor = self._coming = None
         if factor is None:
             return
-        if coming is None:
-            if gradients:
-                hand_over(torch.zeros_like(factor), gradients, self._scale).backward(factor)  # type: ignore[no-untyped-call]
-            return
-        with unwaited():
+        with unwaited(), torch.no_grad():
+            if coming is None:
+                values = scaled([*gradients.values()], factor, self._scale)
+                gradients = dict(zip(gradients, values, strict=True))
             for parameter, gradient in gradients.items():
-                parameter.grad = None if self.are_apart else gradient
-        if not coming.have_arrived:
-            coming.arrive(gradients if self.arrived.is_set() else None, are_apart=self.are_apart)
+                parameter.grad = _added(parameter.grad, gradient, parameter)
+            for parameter, total in self._total.items():
+                parameter.grad = None if self.are_apart else total
+        if coming is not None and not coming.have_arrived:
+            coming.arrive(self._total if self.arrived.is_set() else None, are_apart=self.are_apart)
 
 
-def _sum(known: Tensor, gradient: Tensor) -> Tensor:
+def _added(known: Tensor | None, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     """As autograd adds up in ``.grad``."""
-    return known + gradient if known.is_sparse or gradient.is_sparse else known.add_(gradient)
+    if known is not None:
+        return known + gradient if known.is_sparse or gradient.is_sparse else known.add_(gradient)
+    if gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 class _LateLoss(torch.autograd.Function):
@@ -137,18 +154,14 @@ class _LateLoss(torch.autograd.Function):
         return None, None, None
 
 
-class _GradientShare(Share):
-    """Parameters whose ``.grad`` is not complete. They themselves may be looked at, but for those that an update before
-    is still at work on: it keeps them."""
+class _TailShare(Share):
+    """Trained parameters while there is a tail: their gradients are not complete, and who changes weights has to wait,
+    for the backward computes with them. Weights that an update before is still at work on are kept by it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
         super().__init__(parameters)
         self._finish = finish
         self._earlier: dict[nn.Parameter, Share] = {}
-
-    @property
-    def owns_weights(self) -> bool:
-        return any(not share.is_over for share in self._earlier.values())
 
     def begin(self) -> None:
         self._earlier = self.take_over()
@@ -182,10 +195,13 @@ class Tails:
         self._last: LateGradients | None = None  # of the step that has a tail
         self._share: Share | None = None
         self._trained: list[nn.Parameter] = []
+        self._error: BaseException | None = None  # of a tail, that the thread that trains may not know of
+        self._steps: int | None = None  # thread that runs a training step
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Around a training step: that of the batch before comes to its end in it."""
+        self.check()
         with self._lock:
             last = self._last
             self._end_share()
@@ -205,12 +221,15 @@ class Tails:
         last = self._last
         if last is not None:
             last.are_apart = True
+        self._steps = threading.get_ident()
         try:
             yield
         except BaseException:
             if last is not None and not last.arrived.is_set():
                 forbid("the backward of the batch before was still to be run")
             raise
+        finally:
+            self._steps = None
 
     def late(self, module: pl.LightningModule, scale: float, updates: OptimizerOverlap) -> LateGradients | None:
         """Takes the gradients of the training step that begins, if they may come late.
@@ -221,10 +240,11 @@ class Tails:
         """
         if updates.is_off or not module.automatic_optimization:
             return None
-        if not (updates.can_wait or module.trainer.fit_loop._should_accumulate()):
+        accumulates = module.trainer.fit_loop._should_accumulate()
+        if not (updates.can_wait or accumulates) or is_left_after_this_batch(module.trainer):
             return None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if runs_between_batches(module) or not all(map(_may_be_late, trained)):
+        if runs_between_batches(module, steps=not accumulates) or not all(map(_may_be_late, trained)):
             return None
         self._trained = trained
         return LateGradients(scale, updates.lacks_state)
@@ -253,13 +273,26 @@ class Tails:
         def ask(factor: Tensor) -> None:
             late.ask(factor)
             if self._last is late:
-                self._share = _GradientShare(self._trained, self.finish)
+                self._share = _TailShare(self._trained, self.finish)
                 self._share.begin()
             else:  # somebody has let them come already
                 late.settle()
 
         anchor = torch.zeros((), requires_grad=True)
         return cast(Tensor, _LateLoss.apply(loss, anchor, ask))  # type: ignore[no-untyped-call]
+
+    def check(self) -> None:
+        """Training goes on, or comes to its end.
+
+        Raises:
+            BaseException: what has been raised in a tail, unless this is the tear-down after it.
+        """
+        error, self._error = self._error, None
+        handled = sys.exc_info()[1]
+        while handled is not None and handled is not error:
+            handled = handled.__cause__ or handled.__context__
+        if error is not None and handled is None:
+            raise error
 
     @property
     def is_open(self) -> bool:
@@ -277,6 +310,8 @@ class Tails:
             return
         if (state := current()) is not None:
             self._await(last, state)
+            return
+        if self._steps == threading.get_ident():  # a signal handler in the step that the tail runs with
             return
         with self._lock:
             if self._last is not last:
@@ -306,6 +341,9 @@ class Tails:
                     last.are_apart = False
                     with self._contexts():
                         self._engine().finish_tail()
+            except BaseException as error:
+                self._error = error  # whoever has looked may not be the thread that trains
+                raise
             finally:
                 if self._last is last:
                     self._last = None

@@ -100,8 +100,8 @@ class Turnstile:
         """The turnstile that this one follows is through with all devices."""
         with self._lock:
             self._before = None
-            for device in range(self.schedule.num_devices):
-                self._wake_head(device)
+        for device in range(self.schedule.num_devices):
+            self._let_in(device)
 
     def is_through(self, device: int) -> bool:
         """Whether all actions of a device are over."""
@@ -131,6 +131,7 @@ class Turnstile:
             self._is_paused = False
             for device in range(self.schedule.num_devices):
                 self._wake_head(device)
+            self._detect_stall()
 
     def _note_rest(self) -> None:
         """Tells when all threads stand still; called when one begins to wait or retires."""
@@ -309,7 +310,9 @@ class Turnstile:
         """Moves the head past actions that were left; a device between two stages is closed to everybody."""
         while True:
             with self._lock:
-                if self._closing[device] or not self._advance_within_stage(device):
+                # A stage that is skipped by all has left a device that is not there for this turnstile yet.
+                is_open = not self._closing[device] and self._has_turn(device)
+                if not is_open or not self._advance_within_stage(device):
                     return
                 self._closing[device] = True
             try:
@@ -325,6 +328,7 @@ class Turnstile:
 
     def _let_in(self, device: int) -> None:
         """The turnstile before this one is through with a device."""
+        self._advance(device)
         with self._lock:
             self._wake_head(device)
             self._detect_stall()

@@ -41,6 +41,12 @@ class ComingGradients:
         self._gradients, self.are_apart = gradients, are_apart
         self._arrived.set()
 
+    def come(self) -> bool:
+        """Lets them come now; whether they have. (Not to a signal handler in a training step that they come in.)"""
+        if not self.have_arrived:
+            self.bring()
+        return self.have_arrived
+
     def wait(self) -> Mapping[nn.Parameter, Tensor] | None:
         """Takes them, as soon as they are there; None if they are lost."""
         self._arrived.wait()
@@ -72,9 +78,8 @@ class LateShare(Share):
             super()._see(event)
 
     def _await_end(self) -> None:
-        if not self._coming.have_arrived:
-            self._coming.bring()
-        super()._await_end()
+        if self._coming.come():
+            super()._await_end()
 
 
 def receive(

@@ -10,6 +10,7 @@ from step to step that way. A call off the plan loads what it needs when it come
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
 from .gradients import GradientStore
-from .parameters import Attributes, Relay, Replica
+from .parameters import Attributes, KeptBuffers, Relay, Replica
 from .pending import is_pending
 from .pool import DevicePool
 from .units import Unit
@@ -151,6 +152,7 @@ class ReplicaCache:
         device: Device,
         baseline: Callable[[], Attributes],
         values: Values = NO_VALUES,
+        kept: KeptBuffers | None = None,
         *,
         learns: bool = False,
     ) -> Replica:
@@ -161,6 +163,7 @@ class ReplicaCache:
             baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
                 else.
             values: that the step computes with, see :class:`WorkingCopies`.
+            kept: buffers of the step, if it has ended but for this.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
@@ -169,8 +172,12 @@ class ReplicaCache:
         replica.last_use = self._num_uses
         if replica.is_active and replica.values is not values:  # from the tail of the step before
             replica.deactivate()
+        kept = kept or {}
+        has_others, replica.kept = replica.kept is not kept and bool(kept or replica.kept), kept
         if not replica.is_active:
             replica.activate(baseline, values)
+        elif has_others:
+            replica.load_buffers()
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
@@ -279,25 +286,37 @@ class Loader:
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
         self._next: Loader | None = None
+        self._fail: Callable[[BaseException], None] | None = None
         self._coming: list[list[tuple[Unit, Values]]] = [[] for _ in pool.devices]
         self._values = values
         self._completion = completion
         if completion is not None:
             completion.follow(slot for row in self._slots for slot in row)
 
-    def begin(self, before: Loader | None = None) -> None:
-        """Loads the first slots, before any micro-batch starts.
-
-        Args:
-            before: has slots left, whose micro-batches stand still: on each device these come first.
-        """
-        if before is not None:
-            before._next = self
+    def begin(self) -> None:
+        """Loads the first slots, before any micro-batch starts."""
         for device in self._pool.devices:
             if not device.aliases_host:
-                loader = self if before is None or before._is_through(device.index) else before
                 with device.occupied():
-                    loader._load_slot(device)
+                    self._load_slot(device)
+
+    @contextlib.contextmanager
+    def following(self, before: Loader, fail: Callable[[BaseException], None]) -> Iterator[None]:
+        """While open: as :meth:`begin`, behind slots that are left of another loader: on each device these come first.
+
+        Args:
+            before: its micro-batches stand still when this begins.
+            fail: is told of errors of this loader in threads of those micro-batches.
+        """
+        before._next, self._fail = self, fail
+        try:
+            for device in self._pool.devices:
+                if not device.aliases_host:
+                    with device.occupied():
+                        (self if before._is_through(device.index) else before)._load_slot(device)
+            yield
+        finally:
+            before._next = self._fail = None
 
     def _is_through(self, device_index: int) -> bool:
         return self._now[device_index] == len(self._slots[device_index])
@@ -316,10 +335,20 @@ class Loader:
                 self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
             if not device.aliases_host:
-                is_over = self._next is not None and self._is_through(device_index)
-                (self._next if is_over else self)._load_slot(device)  # type: ignore[union-attr]
+                if self._next is not None and self._is_through(device_index):
+                    self._next._take_over(device)
+                else:
+                    self._load_slot(device)
         if self._completion is not None:
             self._completion.end_slot(slot)
+
+    def _take_over(self, device: Device) -> None:
+        """The last slot of the step before has ended on a device; called by a thread of that step."""
+        try:
+            self._load_slot(device)
+        except Exception as error:
+            assert self._fail is not None
+            self._fail(error)
 
     def _harvest(self, device: Device, slot: Slot) -> None:
         """Gradients go home, unit by unit, in the order of the slots of their stage."""

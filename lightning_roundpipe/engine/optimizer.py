@@ -243,7 +243,9 @@ class Updates:
         """
         self._failure.check()
         state, options = self.guard(optimizer), options_of(optimizer)
-        weights: dict[nn.Parameter, Tensor | None] = dict.fromkeys(p for p in options if p.requires_grad)
+        with unwaited():
+            trained = [p for p in options if p.requires_grad or p.grad is not None]
+        weights: dict[nn.Parameter, Tensor | None] = dict.fromkeys(trained)
         self._awaited = coming
         self._begin(weights, order, functools.partial(Part, optimizer, options=options, state=state), coming, factor)
 
@@ -266,7 +268,8 @@ class Updates:
         for parameters in shares_of(gradients, order, ties):
             group = list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,))))
             share = Share(group, self._failure) if coming is None else LateShare(group, self._failure, coming)
-            works.append((share, make({p: gradients[p] for p in parameters})))
+            with contextlib.nullcontext() if coming is None else unwaited():  # they are known, but for the gradients
+                works.append((share, make({p: gradients[p] for p in parameters})))
         late = None if coming is None else functools.partial(receive, works, coming, list(gradients), late_factor)
         # The thread takes them, or whoever finds that it will not: exactly one of them.
         offered = [works]
@@ -383,9 +386,8 @@ class Updates:
 
     def join(self) -> None:
         """Blocks until no update is under way, whatever becomes of it."""
-        if self._awaited is not None and not self._awaited.have_arrived:
-            self._awaited.bring()
-        self._join()
+        if self._awaited is None or self._awaited.come():
+            self._join()
 
     def _join(self) -> None:
         # Several threads may wait: the references stay, as another update may have begun by the time one gets on.

@@ -13,7 +13,7 @@ the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from .working_copies import NO_VALUES, Values, WorkingCopies
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
+# (id of a module, name) -> what its buffer was.
+KeptBuffers = Mapping[tuple[int, str], Tensor]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -60,6 +62,7 @@ class Replica:
     Attributes:
         module: the copy that runs.
         leaves: leaf parameter of the copy -> master weight.
+        kept: buffers in the place of those that the masters have by now.
         is_low: whether it has the low form of the unit.
     """
 
@@ -77,6 +80,7 @@ class Replica:
         self.is_active = False
         self.has_gradients = False
         self.values: Values = NO_VALUES  # it is active with them
+        self.kept: KeptBuffers = {}
         self.last_use = 0
         self.num_hooks = 0
         self._owns_buffers = False
@@ -291,14 +295,17 @@ class Replica:
         self._owns_buffers = own
         if self.device.aliases_host:
             for master, copy, name in self.buffers:
-                buffer = master._buffers[name]
+                buffer = self._buffer(master, name)
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
-        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
+        found = [(c, name, self._buffer(m, name)) for m, c, name in self.buffers]
         sources = [b for _, _, b in found if b is not None]
         moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
         for (copy, name, _), tensor in zip(found, moved, strict=True):
             copy._buffers[name] = tensor
+
+    def _buffer(self, master: nn.Module, name: str) -> Tensor | None:
+        return self.kept.get((id(master), name), master._buffers[name])
 
     def store_buffers(self) -> None:
         """Brings buffers home that the forward wrote."""

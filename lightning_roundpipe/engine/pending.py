@@ -92,11 +92,6 @@ class Share:
         self._done = threading.Event()
 
     @property
-    def owns_weights(self) -> bool:
-        """Whether they are not what they will be. (If not, their gradients are not.)"""
-        return True
-
-    @property
     def owns_gradients(self) -> bool:
         """Whether their gradients belong to them until then as well."""
         return True
@@ -193,12 +188,10 @@ class PendingParameter(nn.Parameter):
             share = _shares.get(id(parameter))
             if share is None:
                 _classify(parameter)  # made one by torch.utils.swap_tensors
-            elif threading.get_ident() in share.passes_for:
+            elif (is_of_gradient and not share.owns_gradients) or threading.get_ident() in share.passes_for:
                 passes = True
-            elif share.owns_gradients if is_of_gradient else share.owns_weights:
-                share.wait()
             else:
-                passes = True
+                share.wait()
         with unwaited() if passes else contextlib.nullcontext():
             return func(*args, **kwargs)
 

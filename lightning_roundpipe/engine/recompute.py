@@ -19,7 +19,7 @@ numbers, which buffers it writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from .offload import version_of
 from .profiler import Run
 from .units import Unit
 
@@ -364,8 +365,9 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
     return None
 
 
-def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
-    """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
+def walk_graph(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The autograd nodes ``roots`` (None among them is left out) and all behind them, but for what is behind those at
+    which it ``stops``."""
     seen: set[Any] = set()
     todo = [node for node in roots if node is not None]
     while todo:
@@ -373,6 +375,8 @@ def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
         if node not in seen:
             seen.add(node)
             yield node
+            if stops(node):
+                continue
             todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
@@ -394,4 +398,22 @@ def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
             "container, a dataclass nor a registered pytree, or through a global), so its gradient would be lost. "
             "Return it from the unit's forward, or make a coarser module the unit: "
             "RoundPipeStrategy(units=[TheClassAroundIt])."
+        )
+
+
+def versions_of(unit: Unit) -> tuple[int, ...]:
+    """Those of its parameters."""
+    return tuple(version_of(parameter) for parameter in unit.module.parameters())
+
+
+def check_versions(call: Call) -> None:
+    """A recomputation with other weights would give other values, where torch itself raises an error.
+
+    Raises:
+        RuntimeError: if the weights of a call have changed since its segment.
+    """
+    if call.versions != versions_of(call.unit):
+        raise RuntimeError(
+            f"the weights of unit {call.unit.name!r} have changed between its forward and its backward (an "
+            "optimizer step in between): call it again after the step, or call manual_backward before it."
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .glue import current
+from .pending import unwaited
 
 _GRAD: Any = torch._C.TensorBase.grad
 _seen: dict[nn.Parameter, Tensor] = {}
@@ -28,6 +29,15 @@ _patch_users = 0
 def accumulated(parameter: nn.Parameter) -> Tensor | None:
     """What is in ``.grad`` indeed."""
     gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def take_accumulated(parameter: nn.Parameter) -> Tensor | None:
+    """What is in ``.grad`` indeed, which is empty then. Does not wait: it is the engine's own."""
+    with unwaited():
+        gradient = accumulated(parameter)
+        if gradient is not None:
+            _GRAD.__set__(parameter, None)
     return gradient
 
 

@@ -89,6 +89,7 @@ class Step:
         self._outcomes: list[Callable[[], Any]] = []
         self.outputs: list[Any] = [None] * count
         self.gradients: dict[nn.Parameter, Tensor] = {}
+        self._late_gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
         self._glue_parameters = GlueParameters(self._store)
         leaf_names = resources.replicas.leaf_names
@@ -145,6 +146,8 @@ class Step:
                     pass
             succeeded = True
         finally:
+            if self.tail is not None:  # it has not begun
+                self.tail.give_up()
             self._patches.put_gradients_back()
             self._lock.show((), keep_writes=False)
             self._release(succeeded)
@@ -162,22 +165,22 @@ class Step:
         see_end(succeeded)
 
     def _complete(self) -> bool:
-        """The tail has come to its end; whether the next step has another plan."""
-        try:
-            self._raise_error()
-            gradients = self._gradients_at_home()
-            walks = list(self._walks.values())
-            plans, key = self._resources.plans, self._request.key
-            is_known = plans.of(key) is walks[0].shared.plan  # may have been forgotten meanwhile
-            replanned = is_known and plans.note_step(key, walks, len(walks))
-        finally:
-            self._abort()
+        """The tail has come to its end; whether the next step has another plan. May be called again after an interrupt,
+        which leaves what has been done."""
+        self._raise_error()
+        self._late_gradients = self._gradients_at_home(self._late_gradients)
+        walks = list(self._walks.values())
+        plans, key = self._resources.plans, self._request.key
+        is_known = bool(walks) and plans.of(key) is walks[0].shared.plan  # may have been forgotten meanwhile
+        replanned = is_known and plans.note_step(key, walks, len(walks))
         assert self._request.on_gradients is not None
-        self._request.on_gradients(gradients)
+        self._request.on_gradients(self._late_gradients)
+        self._abort()
         return replanned
 
     def _abort(self) -> None:
         self.tail = None  # which leads back to the step
+        self._late_gradients = {}
         self._stop()
         self._lock.forget(self._states)
         self._glue_parameters.drop()
@@ -276,7 +279,7 @@ class Step:
                 schedule = plans.schedule(plan.partition.num_stages, count - first)
                 planned = self._run_schedule(plan, schedule, range(first, count))
             self._note_strays()
-            gradients = self._gradients_at_home() if self.tail is None else {}
+            gradients = self._gradients_at_home({}) if self.tail is None else {}
             while self._threads.results:
                 index, results = self._threads.results.popitem()
                 self.outputs[index] = results.arrive()
@@ -292,7 +295,8 @@ class Step:
             resources.replicas.end_step()
         return gradients
 
-    def _gradients_at_home(self) -> dict[nn.Parameter, Tensor]:
+    def _gradients_at_home(self, known: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """All gradients; those in ``known`` have been taken before."""
         if self._request.meets:
             self._glue_parameters.send_sums()
         else:
@@ -303,7 +307,7 @@ class Step:
                 self._store.add(parameter, gradient)
             self._resources.glue_parameters.update(walk.glue_gradients)
             walk.glue_gradients = {}
-        return self._store.take()
+        return {**known, **self._store.take()}
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
@@ -371,8 +375,8 @@ class Step:
             yield
             return
         shared.turnstile.follow(self._before.shared.turnstile)
-        shared.loader.begin(self._before.shared.loader)
-        with self._before.going_on(shared.glue_parameters):
+        loading = shared.loader.following(self._before.shared.loader, self._fail)
+        with loading, self._before.going_on(shared.glue_parameters):
             yield
         shared.turnstile.forget_before()
 

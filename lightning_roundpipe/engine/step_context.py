@@ -18,7 +18,7 @@ from .dispatch import Turnstile
 from .glue import GlueLock
 from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
-from .parameters import Replica
+from .parameters import KeptBuffers, Replica
 from .pool import DevicePool
 from .units import Unit
 from .working_copies import Values
@@ -50,6 +50,7 @@ class StepContext:
     Attributes:
         meets: whether there may be other runs in the same step, see [Note: meetings] in :mod:`meetings`.
         values: that it computes with, see :class:`WorkingCopies`.
+        kept: buffers of its units as they were, if it is a tail.
         left: attributes that its micro-batches have left changed, with their values from before, if it is a tail.
     """
 
@@ -69,13 +70,14 @@ class StepContext:
     compiler: UnitCompiler | None = None
     meets: bool = False
     values: Values = field(default_factory=dict)
+    kept: KeptBuffers = field(default_factory=dict)
     left: Sequence[tuple[nn.Module, str, Any]] = ()
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
     def replica_for(self, call: Call, device: Device, *, learns: bool) -> Replica:
         """See :meth:`ReplicaCache.get`."""
-        return self.replicas.get(call, device, self._baseline, self.values, learns=learns)
+        return self.replicas.get(call, device, self._baseline, self.values, self.kept, learns=learns)
 
     def _baseline(self) -> list[tuple[nn.Module, str, Any]]:
         """Attributes that some micro-batch has written, with their values from before the step."""

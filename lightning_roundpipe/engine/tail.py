@@ -18,10 +18,10 @@ Both are the same to it: the patches of a step are open, its turnstile is resume
 those that it would have had without a pause, to the last bit. A step that fails does not take the tail with it, which
 comes to its end first; a tail that fails takes the step with it.
 
-Units whose backward is left run again. They must find the attributes that their modules had in the step, which may have
-changed since: by what the step itself has left there, and by whoever called ``eval()`` or the like. So the attributes
-are noted, and replicas are made with what was noted. (What has changed *in* an object, such as a configuration that
-modules share, is not seen.)
+Units whose backward is left run again. They must find the attributes and buffers that their modules had in the step,
+which may have changed since: by what the step itself has left there, by glue of the next one, by whoever called
+``eval()`` or the like. So the attributes are noted, buffers copied, and replicas made with these. (What has changed
+*in* an object, such as a configuration that modules share, is not seen.)
 
 Glue of two steps uses the same parameters at the same time. ``.grad`` does not tell whose gradient it is. So while
 there is a tail, a backward through glue holds the glue lock and takes what has come to any parameter, see
@@ -29,8 +29,8 @@ there is a tail, a backward through glue holds the glue lock and takes what has 
 
 A step that computes with other values than those of its parameters (``StepRequest.values``) and its tail read them from
 what each was given, and both may be different. Glue finds values in the parameters themselves, and autograd saves a
-parameter as such, not what it was. So where a backward through glue is left that ends at a parameter, and devices share
-the host's memory, such a step has no tail.
+parameter as such, not what it was. So where a backward through glue is left that ends at a parameter, and not at its
+copy on a device, such a step has no tail.
 
 A step has no tail either where glue runs user code in its backward (checkpoints around units), with one device or one
 stage, and when it is traced.
@@ -43,10 +43,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..planning.timeline import Span
 from .containers import MISSING
+from .glue_parameters import Use
 from .recompute import walk_graph
 from .requests import StepRequest
 from .resources import Resources
@@ -71,13 +73,12 @@ def can_trail(request: StepRequest, resources: Resources, walks: Sequence[Walk])
     """Whether the backward that is left of a step, whose micro-batches stand still, may come later."""
     if resources.glue_is_user_code.is_set():
         return False
-    has_copies = not resources.pool[0].aliases_host
-    return has_copies or not request.values or not any(map(_reaches_parameters, walks))
+    return not request.values or not any(map(_reaches_parameters, walks))
 
 
 def _reaches_parameters(walk: Walk) -> bool:
-    """Whether a backward through glue is left that may end at a parameter."""
-    nodes = list(itertools.islice(walk_graph(walk.glue_nodes()), _MAX_NODES))
+    """Whether a backward through glue is left that may end at a parameter itself, and not at a copy on a device."""
+    nodes = list(itertools.islice(walk_graph(walk.glue_nodes(), stops=Use.is_node), _MAX_NODES))
     leaves = (getattr(node, "variable", None) for node in nodes)
     return len(nodes) == _MAX_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
@@ -111,6 +112,13 @@ class Tail:
         self._baseline = self.shared.lock.baseline()
         units = dict.fromkeys(call.unit for walk in walks for call in walk.calls)
         self._attributes = [(module, dict(vars(module))) for unit in units for module in unit.members]
+        with torch.no_grad():  # whoever changes one later may do so in place
+            self.shared.kept = {
+                (id(module), name): buffer.clone()
+                for module, _ in self._attributes
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            }
         self.is_over = False
         self.replanned = False
 
@@ -124,13 +132,14 @@ class Tail:
         Raises:
             BaseException: the first exception of the tail.
         """
-        self.shared.lock.take_in([walk.state for walk in self._walks])
-        self.shared.glue_parameters = trained
-        self.shared.left = [*self._changed(), *self._baseline]
-        self.shared.turnstile.resume()
         try:
+            self.shared.lock.take_in([walk.state for walk in self._walks])
+            self.shared.glue_parameters = trained
+            self.shared.left = [*self._changed(), *self._baseline]
+            self.shared.turnstile.resume()
             yield
         finally:
+            self.shared.turnstile.resume()  # should it not have come to that
             self.await_end()
 
     def _changed(self) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -157,12 +166,15 @@ class Tail:
         while not self.is_over:
             try:
                 await_all(walk.attendance.halted for walk in self._walks)
-                self.is_over = True
                 self.replanned = self._complete()
+                self.is_over = True
             except KeyboardInterrupt as error:
                 if interrupt is not None:
                     self.give_up()
                 interrupt = error
+            except BaseException:
+                self.give_up()
+                raise
         if interrupt is not None:
             raise interrupt
 

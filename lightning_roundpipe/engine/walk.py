@@ -31,12 +31,12 @@ from .footprint import tensor_bytes
 from .forward import ForwardResult, ForwardRunner
 from .glue import GlueState, read
 from .meetings import Attendance
-from .offload import Offloaded, version_of
+from .offload import Offloaded
 from .parameters import Replica
 from .profiler import Run
 from .randomness import derive_seed
-from .recompute import Call, Flushing, PendingGradients
-from .seen_gradients import accumulated
+from .recompute import Call, Flushing, PendingGradients, check_versions, versions_of
+from .seen_gradients import take_accumulated
 from .step_context import StepContext
 from .unit_run import UnitRunner, autocast_state
 from .units import Unit
@@ -102,6 +102,7 @@ class Walk:
         self._next_position = len(plan.carried)
         self._replayed: dict[Unit, list[int]] = {}
         self._in_backward = self.has_backward = False
+        self._current: Call | None = None  # whose backward comes next, or runs
         self.runs, self.num_off_plan = [], 0
         self._revived: list[int] = []
         carried = {call.index: call for call in self._living()}
@@ -134,7 +135,7 @@ class Walk:
             self.calls[:0] = self._living()
         for call in self.calls:
             if call.unit not in versions:
-                versions[call.unit] = _versions(call.unit)
+                versions[call.unit] = versions_of(call.unit)
             self._visits.put_aside(call, versions[call.unit])
         # What nothing leads to any more goes: the node of the cut is what holds a call.
         self._carried = [weakref.ref(call) for call in self.calls]
@@ -336,6 +337,7 @@ class Walk:
         try:
             while self.calls:
                 call, stays = self.calls.pop(), False
+                self._current = call
                 try:
                     stays = self._backward_of(call, retain_graph)
                 finally:
@@ -343,6 +345,7 @@ class Walk:
                         kept.append(call)
                     else:
                         self._visits.forget(call)
+            self._current = None
             self._flush()
         finally:
             self.calls += kept[::-1]
@@ -356,7 +359,7 @@ class Walk:
             self._visits.move_to(call.backward_stage, _needed_in_backward(call), f"saved {call.unit.name}")
         self._flush()
         if call.versions is not None and call.gradients:
-            _check_versions(call)
+            check_versions(call)
             self._revived.append(call.index)
         self._backward_call(call)
         return self.shared.meets and (retain_graph or not call.gradients)
@@ -381,8 +384,8 @@ class Walk:
             try:
                 yield
                 for parameter in parameters:
-                    if (gradient := accumulated(parameter)) is not None:
-                        parameter.grad, known = None, self.glue_gradients.get(parameter)
+                    if (gradient := take_accumulated(parameter)) is not None:
+                        known = self.glue_gradients.get(parameter)
                         self.glue_gradients[parameter] = gradient if known is None else known + gradient
             finally:
                 self.shared.lock.release(self.state)
@@ -416,7 +419,8 @@ class Walk:
 
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue from which its backward has still to go on."""
-        edges = (*self._pending.edges, *(receiver.edge for call in self.calls for receiver in call.receivers))
+        calls = self.calls if self._current is None else [*self.calls, self._current]
+        edges = (*self._pending.edges, *(receiver.edge for call in calls for receiver in call.receivers))
         return [edge.node for edge in edges if edge is not None]
 
     def finish(self) -> None:
@@ -435,16 +439,3 @@ def _needed_in_backward(call: Call) -> list[Any]:
     """Tensors that have to come to the device for the backward of a call, as far as they are known."""
     saved = [] if call.kept else [x for x in call.leaves if isinstance(x, Offloaded)]
     return [*call.gradients.values(), *saved] if call.gradients else saved
-
-
-def _versions(unit: Unit) -> tuple[int, ...]:
-    return tuple(version_of(parameter) for parameter in unit.module.parameters())
-
-
-def _check_versions(call: Call) -> None:
-    """A recomputation with other weights would give other values, where torch itself raises an error."""
-    if call.versions != _versions(call.unit):
-        raise RuntimeError(
-            f"the weights of unit {call.unit.name!r} have changed between its forward and its backward (an "
-            "optimizer step in between): call it again after the step, or call manual_backward before it."
-        )
