@@ -107,15 +107,20 @@ class LateGradients:
                 self._before = {p: p.grad for p in self._members if p.grad is not None}
         return self._coming
 
+    def take(self) -> Mapping[nn.Parameter, Tensor]:
+        """The gradients, as they have come; none if they are lost."""
+        gradients, self._gradients = self._gradients, None
+        return gradients or {}
+
     def settle(self) -> None:
         """The tail is over, or lost, and nothing runs: does what ``loss.backward()`` would have done.
 
         Without autograd: what has happened to parameters since (flags, hooks) does not concern these gradients.
         """
-        gradients, factor, coming = self._gradients or {}, self._factor, self._coming
-        self._gradients = self._factor = self._coming = None
-        if factor is None:
+        if self._factor is None:
             return
+        gradients, factor, coming = self.take(), self._factor, self._coming
+        self._factor = self._coming = None
         with unwaited(), torch.no_grad():
             if coming is None:
                 values = scaled([*gradients.values()], factor, self._scale)
@@ -269,6 +274,10 @@ class Tails:
         late = self._last
         if not result.has_tail or late is None:
             return hand_over(loss, result.gradients, scale)
+
+        if not all(map(_may_be_late, self._trained)):  # the step has registered a hook
+            self.finish()
+            return hand_over(loss, late.take(), scale)
 
         def ask(factor: Tensor) -> None:
             late.ask(factor)

@@ -260,8 +260,7 @@ class Step:
         """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         weights, plans = resources.replicas.weights, resources.plans
-        if self._before is None:  # what goes on with a tail computes with the same weights
-            weights.begin_step(request.key, training=request.training)
+        weights.begin_step(request.key, training=request.training, goes_on=self._before is not None)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
             if not request.meets:

@@ -110,7 +110,7 @@ class Tail:
         self._num_runs = [len(walk.runs) for walk in walks]
         self.shared = walks[0].shared
         self._baseline = self.shared.lock.baseline()
-        units = dict.fromkeys(call.unit for walk in walks for call in walk.calls)
+        units = dict.fromkeys(call.unit for walk in walks for call in walk.calls_left)
         self._attributes = [(module, dict(vars(module))) for unit in units for module in unit.members]
         with torch.no_grad():  # whoever changes one later may do so in place
             self.shared.kept = {

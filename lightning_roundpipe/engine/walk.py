@@ -417,10 +417,14 @@ class Walk:
         self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
         return coming
 
+    @property
+    def calls_left(self) -> list[Call]:
+        """Those whose backward is not over."""
+        return self.calls if self._current is None else [*self.calls, self._current]
+
     def glue_nodes(self) -> list[Any]:
         """Autograd nodes of glue from which its backward has still to go on."""
-        calls = self.calls if self._current is None else [*self.calls, self._current]
-        edges = (*self._pending.edges, *(receiver.edge for call in calls for receiver in call.receivers))
+        edges = (*self._pending.edges, *(receiver.edge for call in self.calls_left for receiver in call.receivers))
         return [edge.node for edge in edges if edge is not None]
 
     def finish(self) -> None:

@@ -102,9 +102,16 @@ class WorkingCopies:
 
     # --- what the masters are now --------------------------------------------------------------------------------
 
-    def begin_step(self, kind: Hashable, *, training: bool) -> None:
-        """A step begins; a training step before it may have been followed by an update."""
+    def begin_step(self, kind: Hashable, *, training: bool, goes_on: bool = False) -> None:
+        """A step begins; a training step before it may have been followed by an update.
+
+        Args:
+            goes_on: whether it begins beside the tail of another one, with the same trained weights.
+        """
         with self._lock:
+            if goes_on:
+                self._samples.clear()
+                return
             self._num_updates += self._trains
             self._num_loops += kind != self._kind
             self._kind, self._trains = kind, training

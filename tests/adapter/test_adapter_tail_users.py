@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import copy
 import io
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,6 +201,119 @@ def test_a_fork_between_batches(tails: list[bool]) -> None:
     assert any(tails)
 
 
+# --- what user code changes while there is a tail ---------------------------------------------------------------------
+
+
+class TemperedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+
+class Changes(Deep):
+    """Calls somebody at the begin of every training step and of every validation."""
+
+    def __init__(self, change: Callable[[Any, int], None], place: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TemperedBlock() for _ in self.blocks)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.change, self.place = change, place
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.place == "step":
+            self.change(self, batch_idx)
+        return super().training_step(batch * self.scale, batch_idx)
+
+    def on_validation_start(self) -> None:
+        if self.place == "validation":
+            self.change(self, 7)
+
+
+def _fill(module: Any, index: int) -> None:
+    for block in module.blocks:
+        block.temperature.fill_(1.0 / (1 + index))
+
+
+def _assign(module: Any, index: int) -> None:
+    for block in module.blocks:
+        block.temperature = torch.full((1,), 1.0 / (1 + index))
+
+
+def _shrink(module: Any, index: int) -> None:
+    with torch.no_grad():
+        module.blocks[0].linear.weight.mul_(0.9)
+
+
+def _freeze(module: Any, index: int) -> None:
+    if index == 7:
+        module.blocks[1].requires_grad_(False)
+
+
+def _follow(module: Any, index: int) -> None:
+    if index == 7 and not module.head.weight._backward_hooks:
+        module.head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize(("overlap", "accumulate"), [("exact", 5), ("stale", 1)])
+@pytest.mark.parametrize(
+    ("change", "place", "copies"),
+    [
+        (_fill, "step", True),
+        (_fill, "validation", False),
+        (_assign, "step", False),
+        (_assign, "validation", True),
+        (_shrink, "validation", False),
+        (_freeze, "step", False),
+        (_freeze, "validation", True),
+        (_follow, "step", True),
+        (_follow, "validation", False),
+    ],
+)
+def test_what_is_changed_meanwhile(
+    change: Any,
+    place: str,
+    overlap: str,
+    accumulate: int,
+    copies: bool,
+    tails: list[bool],
+    without_tails: Callable[[], None],
+) -> None:
+    settings = {"overlap": overlap, "accumulate_grad_batches": accumulate, "copies": copies, "validates": True}
+    if place == "validation":
+        settings["val_check_interval"] = 3
+    found = train(lambda: Changes(change, place), **settings)
+    without_tails()
+    assert_identical(vars(found), vars(train(lambda: Changes(change, place), **settings)))
+
+
+def _unchanged() -> Changes:
+    return Changes(lambda *_: None, "step")
+
+
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+def test_batches_whose_memory_is_used_again(overlap: str, tails: list[bool], without_tails: Callable[[], None]) -> None:
+    class Reusing(Batches):
+        def __iter__(self) -> Iterator[Tensor]:
+            batch = torch.empty(8, WIDTH)
+            for rows in self.rows:
+                yield batch.copy_(rows)
+
+    def left() -> Outcome:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "Batches", Reusing)
+            make = lambda: Changes(lambda *_: None, "step")  # noqa: E731
+            return looked_at(
+                lambda m: None, make, overlap=overlap, accumulate_grad_batches=5 if overlap == "exact" else 1
+            )[1]
+
+    found = left()
+    without_tails()
+    assert_identical(vars(found), vars(left()))
+
+
 # --- where there are none ---------------------------------------------------------------------------------------------
 
 
@@ -307,6 +422,41 @@ def test_errors_reach_the_caller(overlap: str, place: str, tails: list[bool]) ->
     assert tails[-1]
     module.place = ""
     looked_at(lambda m: None, lambda: module, overlap=overlap, accumulate_grad_batches=accumulate)  # works again
+
+
+def _thread_looks(module: Any) -> None:
+    def look() -> None:
+        with contextlib.suppress(ValueError):
+            _gradient(module)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(60.0)
+
+
+def _fork(module: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+@pytest.mark.parametrize("act", [_thread_looks, _fork])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_errors_in_a_tail_that_somebody_else_lets_come(act: Look, overlap: str) -> None:
+    module = Fails(_raise, "")
+
+    def before(_: Any) -> None:
+        if module.trainer.fit_loop.epoch_loop.batch_idx == 6:
+            first = module.blocks[0]
+            assert isinstance(first, FailingBlock)
+            first.fails.append(_raise)
+            act(module)
+
+    with pytest.raises(ValueError, match="of the user"):
+        looked_at(before, lambda: module, overlap=overlap, accumulate_grad_batches=5 if overlap == "exact" else 1)
 
 
 def test_after_an_interrupt_the_weights_are_those_of_whole_steps(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.glue import current
+from lightning_roundpipe.engine.glue import GlueLock, current
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.engine.virtual import TimedLink
@@ -300,3 +300,45 @@ def test_a_tail_within_a_budget() -> None:
     for device in pool.devices:
         assert device.memory.peak is not None
         assert device.memory.peak <= 4000
+
+
+@both_modes
+def test_a_stage_that_the_next_step_skips(copies: bool) -> None:
+    """Its micro-batches leave the stage before the tail has left the device."""
+    trailing, plain = pair(Network(range(4), frozenset({"dropout"})), 2, copies=copies)
+    for seed in range(12):
+        skipped = frozenset({1}) if seed % 2 else frozenset()
+        batches = [(torch.randn(2, WIDTH, dtype=torch.float64), skipped) for _ in range(4)]
+        trailing.train(batches, seed)
+        plain.train(batches, seed, may_trail=False)
+    trailing.engine.finish_tail()
+    assert_equal(trailing, plain)
+
+
+@both_modes
+def test_a_frozen_weight_that_is_written_without_a_trace(copies: bool) -> None:
+    trailing, plain = pair(Network(range(4), frozenset()), 2, copies=copies)
+    for one in (trailing, plain):
+        one.model.layers[1].requires_grad_(False)
+    for seed in range(6):
+        batches = batches_of(4)
+        found, wanted = trailing.train(batches, seed), plain.train(batches, seed, may_trail=False)
+        assert all(map(torch.equal, found.outputs, wanted.outputs))
+        trailing.engine.finish_tail()  # what is left computes with the weights of its step
+        for one in (trailing, plain):
+            one.model.layers[1].linear.weight.data.mul_(1.5)
+    assert_equal(trailing, plain)
+
+
+def test_an_interrupt_before_the_tail_goes_on_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trailing, _ = trained_before(False)
+    take_in = GlueLock.take_in
+
+    def interrupted(self: GlueLock, states: Any) -> None:
+        monkeypatch.setattr(GlueLock, "take_in", take_in)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GlueLock, "take_in", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trailing.engine.finish_tail()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("roundpipe")]
