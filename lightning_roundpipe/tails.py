@@ -201,7 +201,7 @@ class Tails:
         self._share: Share | None = None
         self._trained: list[nn.Parameter] = []
         self._error: BaseException | None = None  # of a tail, that the thread that trains may not know of
-        self._steps: int | None = None  # thread that runs a training step
+        self._runs: int | None = None  # thread that runs a training step, or what is left of one
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -226,7 +226,7 @@ class Tails:
         last = self._last
         if last is not None:
             last.are_apart = True
-        self._steps = threading.get_ident()
+        self._runs = threading.get_ident()
         try:
             yield
         except BaseException:
@@ -234,7 +234,7 @@ class Tails:
                 forbid("the backward of the batch before was still to be run")
             raise
         finally:
-            self._steps = None
+            self._runs = None
 
     def late(self, module: pl.LightningModule, scale: float, updates: OptimizerOverlap) -> LateGradients | None:
         """Takes the gradients of the training step that begins, if they may come late.
@@ -320,7 +320,7 @@ class Tails:
         if (state := current()) is not None:
             self._await(last, state)
             return
-        if self._steps == threading.get_ident():  # a signal handler in the step that the tail runs with
+        if self._runs == threading.get_ident():  # a signal handler, which has interrupted that
             return
         with self._lock:
             if self._last is not last:
@@ -345,6 +345,7 @@ class Tails:
     def _complete(self, last: LateGradients) -> None:
         """Lets the tail come to its end, unless it has; then its gradients are handed out."""
         with torch.inference_mode(False), torch.enable_grad():
+            self._runs = threading.get_ident()
             try:
                 if not last.arrived.is_set():
                     last.are_apart = False
@@ -357,6 +358,7 @@ class Tails:
                 if self._last is last:
                     self._last = None
                 last.settle()
+                self._runs = None
 
 
 def _may_be_late(parameter: nn.Parameter) -> bool:
