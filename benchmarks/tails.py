@@ -25,7 +25,7 @@ kinds of runs take turns. bubble is the idle share of N devices, the modelled wo
 without over the time with, less 1. published are the bubbles of the paper for RoundPipe with a synchronous and an
 asynchronous optimizer, whose partitions differ from those here. The first two steps are not counted.
 """
-STEPS = 6  # of a run
+STEPS = 5  # of a run
 
 
 class Case:
@@ -130,7 +130,7 @@ def main() -> None:
     args = parser(__doc__, repeats=3).parse_args()
     repeats = 2 if args.quick else args.repeats
     names = list(MODELS)[:1] if args.quick else list(MODELS)
-    num_steps, max_work_ms = (2, 300.0) if args.quick else (STEPS, 3000.0)
+    num_steps, max_work_ms = (2, 300.0) if args.quick else (STEPS, 1500.0)
     parameters = {
         "devices": NUM_DEVICES,
         "microbatches": NUM_MICROBATCHES,

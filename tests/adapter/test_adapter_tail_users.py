@@ -158,6 +158,7 @@ def test_validation_between_accumulated_batches(tails: list[bool]) -> None:
 @pytest.mark.parametrize("overlap", ["exact", "stale"])
 def test_precisions(precision: str, overlap: str, tails: list[bool], without_tails: Callable[[], None]) -> None:
     settings = {"precision": precision, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "overlap": overlap}
+    settings["max_epochs"] = 1
     found = train(Deep, **settings)
     assert any(tails)
     without_tails()
@@ -282,6 +283,7 @@ def test_what_is_changed_meanwhile(
     without_tails: Callable[[], None],
 ) -> None:
     settings = {"overlap": overlap, "accumulate_grad_batches": accumulate, "copies": copies, "validates": True}
+    settings["max_epochs"] = 1
     if place == "validation":
         settings["val_check_interval"] = 3
     found = train(lambda: Changes(change, place), **settings)
@@ -350,8 +352,8 @@ def test_steps_that_wait_for_their_backward(
 ) -> None:
     if "callbacks" in settings:
         settings = {"callbacks": [settings["callbacks"]()]}
-    train(make, **settings)
-    assert len(tails) == 28
+    train(make, max_epochs=1, **settings)
+    assert len(tails) == 14
     assert not any(tails)
 
 

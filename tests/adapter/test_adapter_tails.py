@@ -19,7 +19,7 @@ from lightning_roundpipe.tails import Tails
 from tests.identical import assert_identical
 
 WIDTH = 8
-NUM_BLOCKS = 6
+NUM_BLOCKS = 4
 # So that there are several stages, whatever the machine is doing.
 CALLS = [*(f"blocks.{i}" for i in range(NUM_BLOCKS)), "head"]
 COSTS = CostProfile(tuple(CallCost(name, 1.0, 2.0) for name in CALLS))
