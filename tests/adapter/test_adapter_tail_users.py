@@ -19,11 +19,19 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.engine.late import ComingGradients
 from lightning_roundpipe.engine.protocol import following
 from tests.adapter import test_adapter_tails
-from tests.adapter.test_adapter_tails import COSTS, WIDTH, Block, Deep, Outcome, assert_same, both_modes, train
+from tests.adapter.test_adapter_tails import (
+    WIDTH,
+    Block,
+    Deep,
+    Outcome,
+    assert_same,
+    both_modes,
+    make_trainer,
+    train,
+)
 from tests.identical import assert_identical
 
 tails = test_adapter_tails.tails
@@ -55,18 +63,7 @@ def looked_at(
     """What was seen, and what was left, of a training."""
     torch.manual_seed(1)
     module = make()
-    strategy = RoundPipeStrategy(num_microbatches=4, optimizer_overlap=overlap, cost_profile=COSTS)  # type: ignore[arg-type]
-    settings = {"accumulate_grad_batches": 5, "max_epochs": 1, **settings}
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = make_trainer(overlap, **{"max_epochs": 1, **settings})
     batches = Batches(module, look)
     trainer.fit(module, batches)
     return batches.seen, Outcome(module, trainer)

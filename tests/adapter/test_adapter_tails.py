@@ -92,25 +92,16 @@ class Outcome:
         self.metrics = dict(trainer.callback_metrics)
 
 
-def train(
-    make: Callable[[], L.LightningModule],
-    *,
-    overlap: str = "exact",
-    copies: bool = False,
-    num_batches: int = 14,
-    validates: bool = False,
-    **settings: Any,
-) -> Outcome:
-    torch.manual_seed(1)
-    module = make()
+def make_trainer(overlap: str, *, copies: bool = False, **settings: Any) -> L.Trainer:
+    """On two devices, with as many stages on any machine."""
     strategy = RoundPipeStrategy(
         num_microbatches=4,
         virtual_copies=copies,
         optimizer_overlap=overlap,  # type: ignore[arg-type]
         cost_profile=COSTS,
     )
-    settings = {"accumulate_grad_batches": 5, "max_epochs": 2, "enable_checkpointing": False, **settings}
-    trainer = L.Trainer(
+    settings = {"accumulate_grad_batches": 5, "enable_checkpointing": False, **settings}
+    return L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=2,
@@ -119,6 +110,20 @@ def train(
         enable_model_summary=False,
         **settings,
     )
+
+
+def train(
+    make: Callable[[], L.LightningModule],
+    *,
+    overlap: str = "exact",
+    num_batches: int = 14,
+    validates: bool = False,
+    **settings: Any,
+) -> Outcome:
+    """What a training leaves, of two epochs as a rule."""
+    torch.manual_seed(1)
+    module = make()
+    trainer = make_trainer(overlap, **{"max_epochs": 2, **settings})
     rows = torch.randn(8 * num_batches, WIDTH)
     data = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
     trainer.fit(module, data, DataLoader(rows[:16], batch_size=8) if validates else None)  # type: ignore[arg-type]

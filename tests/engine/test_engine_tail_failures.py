@@ -112,28 +112,16 @@ def test_the_next_step_begins_before_the_tail_is_over(copies: bool) -> None:
 
 
 @both_modes
-def test_a_tail_that_fails_fails_the_next_step(copies: bool) -> None:
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_tail_that_fails(copies: bool, is_alone: bool) -> None:
     trailing, plain = trained_before(copies)
     first = trailing.model.layers[0]
     assert isinstance(first, Layer)
     first.backwards.append(failing)
     with pytest.raises(ValueError, match="from the unit"):
-        trailing.train(rows(), 7)
+        trailing.engine.finish_tail() if is_alone else trailing.train(rows(), 7)
     first.backwards.clear()
     plain.gradients.pop()  # those of the tail are lost
-    goes_on(trailing, plain)
-
-
-@both_modes
-def test_a_tail_that_fails_alone(copies: bool) -> None:
-    trailing, plain = trained_before(copies)
-    first = trailing.model.layers[0]
-    assert isinstance(first, Layer)
-    first.backwards.append(failing)
-    with pytest.raises(ValueError, match="from the unit"):
-        trailing.engine.finish_tail()
-    first.backwards.clear()
-    plain.gradients.pop()
     goes_on(trailing, plain)
 
 
@@ -177,34 +165,30 @@ def test_an_interrupt_waits_for_the_tail(copies: bool) -> None:
     goes_on(trailing, plain)
 
 
+def changeable(model: nn.Module) -> list[Any]:
+    """What a step changes outside itself."""
+    return [
+        nn.Module.__setattr__,
+        nn.Module.register_forward_hook,
+        Tensor.register_hook,
+        torch.autograd.grad,
+        warnings.showwarning,
+        torch.get_num_threads(),
+        [set(vars(module)) for module in model.modules()],
+    ]
+
+
 def test_between_steps_nothing_is_changed() -> None:
     trailing, _ = pair(Network(range(4), ALL), 2, copies=False)
     model = trailing.model
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = (
-        nn.Module.__setattr__,
-        nn.Module.register_forward_hook,
-        Tensor.register_hook,
-        torch.autograd.grad,
-        warnings.showwarning,
-        torch.get_num_threads(),
-        [set(vars(module)) for module in model.modules()],
-    )
+    before = changeable(model)
     state = torch.get_rng_state()
     for seed in range(3):
         found = trailing.train([(torch.ones(2, WIDTH, dtype=torch.float64), frozenset())] * 4, seed)
     assert found.has_tail
-    now = (
-        nn.Module.__setattr__,
-        nn.Module.register_forward_hook,
-        Tensor.register_hook,
-        torch.autograd.grad,
-        warnings.showwarning,
-        torch.get_num_threads(),
-        [set(vars(module)) for module in model.modules()],
-    )
-    assert now == before
+    assert changeable(model) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
     trailing.engine.finish_tail()
