@@ -115,14 +115,18 @@ def _buffers_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]
 
 def _metric_state(metric: Metric) -> Callable[[], None]:
     """Puts back what updates change: the states (tensors in place, lists by appending) and counters beside them."""
-    before = dict(metric.__dict__)
-    for name in metric._defaults:
-        value = before[name]
-        before[name] = _clone(value) if isinstance(value, Tensor) else list(value)
+
+    names = list(metric._defaults)
+
+    def states(values: dict[str, Any]) -> dict[str, Any]:
+        own = ((name, values[name]) for name in names)
+        return {name: _clone(value) if isinstance(value, Tensor) else list(value) for name, value in own}
+
+    before = {**metric.__dict__, **states(metric.__dict__)}
 
     def put_back() -> None:
         metric.__dict__.clear()
-        metric.__dict__.update(before)
+        metric.__dict__.update({**before, **states(before)})  # the step may fail once more
 
     return put_back
 
