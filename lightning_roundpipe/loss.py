@@ -15,7 +15,7 @@ overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from .batches import Batches
 from .engine.microbatch import merge_outputs
 
+# From the gradient of a loss to those of parameters.
+Give = Callable[[Tensor], Sequence[Tensor | None]]
+
 
 class _MasterGradients(torch.autograd.Function):
     """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
@@ -34,17 +37,16 @@ class _MasterGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.scale = scale
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, give: Give, *parameters: Tensor) -> Tensor:
+        ctx.give = give
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        give, ctx.give = ctx.give, None
+        if give is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        return (None, None, None, *scaled(gradients, upstream, ctx.scale))
+        return (None, None, *give(upstream))
 
 
 def scaled(gradients: list[Tensor], upstream: Tensor, scale: float) -> list[Tensor]:
@@ -61,10 +63,16 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
     """
     if not gradients:
         return loss.requires_grad_()
-    return cast(
-        Tensor,
-        _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
-    )
+    return with_behind(loss, lambda upstream: scaled([*gradients.values()], upstream, scale), gradients)
+
+
+def with_behind(loss: Tensor, give: Give, parameters: Iterable[Tensor]) -> Tensor:
+    """``loss`` (scalar, host), whose :meth:`Tensor.backward`, once, gives ``parameters`` their gradients.
+
+    Args:
+        give: from the gradient of the loss to these.
+    """
+    return cast(Tensor, _MasterGradients.apply(loss, give, *parameters))  # type: ignore[no-untyped-call]
 
 
 def loss_of(output: Any) -> Tensor | None:

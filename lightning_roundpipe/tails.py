@@ -5,9 +5,9 @@ Of the batches whose gradients Lightning accumulates, only the last one is follo
 others may leave the rest of their backward to the next training step (see [Note: tails] in :mod:`engine.tail`), so that
 the pipeline does not drain in between. Their loss is there when ``training_step`` returns. Its ``backward()`` only
 notes the factor that arrives; what Lightning would have got then, it gets when the gradients have come: they are handed
-out, scaled by that factor, in the order of the batches. Until then every parameter knows that its ``.grad`` is not
-what it will be ([Note: pending weights] in :mod:`engine.pending`), and whoever looks at it lets the tail come to its
-end. So does a fork.
+out, scaled by that factor, in the order of the batches. Until then every trained parameter knows that its ``.grad`` is
+not what it will be, and that the tail computes with its value ([Note: pending weights] in :mod:`engine.pending`):
+whoever looks at either lets the tail come to its end. So does a fork.
 
 With ``optimizer_overlap="stale"`` the same holds for batches that a step of the optimizer follows: the next training
 step does not compute with what that step makes. Then the update itself waits for the gradients, and begins in the
@@ -21,10 +21,9 @@ of the user runs between it and the next one: hooks of the module and of callbac
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,11 +33,11 @@ from torch.optim import Optimizer
 from .engine.dispatch import StepAborted
 from .engine.glue import GlueState, current
 from .engine.late import ComingGradients
-from .engine.pending import Share, can_be_pending, unwaited
+from .engine.pending import Share, can_be_pending, raise_unless_handled, unwaited
 from .engine.protocol import Event
 from .engine.runner import Engine, StepResult
 from .in_between import is_left_after_this_batch, runs_between_batches
-from .loss import hand_over, scaled
+from .loss import hand_over, scaled, with_behind
 from .overlap import OptimizerOverlap
 
 # Waits are cut into pieces, so that a failure is noticed.
@@ -140,23 +139,6 @@ def _added(known: Tensor | None, gradient: Tensor, parameter: nn.Parameter) -> T
     if gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
-
-
-class _LateLoss(torch.autograd.Function):
-    """A loss whose gradients come later."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor, ask: Callable[[Tensor], None]) -> Tensor:
-        ctx.ask = ask
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, None]:
-        ask, ctx.ask = ctx.ask, None
-        if ask is None:
-            raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        ask(upstream.detach().clone())
-        return None, None, None
 
 
 class _TailShare(Share):
@@ -274,21 +256,20 @@ class Tails:
         late = self._last
         if not result.has_tail or late is None:
             return hand_over(loss, result.gradients, scale)
-
         if not all(map(_may_be_late, self._trained)):  # the step has registered a hook
             self.finish()
             return hand_over(loss, late.take(), scale)
 
-        def ask(factor: Tensor) -> None:
-            late.ask(factor)
+        def ask(factor: Tensor) -> tuple[None]:
+            late.ask(factor.detach().clone())
             if self._last is late:
                 self._share = _TailShare(self._trained, self.finish)
                 self._share.begin()
             else:  # somebody has let them come already
                 late.settle()
+            return (None,)
 
-        anchor = torch.zeros((), requires_grad=True)
-        return cast(Tensor, _LateLoss.apply(loss, anchor, ask))  # type: ignore[no-untyped-call]
+        return with_behind(loss, ask, [torch.zeros((), requires_grad=True)])
 
     def check(self) -> None:
         """Training goes on, or comes to its end.
@@ -297,11 +278,7 @@ class Tails:
             BaseException: what has been raised in a tail, unless this is the tear-down after it.
         """
         error, self._error = self._error, None
-        handled = sys.exc_info()[1]
-        while handled is not None and handled is not error:
-            handled = handled.__cause__ or handled.__context__
-        if error is not None and handled is None:
-            raise error
+        raise_unless_handled(error)
 
     @property
     def is_open(self) -> bool:

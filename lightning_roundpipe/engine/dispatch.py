@@ -21,11 +21,10 @@ import threading
 from collections.abc import Callable
 
 from ..planning.schedule import Action, Schedule
+from .threads import await_all
 
 # Waits are cut into pieces of this length, so that a wake-up that got lost costs time and never the run.
 _RECHECK_S = 2.0
-# Python notices interrupts between two waits.
-_INTERRUPTIBLE_S = 0.2
 
 
 class StepAborted(BaseException):
@@ -121,8 +120,7 @@ class Turnstile:
 
     def await_rest(self) -> bool:
         """Blocks until the turnstile is paused and every thread waits or has retired; whether any is left."""
-        while not self._rests.wait(_INTERRUPTIBLE_S):
-            pass
+        await_all([self._rests])
         return self._live > 0
 
     def resume(self) -> None:

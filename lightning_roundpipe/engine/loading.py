@@ -21,7 +21,7 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
 from .gradients import GradientStore
-from .parameters import Attributes, KeptBuffers, Relay, Replica
+from .parameters import NO_BUFFERS, Attributes, KeptBuffers, Relay, Replica
 from .pending import is_pending
 from .pool import DevicePool
 from .units import Unit
@@ -152,7 +152,7 @@ class ReplicaCache:
         device: Device,
         baseline: Callable[[], Attributes],
         values: Values = NO_VALUES,
-        kept: KeptBuffers | None = None,
+        kept: KeptBuffers = NO_BUFFERS,
         *,
         learns: bool = False,
     ) -> Replica:
@@ -172,8 +172,7 @@ class ReplicaCache:
         replica.last_use = self._num_uses
         if replica.is_active and replica.values is not values:  # from the tail of the step before
             replica.deactivate()
-        kept = kept or {}
-        has_others, replica.kept = replica.kept is not kept and bool(kept or replica.kept), kept
+        has_others, replica.kept = replica.kept is not kept, kept
         if not replica.is_active:
             replica.activate(baseline, values)
         elif has_others:

@@ -34,6 +34,7 @@ Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 # (id of a module, name) -> what its buffer was.
 KeptBuffers = Mapping[tuple[int, str], Tensor]
+NO_BUFFERS: KeptBuffers = {}
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -80,7 +81,7 @@ class Replica:
         self.is_active = False
         self.has_gradients = False
         self.values: Values = NO_VALUES  # it is active with them
-        self.kept: KeptBuffers = {}
+        self.kept = NO_BUFFERS
         self.last_use = 0
         self.num_hooks = 0
         self._owns_buffers = False

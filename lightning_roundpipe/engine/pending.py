@@ -66,15 +66,20 @@ class Failure:
         Raises:
             BaseException: what went wrong, unless this is the tear-down after it.
         """
-        error, handled = self._error, sys.exc_info()[1]
         lost = self._lost
         if lost is not None and threading.get_ident() == self._trains:
             self._lost = None
             lost.end(is_undone=True)
-        while handled is not None and handled is not error:
-            handled = handled.__cause__ or handled.__context__
-        if error is not None and handled is None:
-            raise error
+        raise_unless_handled(self._error)
+
+
+def raise_unless_handled(error: BaseException | None) -> None:
+    """Raises ``error``, if there is one, unless this is what follows it: the tear-down."""
+    handled = sys.exc_info()[1]
+    while handled is not None and handled is not error:
+        handled = handled.__cause__ or handled.__context__
+    if error is not None and handled is None:
+        raise error
 
 
 class Share:

@@ -18,6 +18,7 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -160,6 +161,8 @@ class Receiver:
 
 
 _CUT_NODE = Cut._backward_cls
+# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
+_MAX_NODES = 2000
 
 
 @dataclass(frozen=True)
@@ -378,6 +381,16 @@ def walk_graph(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node:
             if stops(node):
                 continue
             todo.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def leaves_of_glue(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node: False) -> set[Tensor] | None:
+    """The tensors at which the graph of one micro-batch's glue ends; None if it is too large to be looked at.
+
+    Args:
+        roots, stops: as of :func:`walk_graph`.
+    """
+    nodes = list(itertools.islice(walk_graph(roots, stops), _MAX_NODES))
+    return None if len(nodes) == _MAX_NODES else {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:

@@ -18,7 +18,7 @@ from .dispatch import Turnstile
 from .glue import GlueLock
 from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
-from .parameters import KeptBuffers, Replica
+from .parameters import NO_BUFFERS, KeptBuffers, Replica
 from .pool import DevicePool
 from .units import Unit
 from .working_copies import Values
@@ -70,7 +70,7 @@ class StepContext:
     compiler: UnitCompiler | None = None
     meets: bool = False
     values: Values = field(default_factory=dict)
-    kept: KeptBuffers = field(default_factory=dict)
+    kept: KeptBuffers = field(default_factory=lambda: NO_BUFFERS)
     left: Sequence[tuple[nn.Module, str, Any]] = ()
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)

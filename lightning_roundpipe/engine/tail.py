@@ -3,7 +3,7 @@
 [Note: tails]
 A pipeline that is filled and drained in every step leaves devices idle twice per step. If nobody needs the gradients of
 a step before the next one has begun, the next one can fill the devices while this one drains. So a step that may have a
-tail (``StepRequest.may_trail``) ends as soon as every micro-batch has a loss and has left the fused stage: its
+tail (``StepRequest.on_gradients``) ends as soon as every micro-batch has a loss and has left the fused stage: its
 turnstile is *paused*, each thread stands still where it waits for its next device, and what the step has changed
 outside itself is put back. Devices keep what they have. Nothing runs between two steps: the thread that runs them has
 everything for itself, as between the segments of one step ([Note: meetings] in :mod:`meetings`).
@@ -11,7 +11,7 @@ everything for itself, as between the segments of one step ([Note: meetings] in 
 The tail goes on
 
 - in the next step, if that is of the same kind and has a plan: on every device the actions of the tail come first
-  (``Turnstile.follow``, ``Loader.begin``), and there is one glue lock for both steps;
+  (``Turnstile.follow``, ``Loader.following``), and there is one glue lock for both steps;
 - alone, as soon as anybody wants its gradients (``Engine.finish_tail``), or another kind of step begins.
 
 Both are the same to it: the patches of a step are open, its turnstile is resumed, it is waited for. Its gradients are
@@ -39,7 +39,6 @@ stage, and when it is traced.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ from torch import nn
 from ..planning.timeline import Span
 from .containers import MISSING
 from .glue_parameters import Use
-from .recompute import walk_graph
+from .recompute import leaves_of_glue
 from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan
@@ -57,8 +56,6 @@ from .threads import await_all
 from .tracing import Clock
 from .walk import Walk
 
-# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
-_MAX_NODES = 2000
 # Of modules: what is no attribute, or is replaced while a step runs.
 _INTERNAL = (vars(nn.Module()).keys() - {"training"}) | {"forward"}
 
@@ -78,9 +75,8 @@ def can_trail(request: StepRequest, resources: Resources, walks: Sequence[Walk])
 
 def _reaches_parameters(walk: Walk) -> bool:
     """Whether a backward through glue is left that may end at a parameter itself, and not at a copy on a device."""
-    nodes = list(itertools.islice(walk_graph(walk.glue_nodes(), stops=Use.is_node), _MAX_NODES))
-    leaves = (getattr(node, "variable", None) for node in nodes)
-    return len(nodes) == _MAX_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    leaves = leaves_of_glue(walk.glue_nodes(), stops=Use.is_node)
+    return leaves is None or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def trained_in(root: nn.Module) -> set[nn.Parameter]:
