@@ -231,7 +231,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine."""
         try:
-            self.tails.finish()
+            self.tails.end()
             self._updates.finish()
         finally:
             self._overlap = None

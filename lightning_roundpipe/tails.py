@@ -280,6 +280,11 @@ class Tails:
         error, self._error = self._error, None
         raise_unless_handled(error)
 
+    def end(self) -> None:
+        """The fit has ended: as :meth:`finish`, and :meth:`check`."""
+        self.finish()
+        self.check()
+
     @property
     def is_open(self) -> bool:
         """Whether the gradients of the last training step are still to come."""

@@ -458,6 +458,27 @@ def test_errors_in_a_tail_that_somebody_else_lets_come(act: Look, overlap: str) 
         looked_at(before, lambda: module, overlap=overlap, accumulate_grad_batches=5 if overlap == "exact" else 1)
 
 
+@pytest.mark.parametrize("overlap", ["exact", "stale"])
+def test_an_error_in_the_last_tail_that_another_thread_has_got(overlap: str) -> None:
+    class Short(Batches):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from self.rows[:7]
+            first = self.module.blocks[0]  # type: ignore[index]
+            assert isinstance(first, FailingBlock)
+            first.fails.append(_raise)
+            _thread_looks(self.module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "Batches", Short)
+        with pytest.raises(ValueError, match="of the user"):
+            looked_at(
+                lambda m: None,
+                lambda: Fails(_raise, ""),
+                overlap=overlap,
+                accumulate_grad_batches=5 if overlap == "exact" else 1,
+            )
+
+
 def test_after_an_interrupt_the_weights_are_those_of_whole_steps(
     tails: list[bool], without_tails: Callable[[], None]
 ) -> None:
