@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
+import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .engine.microbatch import batch_rows, merge_outputs, split_batch
+from .engine.microbatch import BatchSource, batch_rows, merge_outputs, split_batch
 from .engine.outputs import brought_home
+from .loaders import Readings
+from .loss_weight import LossWeights, predicts_next_token
 from .options import RoundPipeOptions
+from .packed import find_packed, num_sequences_of, split_packed
 
-_IGNORED_LABEL = -100
+Split = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
@@ -62,73 +67,111 @@ class Batches:
                 batch[key] = merge_outputs([brought_home(value) for value in values], self.sizes, self.weights)
 
 
-def microbatches_for(module: nn.Module, options: RoundPipeOptions, batch: Any, num_microbatches: int) -> Batches:
-    """Splits ``batch`` as ``module`` and ``options`` want it; batch norm refuses a single row, so it gets two at least.
+class BatchSplitter:
+    """Splits the batches of one run as its module and its options want it.
 
-    Raises:
-        BatchSplitError, ValueError: as :func:`microbatches_of`.
+    Args:
+        module: the user's module, with its Trainer.
+        options: of the strategy.
     """
-    norms = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
-    return microbatches_of(
-        batch,
-        num_microbatches,
-        min_rows=2 if norms else 1,
-        loss_weight=options.loss_weight,
-        split=options.split_batch or getattr(module, "roundpipe_split_batch", None),
-    )
+
+    def __init__(self, module: pl.LightningModule, options: RoundPipeOptions) -> None:
+        self._module = module
+        self._readings = Readings(module)
+        self._weights = LossWeights(module, options.loss_weight)
+        self._cuts_packed = options.split_batch == "packed"
+        given = options.split_batch if callable(options.split_batch) else None
+        self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
+        self._counts_rows = options.loss_weight in ("auto", "samples")
+        self._warned: set[str] = set()
+
+    def split(self, kind: str, batch: Any, num_microbatches: int) -> Batches:
+        """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.
+
+        Args:
+            kind: of the step, such as ``"training_step"``.
+
+        Raises:
+            BatchSplitError: if no reading of the batch is certain, naming the leaf.
+            ValueError, TypeError: if the user's function gives something else than micro-batches, or a weight is
+                negative or not a number.
+        """
+        source, held = self._readings.of(kind)
+        if self._split is not None:
+            return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
+        packed = find_packed(batch) if num_microbatches > 1 else None
+        if packed is not None and self._cuts_packed:
+            predicts_next, _ = predicts_next_token(self._module, batch)
+            parts = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next)
+            return self._weighed(tuple(parts), num_sequences_of(parts), 1)
+        if packed is not None:
+            self._warn(
+                "packed",
+                f"the batch is one row of {packed.num_sequences} packed sequences, and runs whole, as one micro-batch: "
+                "that is exact, but devices work one after the other. With RoundPipeStrategy(split_batch='packed') it "
+                "is cut between sequences. Models of Hugging Face keep packed sequences apart only where use_cache is "
+                "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
+            )
+            return self._weighed((batch,), (1,), 1)
+        # Batch norm refuses a single row.
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
+        min_rows = 2 if norms else 1
+        done = split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held)
+        return self._weighed(done.microbatches, done.sizes, done.batch_size)
+
+    def _weighed(self, microbatches: tuple[Any, ...], sizes: tuple[int, ...], batch_size: int | None) -> Batches:
+        weights, loss_weights = self._weights.of(microbatches, sizes)
+        return Batches(microbatches, sizes, weights, loss_weights, batch_size)
+
+    def _split_by_user(
+        self, split: Split, batch: Any, num_microbatches: int, source: BatchSource
+    ) -> tuple[tuple[Any, ...], tuple[int, ...], int | None]:
+        microbatches = _checked(split, split(batch, num_microbatches), batch)
+        sizes, is_certain = _sizes_of(microbatches, source)
+        if not is_certain and self._counts_rows and len(microbatches) > 1:
+            self._warn(
+                "rows",
+                f"how many samples the {len(microbatches)} micro-batches of {_name(split)} have cannot be told, and "
+                f"they weigh as if it were {', '.join(map(str, sizes))}. If that is wrong, give the number: "
+                "RoundPipeStrategy(loss_weight=function from a micro-batch to its number of samples)",
+            )
+        return microbatches, sizes, sum(sizes) if is_certain else None
+
+    def _warn(self, name: str, text: str) -> None:
+        """Says it once per run."""
+        if name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(text, category=PossibleUserWarning)
 
 
-def microbatches_of(
-    batch: Any,
-    num_microbatches: int,
-    *,
-    min_rows: int,
-    loss_weight: str | Callable[[Any], float],
-    split: Callable[[Any, int], Sequence[Any]] | None,
-) -> Batches:
-    """Splits ``batch``; arguments as in :class:`RoundPipeOptions`.
-
-    Raises:
-        BatchSplitError: if the layout of the batch is ambiguous, naming the leaf.
-        ValueError: if ``split`` gives nothing, or a weight is negative or not a number.
-    """
-    if split is None:
-        done = split_batch(batch, num_microbatches, min_rows=min_rows)
-        microbatches, sizes, batch_size = done.microbatches, done.sizes, done.batch_size
-    else:
-        microbatches = tuple(split(batch, num_microbatches))
-        if not microbatches:
-            raise ValueError(f"{split!r} returned no micro-batch for a batch of type {type(batch).__name__}")
-        rows = [batch_rows(microbatch) for microbatch in microbatches]
-        known = [n for n in rows if n is not None]
-        sizes = tuple(known) if len(known) == len(rows) else (1,) * len(rows)
-        batch_size = sum(sizes) if len(known) == len(rows) else None
-    if len(microbatches) == 1:
-        return Batches(microbatches, sizes, (1.0,), (1.0,), batch_size)
-    counts = [_weight(m, size, loss_weight) for m, size in zip(microbatches, sizes, strict=True)]
-    total = sum(counts)
-    if total <= 0.0:  # no label at all: the loss is what it is, every micro-batch counts by its rows
-        counts, total = [float(size) for size in sizes], float(sum(sizes))
-    weights = tuple(count / total for count in counts)
-    return Batches(microbatches, sizes, weights, (1.0,) * len(sizes) if loss_weight == "sum" else weights, batch_size)
+def _checked(split: Split, parts: Any, batch: Any) -> tuple[Any, ...]:
+    """What a user's function returned, if it is a list of micro-batches."""
+    what = f"{_name(split)} returned %s for a batch of type {type(batch).__name__}: return a list of micro-batches"
+    if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
+        given = f"a tensor of shape {tuple(parts.shape)}" if isinstance(parts, Tensor) else repr(parts)[:80]
+        raise TypeError(what % (given if parts is None else f"{given} ({type(parts).__name__})"))
+    microbatches = tuple(parts)
+    if not microbatches:
+        raise ValueError(what % "no micro-batch")
+    return microbatches
 
 
-def _weight(microbatch: Any, size: int, loss_weight: str | Callable[[Any], float]) -> float:
-    if loss_weight in ("samples", "sum"):
-        return float(size)
-    if callable(loss_weight):
-        weight = float(loss_weight(microbatch))
-        if not weight >= 0.0:
-            raise ValueError(f"loss_weight gave {weight} for a micro-batch: weights must be numbers >= 0")
-        return weight
-    labels = microbatch.get("labels") if isinstance(microbatch, Mapping) else getattr(microbatch, "labels", None)
-    if not isinstance(labels, torch.Tensor):
-        raise ValueError(
-            f"loss_weight={loss_weight!r} needs a tensor 'labels' in the batch, which is a {type(microbatch).__name__} "
-            "without one: use loss_weight='samples', or a function from a micro-batch to its weight"
-        )
-    counted = labels[..., 1:] if loss_weight == "causal_label_tokens" else labels
-    return float((counted != _IGNORED_LABEL).sum())
+def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource) -> tuple[tuple[int, ...], bool]:
+    """Rows of the micro-batches that a user's function made, and whether that is certain."""
+    rows = [batch_rows(microbatch) for microbatch in microbatches]
+    lengths = [len(microbatch) if isinstance(microbatch, list) else None for microbatch in microbatches]
+    readings = [[n for n in found if n is not None] for found in (rows, lengths)]
+    complete = [tuple(found) for found in readings if len(found) == len(microbatches)]
+    for found in complete:
+        if sum(found) in source.sizes:
+            return found, True
+    if None in rows:
+        return (1,) * len(microbatches), False
+    return complete[0], not source.sizes or sum(complete[0]) <= source.sizes[0]
+
+
+def _name(function: Split) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .planning.costs import CostProfile
 from .planning.quantities import parse_bytes
 
-LOSS_WEIGHTS = ("samples", "label_tokens", "causal_label_tokens", "sum")
+LOSS_WEIGHTS = ("auto", "samples", "label_tokens", "causal_label_tokens", "sum")
 
 # A bare number below that was meant as GiB or MiB.
 _LEAST_MEMORY_BYTES = 1024
@@ -72,8 +72,8 @@ class RoundPipeOptions:
     num_microbatches: int | str = "auto"
     round_size: int | None = None
     units: Sequence[Any] | None = None
-    loss_weight: str | Callable[[Any], float] = "samples"
-    split_batch: Callable[[Any, int], Sequence[Any]] | None = None
+    loss_weight: str | Callable[[Any], float] = "auto"
+    split_batch: Callable[[Any, int], Sequence[Any]] | Literal["packed"] | None = None
     threads_per_device: int | None = None
     device_memory_limit: int | str | None = None
     virtual_copies: bool | VirtualLink = False
@@ -106,10 +106,10 @@ class RoundPipeOptions:
                 f"loss_weight={self.loss_weight!r}: use one of {', '.join(map(repr, LOSS_WEIGHTS))}, "
                 "or a function that takes a micro-batch and returns its weight"
             )
-        if self.split_batch is not None and not callable(self.split_batch):
+        if self.split_batch not in (None, "packed") and not callable(self.split_batch):
             raise TypeError(
                 f"split_batch={self.split_batch!r} is not callable: pass a function "
-                "(batch, num_microbatches) -> list of micro-batches"
+                "(batch, num_microbatches) -> list of micro-batches, or 'packed' for rows of packed sequences"
             )
         if isinstance(self.units, (str, type)) or (self.units is not None and not self.units):
             raise TypeError(

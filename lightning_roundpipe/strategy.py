@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, first_argument, microbatches_for
+from .batches import Batches, BatchSplitter, first_argument
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
 from .engine.outputs import copies_of
@@ -69,9 +69,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
         loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
             (entries of ``labels`` that are not -100), ``"causal_label_tokens"`` (the same without the first position,
             which causal language models do not predict), ``"sum"`` (for losses that are sums over samples: every
-            micro-batch counts fully), or a function from a micro-batch to a number.
-        split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be
-            inferred. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the same.
+            micro-batch counts fully), or a function from a micro-batch to a number. ``"auto"`` is samples, unless the
+            batch has integer ``labels`` of which some are -100, where their tokens weigh; the log says so once.
+        split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be told
+            with certainty. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the
+            same. ``"packed"`` cuts a row of packed sequences between sequences; other batches are read as ever.
         threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
         device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
             the GPU has free, less a reserve; virtual devices have no limit then.
@@ -111,9 +113,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         round_size: int | None = None,
         units: list[type[nn.Module] | str] | None = None,
-        loss_weight: Literal["samples", "label_tokens", "causal_label_tokens", "sum"]
-        | Callable[[Any], float] = "samples",
-        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        loss_weight: Literal["auto", "samples", "label_tokens", "causal_label_tokens", "sum"]
+        | Callable[[Any], float] = "auto",
+        split_batch: Callable[[Any, int], Sequence[Any]] | Literal["packed"] | None = None,
         threads_per_device: int | None = None,
         device_memory_limit: int | str | None = None,
         virtual_copies: bool | VirtualLink = False,
@@ -152,6 +154,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._pool: DevicePool | None = None
         self._engine: Engine | None = None
         self._retry: Retry | None = None
+        self._splitter: BatchSplitter | None = None
         self._host_report: HostReport | None = None
         self._guard: StepGuard | None = None
         self._overlap: OptimizerOverlap | None = None
@@ -248,11 +251,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self._retry = self._host_report = self._guard = None
+        self._retry = self._host_report = self._guard = self._splitter = None
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard", "_overlap", "_tails")
+        forgotten = ("_pool", "_engine", "_retry", "_splitter", "_host_report", "_guard", "_overlap", "_tails")
         return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     @property
@@ -299,6 +302,13 @@ class RoundPipeStrategy(SingleProcessStrategy):
         if self._retry is None:
             self._retry = make_retry(self._module, self.options, self.pool, self.engine, self._seeks_batch_size)
         return self._retry
+
+    @property
+    def splitter(self) -> BatchSplitter:
+        """What makes micro-batches."""
+        if self._splitter is None:
+            self._splitter = BatchSplitter(self._module, self.options)
+        return self._splitter
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -393,7 +403,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         batches, (logs, result) = self.retry.run(
             name,
             batch,
-            functools.partial(microbatches_for, self._module, self.options),
+            functools.partial(self.splitter.split, name),
             lambda b: self._attempt(name, call, b, loss_scale),
         )
         batches.bring_back(batch)

@@ -246,11 +246,35 @@ def test_one_microbatch_takes_any_batch(small: Any, fit_both: Any, make_loader: 
     assert_same_training(plain, ours)
 
 
-@pytest.mark.parametrize("result", [[], ()])
-def test_a_split_without_microbatches_is_an_error(small: Any, make_trainer: Any, make_loader: Any, result: Any) -> None:
-    trainer = make_trainer(options={"split_batch": lambda batch, n: result})
-    with pytest.raises(ValueError, match="returned no micro-batch"):
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([], "returned no micro-batch"),
+        ((), "returned no micro-batch"),
+        (None, "returned None"),
+        (torch.zeros(4, 2), r"returned a tensor of shape \(4, 2\)"),
+        ({"x": 1}, r"returned \{'x': 1\} \(dict\)"),
+        (3, r"returned 3 \(int\)"),
+    ],
+)
+def test_what_is_no_list_of_microbatches_is_an_error(
+    small: Any, make_trainer: Any, make_loader: Any, result: Any, words: str
+) -> None:
+    def my_split(batch: Any, num_microbatches: int) -> Any:
+        return result
+
+    trainer = make_trainer(options={"split_batch": my_split})
+    with pytest.raises((TypeError, ValueError), match=rf"my_split {words}.*return a list of micro-batches"):
         trainer.fit(small(), make_loader())
+
+
+def test_rows_that_cannot_be_told_are_warned_of(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Takes(TakesOpaque, small):
+        pass
+
+    trainer = make_trainer(options={"split_batch": split_opaque}, num_microbatches=2)
+    with pytest.warns(UserWarning, match=r"2 micro-batches of split_opaque .*weigh as if it were 1, 1.*loss_weight="):
+        trainer.fit(Takes(), batches_of(make_loader(16), Opaque))
 
 
 @compat("LightningModule hook", "training_step (dataloader_iter)")
@@ -263,94 +287,6 @@ def test_step_that_pulls_from_the_loader(small: Any, fit_both: Any, assert_same_
     plain, ours = fit_both(Pulls, max_epochs=2)
     assert plain.trainer.global_step == 6
     assert_same_training(plain, ours)
-
-
-# --- loss weights ------------------------------------------------------------------------------------------------
-
-
-class Tokens:
-    """Mixed into the small model: a loss over labelled positions only."""
-
-    def token_loss(self, batch: Any) -> Tensor:
-        logits = self(batch["x"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.token_loss(batch)
-        self.log("loss", loss, batch_size=len(batch["x"]))
-        return loss
-
-
-@pytest.fixture
-def token_loader() -> Loader:
-    """Rows with between none and all of 5 positions labelled."""
-    generator = torch.Generator().manual_seed(5)
-    batches = []
-    for rows in (8, 7, 4):
-        labels = torch.randint(3, (rows, 5), generator=generator)
-        keep = torch.randint(0, 6, (rows, 1), generator=generator)
-        keep[0], keep[1] = 0, 5
-        labels[torch.arange(5)[None] >= keep] = -100
-        batches.append({"x": torch.randn(rows, 5, 6, generator=generator), "labels": labels})
-    return Loader(batches)
-
-
-@pytest.mark.parametrize("num_microbatches", [3, 8])
-def test_label_tokens(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, num_microbatches: int
-) -> None:
-    """With 8 micro-batches of one row the first has no label at all: its loss is NaN and weighs nothing."""
-
-    class Learns(Tokens, small):
-        pass
-
-    plain, ours = fit_both(
-        Learns, token_loader, ours={"num_microbatches": num_microbatches, "options": {"loss_weight": "label_tokens"}}
-    )
-    assert_same_training(plain, ours)
-
-
-def test_causal_label_tokens(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
-    class Learns(Tokens, small):
-        def token_loss(self, batch: Any) -> Tensor:
-            logits = self(batch["x"])[:, :-1]
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
-    assert_same_training(plain, ours)
-
-
-def test_weights_by_a_function(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
-    class Learns(Tokens, small):
-        pass
-
-    def count(batch: Any) -> int:
-        return int((batch["labels"] >= 0).sum())
-
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": count}})
-    assert_same_training(plain, ours)
-
-
-def test_weights_matter(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
-    """The tests above can fail: samples are the wrong weight for a mean over tokens."""
-
-    class Learns(Tokens, small):
-        pass
-
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "samples"}})
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same_training(plain, ours)
-
-
-def test_labels_are_demanded(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    with pytest.raises(ValueError, match=r"loss_weight='label_tokens' needs a tensor 'labels'.*loss_weight='samples'"):
-        make_trainer(options={"loss_weight": "label_tokens"}).fit(small(), make_loader())
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan")])
-def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, weight: float) -> None:
-    with pytest.raises(ValueError, match="weights must be numbers >= 0"):
-        make_trainer(options={"loss_weight": lambda batch: weight}).fit(small(), make_loader())
 
 
 # --- what training_step returns ----------------------------------------------------------------------------------

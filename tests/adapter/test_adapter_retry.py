@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from lightning_roundpipe.batches import Batches, microbatches_of
+from lightning_roundpipe.batches import Batches
 from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.engine.microbatch import split_batch
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
 from lightning_roundpipe.retry import Retry
@@ -26,7 +27,9 @@ FULL = DeviceOutOfMemoryError("device 0 is full")
 
 
 def split(batch: Any, num_microbatches: int) -> Batches:
-    return microbatches_of(batch, num_microbatches, min_rows=1, loss_weight="samples", split=None)
+    done = split_batch(batch, num_microbatches)
+    shares = tuple(size / sum(done.sizes) for size in done.sizes)
+    return Batches(done.microbatches, done.sizes, shares, shares, done.batch_size)
 
 
 class Attempts:

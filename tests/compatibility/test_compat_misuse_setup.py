@@ -308,7 +308,7 @@ def test_senseless_devices(settings: dict[str, Any]) -> None:
         ({"num_microbatches": "4"}, "num_microbatches='4': use a positive integer or 'auto'"),
         ({"num_microbatches": True}, "num_microbatches=True"),
         ({"units": nn.Linear}, "units=.*non-empty list of module classes"),
-        ({"loss_weight": "tokens"}, "loss_weight='tokens': use one of 'samples'"),
+        ({"loss_weight": "tokens"}, "loss_weight='tokens': use one of 'auto', 'samples'"),
         ({"device_memory_limit": 24}, "24 bytes, on which nothing can run.*'24GiB'"),
         ({"compile_units": {"mode": "default", "options": {"a": 1}}}, "either mode or options"),
         ({"precision": 16}, "unexpected keyword argument 'precision'"),

@@ -474,7 +474,7 @@ COLLATORS = [
         bert,
         classified,
         hf.DataCollatorWithPadding,
-        "samples",
+        False,
         id="padding",
         marks=compat("Library", "transformers DataCollatorWithPadding"),
     ),
@@ -482,28 +482,26 @@ COLLATORS = [
         t5,
         sentences,
         hf.DataCollatorForSeq2Seq,
-        "label_tokens",
+        True,
         id="seq2seq",
         marks=compat("Library", "transformers DataCollatorForSeq2Seq"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("make_model", "make_rows", "collator", "loss_weight"), COLLATORS)
+@pytest.mark.parametrize(("make_model", "make_rows", "collator", "pads_labels"), COLLATORS)
 def test_collators(
     make_model: Callable[[], nn.Module],
     make_rows: Callable[[], list[dict[str, Any]]],
     collator: Callable[..., Any],
-    loss_weight: str,
+    pads_labels: bool,
     make_trainer: Any,
     assert_alike: Any,
 ) -> None:
     data: DataLoader[Any] = DataLoader(make_rows(), batch_size=5, collate_fn=collator(tokenizer()))  # type: ignore[arg-type]
     ready = list(data)
-    if loss_weight == "label_tokens":
-        assert (ready[0]["labels"] == IGNORED).any()
-    options = {"loss_weight": loss_weight}
-    plain, ours = train_both(make_trainer, lambda: Task(make_model()), ready, options=options)
+    assert bool((ready[0]["labels"] == IGNORED).any()) is pads_labels
+    plain, ours = train_both(make_trainer, lambda: Task(make_model()), ready)
     results = [run.results for run in (ours, plain)]
     assert_alike(*results)
     assert plain.task.moved

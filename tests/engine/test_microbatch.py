@@ -324,8 +324,6 @@ def test_one_entry_per_sample(sequence: Any) -> None:
 
 
 def test_lists_of_samples() -> None:
-    ragged = [rows(n) for n in (3, 5, 2, 4)]
-    assert split_batch(ragged, 2).microbatches == (ragged[:2], ragged[2:])
     assert split_batch(["a", "b", "c"], 2).microbatches == (["a", "b"], ["c"])
     objects = [Opaque() for _ in range(4)]
     assert split_batch({"objects": objects}, 2).microbatches[1] == {"objects": objects[2:]}
@@ -337,10 +335,10 @@ def test_lists_of_samples() -> None:
     assert split_batch({"x": rows(4), "optional": optional}, 2).microbatches[1]["optional"] == optional[2:]
 
 
-def test_a_list_of_equal_tensors_is_a_container() -> None:
-    first, second = split_batch([rows(8, 2), rows(8, 2)], 2).microbatches
+def test_a_tuple_of_equal_tensors_is_a_container() -> None:
+    first, second = split_batch((rows(8, 2), rows(8, 2)), 2).microbatches
     assert [part.shape for part in first + second] == [(4, 2)] * 4
-    assert batch_rows([rows(2), rows(2)]) == 2
+    assert batch_rows((rows(2), rows(2))) == 2
     assert batch_rows({"views": [rows(4), rows(4)], "y": rows(4), "names": ["a", "b", "c", "d"]}) == 4
 
 
@@ -362,6 +360,8 @@ def test_a_list_of_equal_tensors_is_a_container() -> None:
         # batches of two loaders, of different sizes, are not two samples
         ([[rows(8, 3), rows(8)], [rows(5, 3), rows(5)]], ["batch[1][0] of shape (5, 3)", "8 by"]),
         ([rows(8, 3), rows(7)], ["batch[1] of shape (7,)", "8 by"]),
+        ([rows(8), rows(8)], ["2 rows (batch, a list of 2 entries)", "8 rows (batch[0] of shape (8,))"]),
+        ([rows(8), rows(5)], ["batch[1] of shape (5,)", "8 by"]),
         # collate_fn=lambda samples: samples, with images of 3 channels
         ([(rows(3, 4, 4), 1), (rows(3, 4, 4), 5)], ["3 rows", "2 rows", "batch, a list of 2 entries"]),
         ({"a": ["x", "y", "z"], "b": ["x", "y"]}, ["can be read as 3 rows", "or 2 rows"]),

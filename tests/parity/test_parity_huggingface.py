@@ -147,7 +147,7 @@ def train(task: Task, batches: Sequence[Batch], strategy: Any = "auto", devices:
 
 
 def train_piped(
-    task: Task, batches: Sequence[Batch], devices: int, microbatches: int, loss_weight: Any = "samples", **options: Any
+    task: Task, batches: Sequence[Batch], devices: int, microbatches: int, loss_weight: Any = "auto", **options: Any
 ) -> Run:
     # Real copies on two devices: what is read too early or too late there is NaN.
     options.setdefault("virtual_copies", devices == 2)
@@ -159,7 +159,7 @@ def train_piped(
     return run
 
 
-def train_on(pipeline: dict[str, Any], task: Task, batches: Sequence[Batch], loss_weight: Any = "samples") -> Run:
+def train_on(pipeline: dict[str, Any], task: Task, batches: Sequence[Batch], loss_weight: Any = "auto") -> Run:
     """With what the fixture ``pipeline`` gives."""
     devices, microbatches = pipeline["devices"], pipeline["num_microbatches"]
     return train_piped(task, batches, devices, microbatches, loss_weight, **pipeline.get("strategy_options", {}))
@@ -473,15 +473,15 @@ def batches_of(make: Callable[[int], Batch], rows: Iterable[int] = ROWS) -> list
 # Parity --------------------------------------------------------------------------------------------------------------
 
 MODELS = {
-    "llama": (llama, text_batch, "causal_label_tokens"),
-    "qwen3-tied": (qwen3, text_batch, "causal_label_tokens"),
-    "gpt2-tied": (gpt2, text_batch, "causal_label_tokens"),
-    "t5": (t5, pair_batch, "label_tokens"),
-    "bart": (bart, pair_batch, "label_tokens"),
-    "whisper": (whisper, speech_batch, "label_tokens"),
-    "bert-masked": (bert_masked, masked_batch, "label_tokens"),
-    "bert-classifier": (bert_classifier, classification_batch, "samples"),
-    "vit": (vit, image_batch, "samples"),
+    "llama": (llama, text_batch),
+    "qwen3-tied": (qwen3, text_batch),
+    "gpt2-tied": (gpt2, text_batch),
+    "t5": (t5, pair_batch),
+    "bart": (bart, pair_batch),
+    "whisper": (whisper, speech_batch),
+    "bert-masked": (bert_masked, masked_batch),
+    "bert-classifier": (bert_classifier, classification_batch),
+    "vit": (vit, image_batch),
 }
 
 
@@ -492,7 +492,7 @@ def plain() -> Callable[[str], Run]:
 
     def run(name: str) -> Run:
         if name not in runs:
-            model, batch, _ = MODELS[name]
+            model, batch = MODELS[name]
             runs[name] = train(Task(build(model)), batches_of(batch))
         return runs[name]
 
@@ -510,8 +510,8 @@ def plain() -> Callable[[str], Run]:
 @compat("Library", "transformers ViT")
 @compat("Library", "transformers BatchEncoding")
 def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], plain: Callable[[str], Run]) -> None:
-    model, batch, loss_weight = MODELS[name]
-    run = train_on(pipeline, Task(build(model)), batches_of(batch), loss_weight)
+    model, batch = MODELS[name]
+    run = train_on(pipeline, Task(build(model)), batches_of(batch))
     assert_same(run, plain(name))
 
 
@@ -626,10 +626,10 @@ def test_recording_that_starts_in_the_middle_of_a_step() -> None:
 def test_gradient_checkpointing(
     name: str, use_reentrant: bool, devices: int, microbatches: int, plain: Callable[[str], Run]
 ) -> None:
-    make, batch, loss_weight = MODELS[name]
+    make, batch = MODELS[name]
     model = build(make)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    run = train_piped(Task(model), batches_of(batch), devices, microbatches, loss_weight)
+    run = train_piped(Task(model), batches_of(batch), devices, microbatches)
     assert_same(run, plain(name))
     assert model.is_gradient_checkpointing
 
@@ -672,7 +672,7 @@ class Generating(Task):
 @compat("Library", "transformers generate (greedy)")
 @pytest.mark.ways("aliases")
 def test_generate_in_validation(name: str) -> None:
-    make, batch, loss_weight = MODELS[name]
+    make, batch = MODELS[name]
     training = batches_of(batch)
     validation = batches_of(lambda rows: text_batch(rows, left=True), (5, 3))
 
@@ -684,7 +684,7 @@ def test_generate_in_validation(name: str) -> None:
     expected = tokens_of("auto", 1)
     assert [len(tokens) for tokens in expected] == [5, 5, 3]
     for devices, microbatches in ((1, 2), (2, 3)):
-        strategy = RoundPipeStrategy(num_microbatches=microbatches, loss_weight=loss_weight, threads_per_device=1)
+        strategy = RoundPipeStrategy(num_microbatches=microbatches, threads_per_device=1)
         for found, wanted in zip(tokens_of(strategy, devices), expected, strict=True):
             assert torch.equal(found, wanted)
 

@@ -1,0 +1,88 @@
+"""What the loaders of the Trainer tell of a batch, and how the earlier batches of each were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, default_collate
+
+from .engine.microbatch_reading import UNKNOWN, BatchSource, Role
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Readings:
+    """How the batches of one run are read: what is known of each loader, and what its batches have held.
+
+    Args:
+        module: whose Trainer has the loaders.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
+
+    def of(self, kind: str) -> tuple[BatchSource, dict[str, Role]]:
+        """The source of the batch that is under way, and what the batches before it have held.
+
+        Args:
+            kind: of the step, such as ``"training_step"``.
+        """
+        trainer = self._module.trainer
+        combined = getattr(trainer._active_loop, "_combined_loader", None)
+        if not isinstance(combined, CombinedLoader):
+            return UNKNOWN, {}
+        loaders, index = list(combined.flattened), None
+        is_joined = False
+        if combined._mode == "sequential":
+            index = getattr(trainer._results, "dataloader_idx", None) or 0
+            loaders = loaders[index : index + 1]
+        else:
+            is_joined = not (len(loaders) == 1 and combined.iterables is loaders[0])
+        known = self._known.get((kind, index))
+        if known is None or any(old is not new for old, new in zip(known[0], loaders, strict=True)):
+            known = loaders, _joined(map(self._source, loaders), is_joined), {}
+            self._known[kind, index] = known
+        return known[1:]
+
+    def _source(self, loader: Any) -> BatchSource:
+        if not isinstance(loader, DataLoader):
+            return UNKNOWN
+        sampler = loader.batch_sampler
+        if sampler is None:
+            return BatchSource(is_item=True)
+        size = getattr(sampler, "batch_size", None)
+        if not isinstance(size, int) or size < 1:
+            return BatchSource(is_collated=self._is_collated(loader))
+        sizes = [size]
+        try:
+            remainder = len(sampler.sampler) % size  # type: ignore[attr-defined]
+        except (AttributeError, TypeError, NotImplementedError):
+            remainder = 0  # of unknown length: the last batch must be told by its rows
+        if remainder and not getattr(sampler, "drop_last", False):
+            sizes.append(remainder)
+        return BatchSource(tuple(sizes), is_collated=self._is_collated(loader))
+
+    def _is_collated(self, loader: DataLoader[Any]) -> bool:
+        """Whether a batch comes to the step in the form that ``default_collate`` gives."""
+        if loader.collate_fn is not default_collate:
+            return False
+        datamodule: Any = self._module.trainer.datamodule  # type: ignore[attr-defined]
+        owners = [owner for owner in (self._module, datamodule) if owner is not None]
+        return not any(is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in owners)
+
+
+def _joined(sources: Iterable[BatchSource], is_joined: bool) -> BatchSource:
+    """What is known of a batch to which each loader gives a part."""
+    first, *others = sources
+    same = all(other.sizes[:1] == first.sizes[:1] for other in others)
+    return BatchSource(
+        sizes=first.sizes if same else (),
+        is_collated=all(source.is_collated for source in (first, *others)),
+        is_joined=is_joined,
+        is_item=any(source.is_item for source in (first, *others)),
+    )
