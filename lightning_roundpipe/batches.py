@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .engine.microbatch import BatchSource, batch_rows, merge_outputs, split_batch
+from .engine.microbatch_reading import Role
 from .engine.outputs import brought_home
 from .loaders import Readings
 from .loss_weight import LossWeights, predicts_next_token
@@ -85,18 +87,18 @@ class BatchSplitter:
         self._counts_rows = options.loss_weight in ("auto", "samples")
         self._warned: set[str] = set()
 
-    def split(self, kind: str, batch: Any, num_microbatches: int) -> Batches:
-        """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.
+    def of(self, kind: str, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
+        """What splits the batch of the step that is under way; arguments as of :meth:`Readings.of`."""
+        return functools.partial(self._split_batch, *self._readings.of(kind, rest))
 
-        Args:
-            kind: of the step, such as ``"training_step"``.
+    def _split_batch(self, source: BatchSource, held: dict[str, Role], batch: Any, num_microbatches: int) -> Batches:
+        """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.
 
         Raises:
             BatchSplitError: if no reading of the batch is certain, naming the leaf.
             ValueError, TypeError: if the user's function gives something else than micro-batches, or a weight is
                 negative or not a number.
         """
-        source, held = self._readings.of(kind)
         if self._split is not None:
             return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None

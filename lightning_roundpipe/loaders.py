@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,11 +26,13 @@ class Readings:
         self._module = module
         self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
 
-    def of(self, kind: str) -> tuple[BatchSource, dict[str, Role]]:
+    def of(self, kind: str, rest: Sequence[Any]) -> tuple[BatchSource, dict[str, Role]]:
         """The source of the batch that is under way, and what the batches before it have held.
 
         Args:
             kind: of the step, such as ``"training_step"``.
+            rest: arguments of the step behind the batch. Where loaders are used one after the other, Lightning gives
+                the index of the loader last.
         """
         trainer = self._module.trainer
         combined = getattr(trainer._active_loop, "_combined_loader", None)
@@ -39,7 +41,7 @@ class Readings:
         loaders, index = list(combined.flattened), None
         is_joined = False
         if combined._mode == "sequential":
-            index = getattr(trainer._results, "dataloader_idx", None) or 0
+            index = rest[-1] if len(loaders) > 1 and rest else 0
             loaders = loaders[index : index + 1]
         else:
             is_joined = not (len(loaders) == 1 and combined.iterables is loaders[0])

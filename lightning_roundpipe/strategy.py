@@ -403,7 +403,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         batches, (logs, result) = self.retry.run(
             name,
             batch,
-            functools.partial(self.splitter.split, name),
+            self.splitter.of(name, rest),
             lambda b: self._attempt(name, call, b, loss_scale),
         )
         batches.bring_back(batch)

@@ -344,7 +344,7 @@ def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> 
 
     class Looks(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(Readings(self).of("training_step")[0])
+            seen.append(Readings(self).of("training_step", ())[0])
             return self(vectors(0, 2)).sum()
 
     make_trainer(num_microbatches=1, max_steps=1).fit(Looks(), make())
@@ -359,12 +359,16 @@ def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_lo
 
     class Looks(small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-            seen.append((dataloader_idx, Readings(self).of("validation_step")[0].sizes))
+            seen.append((dataloader_idx, Readings(self).of("validation_step", (batch_idx, dataloader_idx))[0].sizes))
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            seen.append((dataloader_idx, Readings(self).of("predict_step", (batch_idx, dataloader_idx))[0].sizes))
 
     loaders = [make_loader(6, 3), make_loader(5, 5)]
     make_trainer(num_microbatches=1).fit(Looks(), make_loader(), loaders)
     make_trainer(num_microbatches=1).validate(Looks(), loaders)
-    assert seen == [(0, (3,)), (0, (3,)), (1, (5,))] * 2
+    make_trainer(num_microbatches=1).predict(Looks(), loaders)
+    assert seen == [(0, (3,)), (0, (3,)), (1, (5,))] * 3
 
 
 def test_a_transfer_hook_may_change_what_the_collate_function_made(small: Any, fit_both: Any) -> None:

@@ -227,6 +227,7 @@ def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.
             path, f"{option}loss_weight={name}", f"{option}device_memory_limit=70000"
         ).trainer.strategy.options
         assert (options.loss_weight, options.device_memory_bytes) == (name, 70000)
+    assert instantiate(path, f"{option}split_batch=packed").trainer.strategy.options.split_batch == "packed"
 
 
 WRONG = {

@@ -226,10 +226,10 @@ def test_a_batch_that_contradicts_the_ones_before_is_refused(name: str) -> None:
         assert word in str(caught.value)
 
 
-def _columns(size: int, draw: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _samples(size: int, draw: Any) -> tuple[list[Any], Callable[[list[Any]], Any], bool]:
     """Samples, and one way to collate them; all kinds that collate functions of common projects make."""
-    kind = draw(st.sampled_from(["default", "zip", "identity", "dict of lists", "padded"]))
-    length = draw(st.integers(1, 6))
+    kind = draw(st.sampled_from(["default", "zip", "identity", "dict of lists", "masks", "DETR", "graphs"]))
+    length = draw(st.integers(2 if kind == "graphs" else 1, 6))  # graphs of one node look like samples
     found = []
     for index in range(size):
         count = draw(st.integers(0, 6))
@@ -239,7 +239,15 @@ def _columns(size: int, draw: Any) -> tuple[list[Any], Callable[[list[Any]], Any
         "zip": lambda got: tuple(zip(*[(s["x"], {"boxes": s["boxes"], "id": s["id"]}) for s in got], strict=True)),
         "identity": list,
         "dict of lists": lambda got: {key: [sample[key] for sample in got] for key in got[0]},
-        "padded": lambda got: {"x": torch.stack([s["x"] for s in got]), "boxes": [s["boxes"] for s in got]},
+        "masks": lambda got: {"x": torch.stack([s["x"] for s in got]), "boxes": [s["boxes"] for s in got]},
+        "DETR": lambda got: {
+            "x": torch.stack([s["x"] for s in got]),
+            "labels": [{"boxes": s["boxes"], "id": s["id"]} for s in got],
+        },
+        "graphs": lambda got: {
+            "x": torch.cat([s["x"] for s in got]),
+            "graph": torch.cat([torch.full((len(s["x"]),), s["id"] - got[0]["id"]) for s in got]),
+        },
     }
     return found, collates[kind], kind == "default"
 
@@ -249,7 +257,7 @@ def _columns(size: int, draw: Any) -> tuple[list[Any], Callable[[list[Any]], Any
 def test_microbatches_are_what_collating_their_samples_gives_or_the_batch_is_refused(
     data: st.DataObject, size: int, count: int
 ) -> None:
-    found, collate, is_collated = _columns(size, data.draw)
+    found, collate, is_collated = _samples(size, data.draw)
     try:
         split = split_batch(collate(found), count, source=of(size, is_collated=is_collated))
     except BatchSplitError:
