@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from lightning_roundpipe.planning import CallCost, Machine, plan_training, round_robin, simulate, stage_costs
@@ -124,8 +125,11 @@ def largest_that(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
+@lru_cache(maxsize=64)
 def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace) -> dict[str, Any]:
     """Plan and simulate a step at one end of the range.
+
+    Asked again, it returns the same dictionary, which is to be read only.
 
     Returns:
         tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.
@@ -164,5 +168,5 @@ def _machine(workload: Workload, cluster: Cluster, pace: Pace) -> Machine:
         h2d_bytes_per_ms=link,
         d2h_bytes_per_ms=link,
         transfer_latency_ms=_LATENCY_MS,
-        host_bytes_per_ms=pace.host_bytes_per_ms,
+        host_bytes_per_ms=pace.copies_bytes_per_ms,
     )
