@@ -84,11 +84,11 @@ def hints(workload: Workload, methods: Sequence[dict[str, Any]]) -> list[str]:
     is_computing = any(end["lower_bounds_ms"]["compute"] >= _HALF * end["step_ms"] for end in ends)
     if workload.element_bytes != 2 or gpu.fp16_accumulate_tflops <= gpu.tflops or not is_computing:
         return []
+    fp16 = f"fp16 products that accumulate in fp16 have a peak of {gpu.fp16_accumulate_tflops:g} TFLOP/s"
     return [
-        f"on {gpu.name} fp16 products that accumulate in fp16 have a peak of {gpu.fp16_accumulate_tflops:g} TFLOP/s "
-        f"in place of {gpu.tflops:g}. Pass --dtype fp16 --fp16-accumulation to see what that gives; in a training it is "
-        "torch.backends.cuda.matmul.allow_fp16_accumulation = True. Sums in fp16 are less exact and overflow above "
-        "65504."
+        f"on {gpu.name} {fp16} in place of {gpu.tflops:g}. Pass --dtype fp16 --fp16-accumulation to see what that "
+        "gives; in a training it is torch.backends.cuda.matmul.allow_fp16_accumulation = True. Sums in fp16 are less "
+        "exact and overflow above 65504."
     ]
 
 

@@ -87,7 +87,9 @@ def fits_host(workload: Workload, cluster: Cluster, microbatch_size: int) -> boo
 def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
     """Sequences per micro-batch: as many as leave two micro-batches per device, and fit.
 
-    "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1.
+    "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1. It
+    is less where that gives every device as many micro-batches: a last round of a single one would leave the others
+    idle.
     """
     useful = max(1, cluster.batch_size // (2 * cluster.num_devices))
 
@@ -96,7 +98,9 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
         both = device_bytes(workload, cluster, size) + call.weight_bytes + call.gradient_bytes
         return both <= cluster.device_bytes and fits_host(workload, cluster, size)
 
-    return max(1, largest_that(fits, useful))
+    size = max(1, largest_that(fits, useful))
+    per_device = -(-cluster.num_microbatches(size) // cluster.num_devices)
+    return min(size, -(-cluster.batch_size // (per_device * cluster.num_devices)))
 
 
 def largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, str]:
