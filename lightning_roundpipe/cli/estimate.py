@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
+    count = argument_type(parse_count)
     parser.add_argument(
         "--model",
         required=True,
@@ -84,6 +84,13 @@ def add_parser(subparsers: Subparsers) -> None:
         default="synchronous",
         help="asynchronous: updates overlap the next step, which uses weights one step old, as in the paper",
     )
+    _add_machine(parser)
+    add_json(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe GPUs and host."""
+    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
     machine.add_argument("--devices", type=count, default=1, metavar="N", help="number of GPUs (default: 1)")
@@ -110,7 +117,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="dense peak at --dtype, in place of the table's",
     )
     machine.add_argument("--pcie", type=rate, metavar="RATE", help="what a copy reaches, each way, such as 12GB/s")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
