@@ -88,8 +88,8 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
     """Sequences per micro-batch: as many as leave two micro-batches per device, and fit.
 
     "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1. It
-    is less where that gives every device as many micro-batches: a last round of a single one would leave the others
-    idle.
+    is less where the devices then get an equal number of micro-batches: a last round of a single one would leave the
+    others idle.
     """
     useful = max(1, cluster.batch_size // (2 * cluster.num_devices))
 

@@ -119,6 +119,16 @@ def test_chosen_microbatches_are_as_large_as_useful() -> None:
     assert needed + larger.weight_bytes + larger.gradient_bytes > tight.device_bytes
 
 
+@pytest.mark.parametrize(("num_devices", "expected"), [(4, 12), (8, 16)])
+def test_the_last_round_leaves_no_device_idle(num_devices: int, expected: int) -> None:
+    """On four devices 15 sequences fit, which would make 9 micro-batches: a round of 8, and one of a single one."""
+    machine = cluster(num_devices=num_devices, batch_size=128)
+    wanted = workload("qwen3-32b", chunked_loss=True)
+    size = choose_microbatch_size(wanted, machine)
+    assert machine.num_microbatches(size) == expected
+    assert fits_device(wanted, cluster(num_devices=4, batch_size=128), 15)
+
+
 def test_host_memory_counts_what_is_in_flight() -> None:
     wanted = workload()
     one = wanted.host_bytes_per_sequence()

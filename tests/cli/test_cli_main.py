@@ -138,6 +138,7 @@ LIGHT: list[tuple[tuple[str, ...], int]] = [
     (("simulate", "--profile", "PROFILE", "--devices", "2", "--microbatches", "4"), 0),
     (("estimate", "--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512"), 0),
     (("estimate", "--model", "no such model", "--gpu", "rtx4090", "--seq-len", "512"), 2),
+    (("estimate", "--model", "nobody/nothing", "--gpu", "rtx4090", "--seq-len", "512"), 2),
 ]
 
 
@@ -147,7 +148,7 @@ def test_commands_import_no_torch(llama_file: str, tmp_path: Path) -> None:
     for arguments, status in LIGHT:
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM, *(files.get(argument, argument) for argument in arguments)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             encoding="utf-8",
             timeout=120,
