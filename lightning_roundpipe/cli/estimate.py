@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
+from typing import Any
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
 from .arguments import Subparsers, add_json, argument_type, parse_count
-from .estimate_report import assess, assumptions, report
+from .assumptions import assumed, assumptions, hints
+from .estimate_report import assess, report
 from .feasibility import Cluster
 from .gpus import Gpu, find_gpu
 from .memory import BYTES_PER_WEIGHT
@@ -23,7 +25,8 @@ are printed with them.
 """
 _EXAMPLES = """
 examples:
-  roundpipe estimate --model Qwen/Qwen3-8B --gpu rtx4090 --devices 8 --seq-len 4096 --host-memory 512GB
+  roundpipe estimate --model qwen3-8b --gpu rtx4090 --devices 8 --seq-len 4096 --host-memory 512GB
+  roundpipe estimate --model qwen3-32b --gpu rtx5090 --devices 2 --seq-len 2048 --host-memory 128GiB,256GiB,512GiB
   roundpipe estimate --model config.json --gpu a100-80 --devices 4 --seq-len 8192 --batch-size 128 --chunked-loss
   roundpipe estimate --model config.json --gpu custom --gpu-memory 24GiB --tflops 100 --gpu-bandwidth 900GB/s \\
       --pcie 12GB/s --seq-len 2048
@@ -42,9 +45,13 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
+    count = argument_type(parse_count)
     parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="config.json, a folder with one, or a Hugging Face name"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="config.json, a folder with one, a name that comes with the package (qwen3-32b), or one on the Hugging "
+        "Face Hub",
     )
     parser.add_argument("--seq-len", required=True, type=count, metavar="T", help="tokens per sequence")
     parser.add_argument(
@@ -77,13 +84,28 @@ def add_parser(subparsers: Subparsers) -> None:
         default="synchronous",
         help="asynchronous: updates overlap the next step, which uses weights one step old, as in the paper",
     )
+    _add_machine(parser)
+    add_json(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe GPUs and host."""
+    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
     machine.add_argument("--devices", type=count, default=1, metavar="N", help="number of GPUs (default: 1)")
     machine.add_argument(
-        "--host-memory", type=size, metavar="SIZE", help="such as 800GB (default: no limit, only said)"
+        "--host-memory",
+        type=argument_type(_parse_sizes),
+        metavar="SIZE[,SIZE...]",
+        help="such as 800GB, or several with commas for a table (default: no limit, only said)",
     )
-    machine.add_argument("--host-bandwidth", type=rate, metavar="RATE", help="of the host memory, where it is known")
+    machine.add_argument(
+        "--host-bandwidth",
+        type=rate,
+        metavar="RATE",
+        help="what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured",
+    )
     machine.add_argument("--gpu-memory", type=size, metavar="SIZE", help="in place of the table's")
     machine.add_argument(
         "--gpu-bandwidth", type=rate, metavar="RATE", help="of the GPU's memory, in place of the table's"
@@ -95,7 +117,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="dense peak at --dtype, in place of the table's",
     )
     machine.add_argument("--pcie", type=rate, metavar="RATE", help="what a copy reaches, each way, such as 12GB/s")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,8 +141,10 @@ def run(args: argparse.Namespace) -> int:
         fp16_accumulation=args.fp16_accumulation,
         chunked_loss=args.chunked_loss,
     )
-    cluster = _cluster_of(args, gpu)
+    lora = replace(workload, lora_rank=args.lora_rank)
     shape = workload.shape
+    cluster = _cluster_of(args, gpu)
+    results = [_on_host(size, cluster, {"full": workload, "lora": lora}, args) for size in args.host_memory or [None]]
     document = {
         "command": "estimate",
         "model": {
@@ -140,19 +163,27 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "optimizer": args.optimizer,
         "device_reserve_bytes": gpu.memory_bytes - cluster.device_bytes,
-        "host_memory_bytes": args.host_memory,
         "host_reserve_bytes": _HOST_RESERVE,
-        "methods": {
-            "full": assess(workload, cluster, args.microbatch_size),
-            "lora": assess(replace(workload, lora_rank=args.lora_rank), cluster, args.microbatch_size),
-        },
-        "assumptions": assumptions(replace(workload, lora_rank=args.lora_rank), cluster),
+        **(results[0] if len(results) == 1 else {"host_memory_sizes": results}),
+        "hints": hints(workload, [method for result in results for method in result["methods"].values()]),
+        "assumed": assumed(lora, cluster),
+        "assumptions": assumptions(lora, cluster),
     }
     if args.json:
         print_json(document)
     else:
         print_report(*report(document))
     return 0
+
+
+def _on_host(
+    host_memory: int | None, cluster: Cluster, workloads: dict[str, Workload], args: argparse.Namespace
+) -> dict[str, Any]:
+    """What is to be said of each way to train, on a host of this size."""
+    host_bytes = None if host_memory is None else max(0, host_memory - _HOST_RESERVE)
+    known = replace(cluster, host_bytes=host_bytes)
+    methods = {name: assess(workload, known, args.microbatch_size) for name, workload in workloads.items()}
+    return {"host_memory_bytes": host_memory, "methods": methods}
 
 
 def _gpu_of(args: argparse.Namespace) -> Gpu:
@@ -185,16 +216,16 @@ def _table_tflops(args: argparse.Namespace) -> float:
 
 
 def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
+    """The machine, with a host of unknown size."""
     fixed, share = _DEVICE_RESERVE
     device_bytes = int(gpu.memory_bytes * (1 - share)) - fixed
     if device_bytes <= 0:
         raise ValueError(f"--gpu-memory {args.gpu_memory} bytes is less than what CUDA itself takes: pass more.")
-    host_bytes = None if args.host_memory is None else max(0, args.host_memory - _HOST_RESERVE)
-    paces = [_known_better(pace, args) for pace in (SLOW, FAST)]
+    paces = [_known_better(pace, gpu, args) for pace in (SLOW, FAST)]
     return Cluster(
         args.devices,
         device_bytes,
-        host_bytes,
+        None,
         args.batch_size,
         args.round_size or 2 * args.devices,
         optimizer=args.optimizer,
@@ -202,13 +233,17 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
     )
 
 
-def _known_better(pace: Pace, args: argparse.Namespace) -> Pace:
-    """What the user states is no range: what a copy reaches, and the host's bandwidth."""
+def _known_better(pace: Pace, gpu: Gpu, args: argparse.Namespace) -> Pace:
+    """What the user states is no range: what a copy reaches, and the host's bandwidth; see [Note: one host]."""
     if args.pcie is not None:
         pace = replace(pace, pcie=1.0)
     if args.host_bandwidth is not None:
-        pace = replace(pace, host_bytes_per_ms=args.host_bandwidth)
-    return pace
+        return replace(pace, copies_bytes_per_ms=args.host_bandwidth, host_bytes_per_ms=args.host_bandwidth)
+    return replace(pace, copies_bytes_per_ms=max(pace.copies_bytes_per_ms, gpu.pcie_bytes_per_ms * pace.pcie))
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(parse_bytes(size.strip()) for size in text.split(",")))
 
 
 def _parse_microbatch_size(text: str) -> int | None:

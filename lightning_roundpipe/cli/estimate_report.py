@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes, format_share
+from lightning_roundpipe.planning.quantities import format_bytes, format_share
 
+from .assumptions import assumed_table
 from .feasibility import (
     Cluster,
     choose_microbatch_size,
@@ -20,7 +21,7 @@ from .feasibility import (
     speed,
 )
 from .output import Table
-from .workload import LOSS_CHUNK, Workload, logit_bytes
+from .workload import Workload
 
 _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
 
@@ -38,7 +39,9 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
     host = host_bytes(workload, cluster, size)
     total = device_bytes(workload, cluster, size)
     problems = _problems(workload, cluster, size)
-    rates = [] if problems else [speed(workload, cluster, size, pace) for pace in cluster.paces]
+    # The size of the host has no part in the speed: asked for one size after the other, it is the same answer.
+    roomy = replace(cluster, host_bytes=None)
+    rates = [] if problems else [speed(workload, roomy, size, pace) for pace in cluster.paces]
     longest, bound = largest_seq_len(workload, cluster)
     return {
         "lora_rank": workload.lora_rank,
@@ -114,85 +117,63 @@ def _help_host(workload: Workload, cluster: Cluster, size: int) -> list[str]:
     return [*helps, f"{format_bytes(needed)} more host memory"]
 
 
-def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    """Return what the figures rest on, one paragraph each."""
-    return [*_speed_assumptions(workload, cluster), *_memory_assumptions(workload, cluster)]
-
-
-def _speed_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    slow, fast = cluster.paces
-    gpu, layers = workload.gpu, workload.shape.layers
-    peak = (gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops) * 2 / workload.element_bytes
-    accumulation = " with fp16 accumulation" if workload.fp16_accumulation else ""
-    windows = {layer.window for layer in layers if layer.window}
-    attended = "half of the square of a sequence"
-    attended += f" (in some layers a window of {min(windows):,} tokens)" if windows else ""
-    links = [format_bandwidth(gpu.pcie_bytes_per_ms * pace.pcie) for pace in cluster.paces]
-    hosts = [format_bandwidth(pace.host_bytes_per_ms) for pace in cluster.paces]
-    lines = [
-        "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
-        f"Matrix products reach {_shares(slow.matmul, fast.matmul)} of {peak:g} TFLOP/s{accumulation}. Attention keeps "
-        f"no scores, works on {attended}, and reaches {_shares(slow.attention, fast.attention)} of the peak with fp32 "
-        "accumulation. A backward takes twice the forward (frozen matrices: once), after a recomputed forward.",
-        "Between the products move the bytes of plain Hugging Face code, or a third of them (fused kernels), at "
-        f"{_shares(slow.memory, fast.memory)} of {format_bandwidth(gpu.bytes_per_ms)}. A call takes "
-        f"{_either(slow.launch_ms, fast.launch_ms)} ms or more.",
-        f"Copies reach {_either(*links)} each way and hide behind the computation where they can; the host's memory "
-        f"gives {_either(*hosts)} to all of them.",
-        f"AdamW on the host moves {_either(slow.optimizer_bytes, fast.optimizer_bytes)} bytes per trained weight (one "
-        f"operator after the other, or fused); it is {cluster.optimizer}.",
-    ]
-    if any(layer.num_experts for layer in layers):
-        lines.insert(2, f"Products of routed experts reach {_shares(slow.experts, fast.experts)} of the peak.")
-    return lines
-
-
-def _memory_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    shape = workload.shape
-    per_token = format_bytes(shape.vocab * logit_bytes(workload.element_bytes))
-    loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
-    if workload.chunked_loss:
-        loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
-    length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
-    return [
-        f"{format_bytes(workload.gpu.memory_bytes - cluster.device_bytes)} of a GPU go to CUDA and to the allocator. "
-        "Inputs and outputs of a call are there twice, for the copies under way.",
-        "The host keeps fp32 masters and gradients, AdamW's two moments and a working copy of what is trained, one "
-        f"copy of what is frozen, and the inputs of all layers for up to {2 * cluster.round_size} micro-batches.",
-        f"LoRA has rank {workload.lora_rank} on the matrices of attention and dense MLP; routed experts are frozen.",
-        loss,
-        f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
-    ]
-
-
 def report(document: dict[str, Any]) -> list[str | Table]:
     """Return the document for people."""
-    model, methods = document["model"], document["methods"]
+    model = document["model"]
     active = f" ({_billions(model['active_weights'])} active)" if model["active_weights"] != model["weights"] else ""
     heading = (
         f"{model['name']}: {_billions(model['weights'])} weights{active} in {model['layers']} layers, on "
         f"{document['devices']} x {document['gpu']['name']} ({format_bytes(document['gpu']['memory_bytes'])} each), "
         f"{document['dtype']}, {document['batch_size']} sequences of {document['seq_len']:,} tokens per step"
     )
+    is_table = "host_memory_sizes" in document
+    parts: list[str | Table] = [heading, *([_sizes_table(document)] if is_table else _details(document))]
+    parts += [f"Hint: {hint}" for hint in document["hints"]]
+    parts.append(assumed_table(document["assumed"], document["gpu"]))
+    if not is_table:
+        parts.append("Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"]))
+    return parts
+
+
+def _details(document: dict[str, Any]) -> list[str | Table]:
+    """Both methods on a host of one size."""
+    methods = document["methods"]
     verdicts = "\n".join(
         _verdict(_TITLES[name], method, document["host_reserve_bytes"]) for name, method in methods.items()
     )
-    parts: list[str | Table] = [heading, verdicts]
+    parts: list[str | Table] = [verdicts]
     if any(method["speed"] for method in methods.values()):
         parts.append(_speed_table(methods))
-    parts += [_device_table(document), _host_table(document)]
-    parts.append("Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"]))
-    return parts
+    return [*parts, _device_table(document), _host_table(document)]
+
+
+def _sizes_table(document: dict[str, Any]) -> Table:
+    """One row for each size of the host's memory."""
+    rows = []
+    for result in document["host_memory_sizes"]:
+        row = [format_bytes(result["host_memory_bytes"])]
+        for method in result["methods"].values():
+            short = [f"{problem['what']}: {format_bytes(problem['short_by'])} short" for problem in method["problems"]]
+            row += [", ".join(short) or _range(method), f"{method['largest_seq_len']:,}"]
+        rows.append(row)
+    columns = ["host memory"]
+    for title in _TITLES.values():
+        columns += [f"{title}, tokens/s", "longest sequence"]
+    title = "What fits, and how fast (one size alone: more about it, what helps, and what is assumed)"
+    return Table(title, columns, rows)
+
+
+def _range(method: dict[str, Any]) -> str:
+    slow, fast = (method["speed"][end]["tokens_per_s"] for end in ("slow", "fast"))
+    return f"{_rounded(slow)} to {_rounded(fast)}"
 
 
 def _verdict(title: str, method: dict[str, Any], host_reserve: int) -> str:
     if method["fits"]:
-        slow, fast = (method["speed"][end]["tokens_per_s"] for end in ("slow", "fast"))
         host = method["host_memory"]
         condition = f" a host with {format_bytes(host['total'] + host_reserve)}" if host["available"] is None else ""
         return (
-            f"{title} fits{condition}: {_rounded(slow)} to {_rounded(fast)} tokens/s, sequences up to "
-            f"{method['largest_seq_len']:,} tokens."
+            f"{title} fits{condition}: {_range(method)} tokens/s, sequences up to {method['largest_seq_len']:,} tokens."
         )
     reasons = [
         f"{problem['what']} is short by {format_bytes(problem['short_by'])} (needs {format_bytes(problem['needed'])}, "
@@ -244,14 +225,6 @@ def _host_table(document: dict[str, Any]) -> Table:
     reserve = format_bytes(document["host_reserve_bytes"])
     there = f"there are {format_bytes(available)} after" if available is not None else "besides"
     return Table(f"Host memory ({there} {reserve} for the system)", ("host", *_TITLES.values()), rows)
-
-
-def _shares(slow: float, fast: float) -> str:
-    return _either(f"{slow:.0%}", f"{fast:.0%}")
-
-
-def _either(slow: object, fast: object) -> str:
-    return f"{slow}" if slow == fast else f"{slow} or {fast}"
 
 
 def _billions(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from lightning_roundpipe.planning import CallCost, Machine, plan_training, round_robin, simulate, stage_costs
@@ -86,7 +87,9 @@ def fits_host(workload: Workload, cluster: Cluster, microbatch_size: int) -> boo
 def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
     """Sequences per micro-batch: as many as leave two micro-batches per device, and fit.
 
-    "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1.
+    "Fit" means beside the weights of another layer, so that uploads can hide; where not one sequence does, it is 1. It
+    is less where the devices then get an equal number of micro-batches: a last round of a single one would leave the
+    others idle.
     """
     useful = max(1, cluster.batch_size // (2 * cluster.num_devices))
 
@@ -95,7 +98,9 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
         both = device_bytes(workload, cluster, size) + call.weight_bytes + call.gradient_bytes
         return both <= cluster.device_bytes and fits_host(workload, cluster, size)
 
-    return max(1, largest_that(fits, useful))
+    size = max(1, largest_that(fits, useful))
+    per_device = -(-cluster.num_microbatches(size) // cluster.num_devices)
+    return min(size, -(-cluster.batch_size // (per_device * cluster.num_devices)))
 
 
 def largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, str]:
@@ -124,8 +129,11 @@ def largest_that(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
+@lru_cache(maxsize=64)
 def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace) -> dict[str, Any]:
     """Plan and simulate a step at one end of the range.
+
+    Asked again, it returns the same dictionary, which is to be read only.
 
     Returns:
         tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.
@@ -164,5 +172,5 @@ def _machine(workload: Workload, cluster: Cluster, pace: Pace) -> Machine:
         h2d_bytes_per_ms=link,
         d2h_bytes_per_ms=link,
         transfer_latency_ms=_LATENCY_MS,
-        host_bytes_per_ms=pace.host_bytes_per_ms,
+        host_bytes_per_ms=pace.copies_bytes_per_ms,
     )

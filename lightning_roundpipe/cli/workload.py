@@ -18,6 +18,12 @@ gradient: once the forward. No call takes less than its kernels take to launch.
 `_graph_bytes` counts what autograd keeps inside one layer for one micro-batch, and the gradients that are alive at the
 worst moment of its backward, operator by operator, with an attention that keeps no scores. A loss in Hugging Face code
 has logits, log-probabilities and two gradients of their size at once; one in chunks only ever those of a chunk.
+
+[Note: one host]
+Weights and activations of all devices come through one host. What its memory and its bridges give to the copies of all
+devices together is no figure of a data sheet, and far below the sum of the links: of the RoundPipe paper's figures for
+eight RTX 4090 (five models, from 1.7 to 235 billion weights), those that copies bound are explained by 15 to 30 GB/s,
+and so are those of its second machine, with eight A800. One device alone gets what its link gives.
 """
 
 from __future__ import annotations
@@ -48,7 +54,8 @@ class Pace:
         memory: Share of the device memory's bandwidth.
         launch_ms: Time in ms to launch the kernels of one call.
         pcie: Share of the link's raw bandwidth.
-        host_bytes_per_ms: Bandwidth of the host memory.
+        copies_bytes_per_ms: Bandwidth that the copies of all devices share, both ways together; see [Note: one host].
+        host_bytes_per_ms: Bandwidth of the host memory for the optimizer.
         optimizer_bytes: Bytes of host memory that AdamW touches per trained weight: written with one operator after the
             other, or fused into one pass.
     """
@@ -61,12 +68,13 @@ class Pace:
     memory: float
     launch_ms: float
     pcie: float
+    copies_bytes_per_ms: float
     host_bytes_per_ms: float
     optimizer_bytes: int
 
 
-SLOW = Pace("slow", 0.60, 0.25, 0.40, 1.0, 0.80, 1.0, 0.60, 100e6, 84)
-FAST = Pace("fast", 0.85, 0.50, 0.85, 1 / 3, 0.90, 0.2, 0.85, 300e6, 30)
+SLOW = Pace("slow", 0.60, 0.25, 0.40, 1.0, 0.80, 1.0, 0.50, 15e6, 100e6, 84)
+FAST = Pace("fast", 0.85, 0.50, 0.85, 1 / 3, 0.90, 0.2, 0.85, 30e6, 300e6, 30)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""docs/cli.md: its profile is made, its commands run, and what they print is what the page shows.
+"""docs/cli.md and docs/estimate.md: their commands run, and what they print is what the pages show.
 
-``python -m tests.cli.test_cli_docs`` writes the present output into the page.
+``python -m tests.cli.test_cli_docs`` writes the present output into the pages.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import pytest
 
 from lightning_roundpipe.cli import main
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {"cli.md": ["plan", "simulate", "simulate"], "estimate.md": ["estimate", "estimate"]}
 BLOCK = re.compile(r"^```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```$", re.MULTILINE)
 FILES = {"wrong.txt": "schedule stages=2 microbatches=2 devices=1\ndevice 0: 0:0 1:0 1:1 0:1\n"}
-# They need the network, or a recorded step: only their arguments are checked elsewhere.
-NOT_RUN = ("roundpipe estimate", "roundpipe timeline")
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[None]:
-    """A folder with the page's profile, as the current one."""
+    """A folder with the profile of cli.md, as the current one."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             for name, text in FILES.items():
                 Path(name).write_text(text, encoding="utf-8")
-            program = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+            program = re.search(r"```python\n(.*?)```", (DOCS / "cli.md").read_text(encoding="utf-8"), re.DOTALL)
             assert program is not None
             exec(program.group(1), {})
             yield
@@ -52,32 +51,36 @@ def output_of(command: str) -> str:
     return printed.getvalue()
 
 
-def blocks() -> list[re.Match[str]]:
-    found = BLOCK.finditer(PAGE.read_text(encoding="utf-8"))
-    return [block for block in found if not block["command"].startswith(NOT_RUN)]
+def blocks(page: str) -> list[re.Match[str]]:
+    """The commands of a page whose output it shows."""
+    return [block for block in BLOCK.finditer((DOCS / page).read_text(encoding="utf-8")) if block["output"]]
 
 
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: " ".join(shlex.split(block["command"])[1:2]))
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=" ".join(shlex.split(block["command"])[1:4])) for page in PAGES for block in blocks(page)],
+)
 def test_the_page_shows_what_is_printed(block: re.Match[str]) -> None:
     with workplace():
         printed = output_of(block["command"])
     assert block["output"] == printed, "run python -m tests.cli.test_cli_docs"
 
 
-def test_the_page_shows_plan_and_simulate() -> None:
-    assert [shlex.split(block["command"])[1] for block in blocks()] == ["plan", "simulate", "simulate"]
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_show_outputs(page: str) -> None:
+    assert [shlex.split(block["command"])[1] for block in blocks(page)] == PAGES[page]
 
 
 def update() -> None:
-    """Write the present output into the page."""
+    """Write the present output into the pages."""
 
     def renewed(block: re.Match[str]) -> str:
-        command = block["command"]
-        return block[0] if command.startswith(NOT_RUN) else f"```console\n$ {command}\n{output_of(command)}```"
+        return f"```console\n$ {block['command']}\n{output_of(block['command'])}```" if block["output"] else block[0]
 
     with workplace():
-        text = BLOCK.sub(renewed, PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
+        for page in PAGES:
+            text = BLOCK.sub(renewed, (DOCS / page).read_text(encoding="utf-8"))
+            (DOCS / page).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

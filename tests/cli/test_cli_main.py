@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import lightning_roundpipe_command
 from lightning_roundpipe import __version__
 from lightning_roundpipe.cli import main, plan
 from lightning_roundpipe.planning import CallCost, CostProfile
@@ -111,6 +112,68 @@ def test_a_reader_that_stops_reading(llama_file: str) -> None:
         )
     assert result.returncode == 141
     assert result.stderr == b""
+
+
+# What the console script does, and a look at what has been imported when it ends.
+PROGRAM = """
+import sys
+from lightning_roundpipe_command import main
+try:
+    status = main()
+except SystemExit as error:
+    status = error.code
+heavy = sorted({"torch", "lightning", "numpy", "transformers", "matplotlib"} & set(sys.modules))
+print("imported:", *heavy, file=sys.stderr)
+sys.exit(status)
+"""
+LIGHT: list[tuple[tuple[str, ...], int]] = [
+    (("--help",), 0),
+    (("--version",), 0),
+    *(((command, "--help"), 0) for command in COMMANDS),
+    ((), 2),
+    (("fly",), 2),
+    (("plan", "--devices", "0"), 2),
+    (("plan", "--profile", "PROFILE", "--devices", "2", "--microbatches", "4", "--timeline", "TRACE"), 0),
+    (("timeline", "TRACE"), 0),
+    (("simulate", "--profile", "PROFILE", "--devices", "2", "--microbatches", "4"), 0),
+    (("estimate", "--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512"), 0),
+    (("estimate", "--model", "no such model", "--gpu", "rtx4090", "--seq-len", "512"), 2),
+    (("estimate", "--model", "nobody/nothing", "--gpu", "rtx4090", "--seq-len", "512"), 2),
+]
+
+
+def test_commands_import_no_torch(llama_file: str, tmp_path: Path) -> None:
+    """In processes of their own, as the console script; --help takes a tenth of a second because of this."""
+    files = {"PROFILE": llama_file, "TRACE": str(tmp_path / "trace.json")}
+    for arguments, status in LIGHT:
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *(files.get(argument, argument) for argument in arguments)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == status, result.stderr
+        assert result.stderr.endswith("imported:\n"), arguments
+        assert result.stderr.count("\n") == 1 + bool(status), arguments
+
+
+def test_the_console_script_is_the_light_one() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '\nroundpipe = "lightning_roundpipe_command:main"\n' in text
+    assert '\npy-modules = ["lightning_roundpipe_command"]\n' in text
+
+
+def test_the_console_script_in_a_process_that_has_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = sys.modules["lightning_roundpipe"]
+    monkeypatch.setattr(sys, "argv", ["roundpipe", "--version"])
+    with pytest.raises(SystemExit):
+        lightning_roundpipe_command.main()
+    assert capsys.readouterr().out == f"roundpipe {__version__}\n"
+    assert sys.modules["lightning_roundpipe"] is package
 
 
 def test_names_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from lightning_roundpipe.cli.models import read_shape
+from lightning_roundpipe.cli.resolve import bundled_configs, load_shape
 
-CONFIGS = Path(__file__).parent / "configs"
+NAMES = [name.partition("/")[2] for name in bundled_configs()]
+ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -51,9 +54,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def fixture(name: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
-    return config
+def bundled(name: str) -> dict[str, Any]:
+    """A configuration that comes with the package, by its name in small letters without the organisation."""
+    (config,) = (config for known, config in bundled_configs().items() if known.lower().endswith(f"/{name.lower()}"))
+    return dict(config)
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -80,9 +84,9 @@ def test_counts_are_those_of_transformers(model_type: str, changes: dict[str, An
     assert read_shape(model.config.to_dict(), "small").num_weights == expected
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("name", NAMES)
 def test_published_models(name: str) -> None:
-    config = fixture(name)
+    config = bundled(name)
     shape = read_shape(config, name)
     expected = number_of_weights(build({**config, "num_hidden_layers": 2, "layer_types": None}))
     small = read_shape({**config, "num_hidden_layers": 2, "layer_types": None}, name)
@@ -91,21 +95,63 @@ def test_published_models(name: str) -> None:
     assert shape.num_weights == expected + (len(shape.layers) - 2) * shape.layers[0].num_weights
 
 
-@pytest.mark.parametrize(
-    ("name", "billions", "active"),
-    [
-        ("qwen3-1.7b", 1.7, 1.7),
-        ("llama-3.1-8b", 8.0, 8.0),
-        ("gpt-oss-20b", 20.9, None),
-        ("qwen3-32b", 32.8, 32.8),
-        ("qwen3-235b-a22b", 235.1, 22.2),
-    ],
-)
-def test_sizes_as_their_makers_state_them(name: str, billions: float, active: float | None) -> None:
-    shape = read_shape(fixture(name), name)
+# Total and active weights in billions, as their makers round them. Those of gpt-oss count active weights without
+# embedding and head, which hold 1.2 billion.
+STATED = {
+    "Qwen3-0.6B": (0.6, 0.6),
+    "Qwen3-1.7B": (1.7, 1.7),
+    "Qwen3-4B": (4.0, 4.0),
+    "Qwen3-8B": (8.2, 8.2),
+    "Qwen3-14B": (14.8, 14.8),
+    "Qwen3-32B": (32.8, 32.8),
+    "Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen3-235B-A22B": (235.1, 22.2),
+    "Llama-3.1-8B": (8.0, 8.0),
+    "Llama-3.1-70B": (70.6, 70.6),
+    "gpt-oss-20b": (20.9, 3.6),
+    "gpt-oss-120b": (116.8, 5.1),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_as_their_makers_state_them(name: str) -> None:
+    shape = read_shape(bundled(name), name)
+    billions, active = STATED[name]
     assert round(shape.num_weights / 1e9, 1) == billions
-    if active is not None:
-        assert round(shape.num_active / 1e9, 1) == active
+    tables = 0 if shape.model_type != "gpt_oss" else shape.num_head
+    assert (shape.num_active - tables) / 1e9 == pytest.approx(active, abs=0.1)
+
+
+@pytest.mark.parametrize("name", bundled_configs())
+@pytest.mark.parametrize("write", [str, str.lower, str.upper, lambda name: name.partition("/")[2].title()])
+def test_names_in_any_spelling(name: str, write: Callable[[str], str]) -> None:
+    shape = load_shape(write(name))
+    assert shape.name == name
+    assert shape == read_shape(bundled_configs()[name], name)
+
+
+def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen3-32b").mkdir()
+    (tmp_path / "qwen3-32b" / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert load_shape("qwen3-32b").hidden == SIZES["hidden_size"]
+
+
+def test_the_documentation_names_models_that_come_with_the_package() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    named = {name for page in pages for name in re.findall(r"--model ([\w./-]+)", page.read_text(encoding="utf-8"))}
+    assert {"qwen3-32b", "qwen3-235b-a22b"} <= named
+    known = [spelling.lower() for name in bundled_configs() for spelling in (name, name.partition("/")[2])]
+    assert [name for name in named if name.lower() not in known and name != "config.json"] == []
+
+
+def test_data_files_are_part_of_a_wheel() -> None:
+    """Every file of the package that is not a module is named in pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    package = ROOT / "lightning_roundpipe"
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert {str(path.relative_to(package)) for path in files} == set(listed["lightning_roundpipe"])
 
 
 def test_layers_of_matrices_hold_the_rest_of_the_weights() -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_roundpipe.cli.gpus import GPUS, find_gpu
 from lightning_roundpipe.cli.models import read_shape
+from lightning_roundpipe.cli.resolve import load_shape
 from lightning_roundpipe.cli.workload import (
     FAST,
     SLOW,
@@ -25,17 +26,11 @@ from lightning_roundpipe.cli.workload import (
     cost_profile,
     logit_bytes,
 )
-from tests.cli.test_cli_models import EXPERTS, GPT2, LOCAL_EXPERTS, SIZES, fixture
+from tests.cli.test_cli_models import EXPERTS, GPT2, LOCAL_EXPERTS, SIZES
+from tests.cli.test_cli_paper import HUB_NAMES
 from tests.planning.paper import MODELS, SEQUENCES
 
 TOKENS = 256
-CONFIGS = {
-    "Qwen3-1.7B": "qwen3-1.7b",
-    "Llama-3.1-8B": "llama-3.1-8b",
-    "GPT-OSS-20B": "gpt-oss-20b",
-    "Qwen3-32B": "qwen3-32b",
-    "Qwen3-235B LoRA": "qwen3-235b-a22b",
-}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -137,7 +132,7 @@ def test_measured_times_lie_in_the_range(name: str) -> None:
     """Layer times of the paper: RTX 4090, fp16 accumulation, 4 x 2048 tokens."""
     model = MODELS[name]
     workload = Workload(
-        read_shape(fixture(CONFIGS[name]), name),
+        load_shape(HUB_NAMES[name]),
         GPUS["rtx4090"],
         2048,
         dtype="fp16",
@@ -156,7 +151,7 @@ def test_measured_times_lie_in_the_range(name: str) -> None:
 
 
 def llama(**options: Any) -> Workload:
-    return Workload(read_shape(fixture("llama-3.1-8b"), "llama"), GPUS["a100-80"], 2048, **options)
+    return Workload(load_shape("llama-3.1-8b"), GPUS["a100-80"], 2048, **options)
 
 
 def test_bytes_of_the_calls() -> None:

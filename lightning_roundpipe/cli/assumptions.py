@@ -1,0 +1,139 @@
+"""What the figures of ``roundpipe estimate`` rest on: numbers for JSON, a table and sentences for people, and hints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes
+
+from .feasibility import Cluster
+from .output import Table
+from .workload import LOSS_CHUNK, Pace, Workload, logit_bytes
+
+_HALF = 0.5
+
+
+def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, float | None]]:
+    """Return what GPUs, links and host are taken to reach, at the slow and at the fast end: TFLOP/s, bytes per ms."""
+    return {pace.name: _reached(workload, pace) for pace in cluster.paces}
+
+
+def _reached(workload: Workload, pace: Pace) -> dict[str, float | None]:
+    gpu = workload.gpu
+    peak, attention_peak = _peaks(workload)
+    has_experts = any(layer.num_experts for layer in workload.shape.layers)
+    return {
+        "products_tflops": peak * pace.matmul,
+        "expert_products_tflops": peak * pace.experts if has_experts else None,
+        "attention_tflops": attention_peak * pace.attention,
+        "peak_tflops": peak,
+        "attention_peak_tflops": attention_peak,
+        "device_bytes_per_ms": gpu.bytes_per_ms * pace.memory,
+        "link_bytes_per_ms": gpu.pcie_bytes_per_ms * pace.pcie,
+        "copies_bytes_per_ms": pace.copies_bytes_per_ms,
+        "optimizer_bytes_per_ms": pace.host_bytes_per_ms,
+    }
+
+
+def _peaks(workload: Workload) -> tuple[float, float]:
+    """TFLOP/s of the products, and of attention, which accumulates in fp32."""
+    share = 2 / workload.element_bytes
+    gpu = workload.gpu
+    return (gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops) * share, gpu.tflops * share
+
+
+def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any]) -> Table:
+    """Return `assumed` for people; `gpu` is the GPU as a dictionary."""
+    slow, fast = ends["slow"], ends["fast"]
+
+    def tflops(title: str, key: str, peak: str) -> tuple[str, ...]:
+        cells = [f"{end[key]:.0f} TFLOP/s ({(end[key] or 0) / (end[peak] or 1):.0%})" for end in (slow, fast)]
+        return (title, *cells, f"{slow[peak]:g} TFLOP/s")
+
+    def rate(title: str, key: str, limit: float | None = None) -> tuple[str, ...]:
+        cells = [format_bandwidth(end[key] or 0.0) for end in (slow, fast)]
+        return (title, *cells, "" if limit is None else format_bandwidth(limit))
+
+    rows = [tflops("GPU, matrix products", "products_tflops", "peak_tflops")]
+    if slow["expert_products_tflops"] is not None:
+        rows.append(tflops("GPU, products of routed experts", "expert_products_tflops", "peak_tflops"))
+    rows += [
+        tflops("GPU, attention", "attention_tflops", "attention_peak_tflops"),
+        rate("GPU memory", "device_bytes_per_ms", gpu["bytes_per_ms"]),
+        rate("link of one GPU, each way", "link_bytes_per_ms", gpu["pcie_bytes_per_ms"]),
+        rate("host, copies of all GPUs together", "copies_bytes_per_ms"),
+        rate("host memory, for the optimizer", "optimizer_bytes_per_ms"),
+    ]
+    return Table("Assumed to be reached", ("what", "slow end", "fast end", "data sheet"), rows)
+
+
+def hints(workload: Workload, methods: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what would change the figures and is easily missed.
+
+    Args:
+        workload: What is trained.
+        methods: What was found out about each way to train it.
+    """
+    gpu = workload.gpu
+    if workload.fp16_accumulation:
+        if gpu.fp16_accumulate_tflops > gpu.tflops:
+            return []
+        return [f"--fp16-accumulation changes nothing: the peak of {gpu.name} is {gpu.tflops:g} TFLOP/s either way."]
+    ends = [end for method in methods for end in (method["speed"] or {}).values()]
+    is_computing = any(end["lower_bounds_ms"]["compute"] >= _HALF * end["step_ms"] for end in ends)
+    if workload.element_bytes != 2 or gpu.fp16_accumulate_tflops <= gpu.tflops or not is_computing:
+        return []
+    fp16 = f"fp16 products that accumulate in fp16 have a peak of {gpu.fp16_accumulate_tflops:g} TFLOP/s"
+    return [
+        f"on {gpu.name} {fp16} in place of {gpu.tflops:g}. Pass --dtype fp16 --fp16-accumulation to see what that "
+        "gives; in a training it is torch.backends.cuda.matmul.allow_fp16_accumulation = True. Sums in fp16 are less "
+        "exact and overflow above 65504."
+    ]
+
+
+def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    """Return what the figures rest on beside `assumed`, one paragraph each."""
+    return [*_speed_assumptions(workload, cluster), *_memory_assumptions(workload, cluster)]
+
+
+def _speed_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    slow, fast = cluster.paces
+    windows = {layer.window for layer in workload.shape.layers if layer.window}
+    attended = "half of the square of a sequence"
+    attended += f" (in some layers a window of {min(windows):,} tokens)" if windows else ""
+    accumulation = "fp16" if workload.fp16_accumulation else "fp32"
+    return [
+        "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
+        f"Matrix products accumulate in {accumulation}, attention in fp32; attention keeps no scores and works on "
+        f"{attended}. A backward takes twice the forward (frozen matrices: once), after a recomputed forward.",
+        "Between the products move the bytes of plain Hugging Face code, or a third of them (fused kernels). A call "
+        f"takes {_either(slow.launch_ms, fast.launch_ms)} ms or more.",
+        "Copies hide behind the computation where they can. Those of all GPUs together reach, unless --host-bandwidth "
+        "says it, what explains the RoundPipe paper's figures for its two machines (PCIe 4.0), or what one link "
+        "reaches, if that is more.",
+        f"AdamW on the host moves {_either(slow.optimizer_bytes, fast.optimizer_bytes)} bytes per trained weight (one "
+        f"operator after the other, or fused); it is {cluster.optimizer}.",
+    ]
+
+
+def _memory_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
+    shape = workload.shape
+    per_token = format_bytes(shape.vocab * logit_bytes(workload.element_bytes))
+    loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
+    if workload.chunked_loss:
+        loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
+    length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
+    return [
+        f"{format_bytes(workload.gpu.memory_bytes - cluster.device_bytes)} of a GPU go to CUDA and to the allocator. "
+        "Inputs and outputs of a call are there twice, for the copies under way.",
+        "The host keeps fp32 masters and gradients, AdamW's two moments and a working copy of what is trained, one "
+        f"copy of what is frozen, and the inputs of all layers for up to {2 * cluster.round_size} micro-batches.",
+        f"LoRA has rank {workload.lora_rank} on the matrices of attention and dense MLP; routed experts are frozen.",
+        loss,
+        f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
+    ]
+
+
+def _either(slow: object, fast: object) -> str:
+    return f"{slow}" if slow == fast else f"{slow} or {fast}"

@@ -1,0 +1,169 @@
+"""The estimate against every throughput that the RoundPipe paper (arXiv 2604.27085) measured, with its options.
+
+One set of assumptions holds for all models, numbers of GPUs and both machines: it was chosen by the RTX 4090s alone.
+``python -m tests.cli.test_cli_paper`` writes the comparison into docs/estimate.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.cli import estimate
+from lightning_roundpipe.cli.feasibility import choose_microbatch_size, speed
+from lightning_roundpipe.cli.output import Table
+from lightning_roundpipe.cli.resolve import load_shape
+from lightning_roundpipe.cli.workload import Workload
+from tests.cli.conftest import RunJson
+from tests.planning.paper import MODELS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "estimate.md"
+TABLE = re.compile(r"(?<=<!-- tests.cli.test_cli_paper -->\n\n```text\n).*?(?=```)", re.DOTALL)
+HUB_NAMES = {
+    "Qwen3-1.7B": "qwen3-1.7b",
+    "Llama-3.1-8B": "llama-3.1-8b",
+    "GPT-OSS-20B": "gpt-oss-20b",
+    "Qwen3-32B": "qwen3-32b",
+    "Qwen3-235B LoRA": "qwen3-235b-a22b",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the paper measured of a model on a machine, in tokens/s; None for what it did not."""
+
+    model: str
+    gpu: str
+    num_devices: int
+    synchronous: int | None
+    asynchronous: int
+
+
+# Those of the A800, and of GPT-OSS-20B on fewer GPUs, are in the data that the authors published with the paper.
+RUNS = (
+    Run("Qwen3-1.7B", "rtx4090", 1, None, 8881),
+    Run("Qwen3-1.7B", "rtx4090", 4, None, 33178),
+    Run("Qwen3-1.7B", "rtx4090", 8, 56489, 65417),
+    Run("Qwen3-1.7B", "a800", 8, 66243, 84692),
+    Run("Llama-3.1-8B", "rtx4090", 1, None, 3142),
+    Run("Llama-3.1-8B", "rtx4090", 4, None, 12278),
+    Run("Llama-3.1-8B", "rtx4090", 8, 18888, 24275),
+    Run("Llama-3.1-8B", "a800", 8, 22703, 28427),
+    Run("GPT-OSS-20B", "rtx4090", 1, None, 3022),
+    Run("GPT-OSS-20B", "rtx4090", 4, None, 9670),
+    Run("GPT-OSS-20B", "rtx4090", 8, 12549, 18122),
+    Run("GPT-OSS-20B", "a800", 8, 15612, 26203),
+    Run("Qwen3-32B", "rtx4090", 1, None, 740),
+    Run("Qwen3-32B", "rtx4090", 4, None, 2897),
+    Run("Qwen3-32B", "rtx4090", 8, 4164, 5516),
+    Run("Qwen3-32B", "a800", 8, 5180, 6301),
+    Run("Qwen3-235B LoRA", "rtx4090", 1, None, 480),
+    Run("Qwen3-235B LoRA", "rtx4090", 2, None, 808),
+    Run("Qwen3-235B LoRA", "rtx4090", 4, None, 1281),
+    Run("Qwen3-235B LoRA", "rtx4090", 8, 1592, 1820),
+    Run("Qwen3-235B LoRA", "a800", 8, 1680, 2132),
+)
+CASES = [(run, optimizer) for run in RUNS for optimizer in ("synchronous", "asynchronous") if getattr(run, optimizer)]
+# What was measured lies outside of the range: by how much, as a share of it.
+OUTSIDE = {
+    ("Qwen3-235B LoRA", "rtx4090", 4, "asynchronous"): 0.11,
+    ("Qwen3-1.7B", "a800", 8, "asynchronous"): 0.02,
+}
+
+
+def command(run: Run, optimizer: str) -> list[str]:
+    """The arguments of ``roundpipe`` for a run."""
+    common = ("estimate", "--model", HUB_NAMES[run.model], "--gpu", run.gpu, "--devices", str(run.num_devices))
+    sizes = ("--seq-len", "2048", "--batch-size", str(MODELS[run.model].num_sequences))
+    return [*common, *sizes, "--dtype", "fp16", "--fp16-accumulation", "--chunked-loss", "--optimizer", optimizer]
+
+
+@cache
+def ends(run: Run, optimizer: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The slow and the fast end: what the command does, but only for the method that was measured."""
+    parser = argparse.ArgumentParser()
+    estimate.add_parser(parser.add_subparsers())
+    args = parser.parse_args([*command(run, optimizer), *more])
+    gpu = estimate._gpu_of(args)
+    cluster = estimate._cluster_of(args, gpu)
+    wanted: dict[str, Any] = {"dtype": "fp16", "fp16_accumulation": True, "chunked_loss": True}
+    lora_rank = args.lora_rank if MODELS[run.model].is_lora else None
+    workload = Workload(load_shape(args.model), gpu, args.seq_len, lora_rank=lora_rank, **wanted)
+    size = choose_microbatch_size(workload, cluster)
+    slow, fast = (speed(workload, cluster, size, pace) for pace in cluster.paces)
+    return slow, fast
+
+
+def shares(run: Run, optimizer: str, *more: str) -> tuple[float, float]:
+    """Both ends of the estimated speed, as shares of the measured one."""
+    slow, fast = (end["tokens_per_s"] / getattr(run, optimizer) for end in ends(run, optimizer, *more))
+    return slow, fast
+
+
+@pytest.mark.parametrize(
+    ("run", "optimizer"), CASES, ids=[f"{run.model} {run.num_devices}x{run.gpu} {which}" for run, which in CASES]
+)
+def test_measured_speed_lies_in_the_range(run: Run, optimizer: str) -> None:
+    slow, fast = shares(run, optimizer)
+    distance = max(slow - 1, 1 - fast)
+    allowed = OUTSIDE.get((run.model, run.gpu, run.num_devices, optimizer))
+    assert distance <= 0 if allowed is None else 0 < distance <= allowed
+    # A range that says something: neither end is far away.
+    assert slow > 0.45
+    assert fast < 2.15
+    assert fast < 3 * slow
+
+
+def test_large_models_are_bound_by_the_copies_of_all_gpus() -> None:
+    """With a host that gives eight links what they can take, the estimate would be two to four times too fast."""
+    (run,) = (run for run in RUNS if run.model == "Qwen3-235B LoRA" and run.synchronous and run.gpu == "rtx4090")
+    assert [end["bound_by"] for end in ends(run, "asynchronous")] == ["host memory", "host memory"]
+    fast_host = ("--host-bandwidth", "200GB/s")
+    assert all(end["bound_by"] != "host memory" for end in ends(run, "asynchronous", *fast_host))
+    slow, fast = shares(run, "asynchronous", *fast_host)
+    assert slow > 1.8
+    assert fast > 4
+
+
+def test_the_function_here_is_the_command(run_json: RunJson) -> None:
+    run = RUNS[0]
+    found = run_json(*command(run, "asynchronous"))["methods"]["full"]["speed"]
+    assert [end["tokens_per_s"] for end in ends(run, "asynchronous")] == [
+        found[name]["tokens_per_s"] for name in ("slow", "fast")
+    ]
+
+
+def test_the_page_shows_the_comparison() -> None:
+    (shown,) = TABLE.findall(PAGE.read_text(encoding="utf-8"))
+    assert shown == comparison(), "run python -m tests.cli.test_cli_paper, and read the text around the table"
+
+
+def cell(run: Run, optimizer: str) -> tuple[str, str]:
+    """Measured, and the estimate in shares of it."""
+    measured = getattr(run, optimizer)
+    if measured is None:
+        return "", ""
+    slow, fast = shares(run, optimizer)
+    return f"{measured:,}", f"{slow:.2f} to {fast:.2f}"
+
+
+def comparison() -> str:
+    """The table of docs/estimate.md."""
+    rows = [
+        (run.model, f"{run.num_devices} x {run.gpu}", *cell(run, "synchronous"), *cell(run, "asynchronous"))
+        for run in RUNS
+    ]
+    columns = ("model", "GPUs", "synchronous", "estimated", "asynchronous", "estimated")
+    return Table("", columns, rows, num_text=2).format() + "\n"
+
+
+if __name__ == "__main__":
+    text, count = TABLE.subn(lambda match: comparison(), PAGE.read_text(encoding="utf-8"))
+    assert count == 1
+    PAGE.write_text(text, encoding="utf-8")
