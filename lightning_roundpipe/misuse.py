@@ -342,8 +342,15 @@ def check_has_data(root: nn.Module) -> None:
     """Checks that every weight has memory, before the module is brought to the host.
 
     Raises:
-        MisconfigurationException: naming a weight on the device ``meta``.
+        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
     """
+    for name, module in root.named_modules():
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise MisconfigurationException(
+                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
+                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
+                "example of what it gets: 'with torch.no_grad(): self(example)'"
+            )
     for name, weight in root.named_parameters():
         if weight.is_meta:
             raise MisconfigurationException(

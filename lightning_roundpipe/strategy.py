@@ -72,7 +72,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             micro-batch counts fully), or a function from a micro-batch to a number.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be
             inferred. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the same.
-        threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
+        threads_per_device: intra-op threads per virtual device, at most 64 or all cores; None shares the host's evenly.
         device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
             the GPU has free, less a reserve; virtual devices have no limit then.
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
@@ -224,7 +224,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def model_to_device(self) -> None:
         """The master weights stay on the host."""
-        check_model(self._module, has_copies=not all(device.aliases_host for device in self.pool.devices))
+        check_model(self._module, self.options.units, has_copies=not all(d.aliases_host for d in self.pool.devices))
         self._module.to(self.root_device)
 
     @override

@@ -34,7 +34,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@pytest.fixture(name="_full_disk")
+@pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk on which a file takes four bytes, and no more: what comes after them is an error."""
     original = open
@@ -72,9 +72,10 @@ class _Full:
         self._file.close()
 
 
+@pytest.mark.usefixtures("full_disk")
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("before", [None, "old"], ids=["new file", "over an old one"])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, _full_disk: None, writer: str, before: str | None) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, writer: str, before: str | None) -> None:
     name, write = WRITERS[writer]
     path = tmp_path / name
     if before is not None:
@@ -102,7 +103,8 @@ def test_what_is_written_takes_the_place_of_what_was(tmp_path: Path, writer: str
     assert {p.name for p in tmp_path.iterdir()} == {path.name, expected.name}
 
 
-def test_the_command_names_the_file(tmp_path: Path, _full_disk: None) -> None:
+@pytest.mark.usefixtures("full_disk")
+def test_the_command_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot write .*a\.json \(No space left on device\): choose another place"):
         write_for_the_command(str(tmp_path / "a.json"), "a long text")
     assert not list(tmp_path.iterdir())
