@@ -10,10 +10,10 @@ To parametrize a weight in a forward sets it to itself, which raises its version
 
 [Note: power iterations]
 Spectral normalisation estimates the largest singular value of a weight, one iteration further in every forward of a
-training step. The whole batch is one forward: so while a step runs the first micro-batch iterates, and those behind it
-compute with what it has left. (If a step calls a module twice, the first micro-batch may have been there twice before
-the second one comes.) What the others do not change they write as it is: whether a unit writes its buffers is learned
-in any micro-batch, and holds for all of them.
+training step. The whole batch is one forward: so while a step runs one micro-batch iterates, and the others compute with
+what it has left. In units, which micro-batches pass in order, it is the first one; in glue the one that comes first.
+(If a step calls a module twice, this one may have been there twice before the next one comes.) What the others do not
+change they write as it is: whether a unit writes its buffers is learned in any micro-batch, and holds for all of them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,13 @@ class _Tables(dict[_Key, Any]):
             table[key] = value
 
 
-def _iterates() -> bool:
+def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:
     state = current()
-    return state is None or state.index == 0
+    if state is None:
+        return True
+    if state.unit_writes is not None:
+        return state.index == 0
+    return came_first.setdefault(norm, state.index) == state.index
 
 
 @torch.no_grad()
@@ -80,17 +84,18 @@ def _write_as_they_are(*vectors: Tensor) -> None:
 
 @contextlib.contextmanager
 def power_iterations_once() -> Iterator[None]:
-    """While open, spectral normalisation iterates in the first micro-batch alone; see [Note: power iterations]."""
+    """While open, spectral normalisation iterates in one micro-batch alone; see [Note: power iterations]."""
+    came_first: dict[Any, int] = {}
     iterate, compute = _SpectralNorm._power_method, SpectralNorm.compute_weight
 
     def iterate_once(self: _SpectralNorm, weight: Tensor, num_iterations: int) -> None:
-        if _iterates():
+        if _iterates(self, came_first):
             iterate(self, weight, num_iterations)
         else:
             _write_as_they_are(self._u, self._v)
 
     def compute_once(self: SpectralNorm, module: Any, do_power_iteration: bool) -> Tensor:
-        if do_power_iteration and not _iterates():
+        if do_power_iteration and not _iterates(self, came_first):
             names, weight = (f"{self.name}_u", f"{self.name}_v"), f"{self.name}_orig"
             _write_as_they_are(*(getattr(module, name) for name in names))
             # Copies, as with an iteration: the graph must not hold what is iterated in place.
