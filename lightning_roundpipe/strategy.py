@@ -386,9 +386,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         (key, batch), rest = first_argument(args, kwargs)
 
         def call(microbatch: Any) -> Any:
-            if key is not None:
-                return function(**{**kwargs, key: microbatch})
-            return function(microbatch, *rest, **kwargs)
+            return function(microbatch, *rest, **kwargs) if key is None else function(**{**kwargs, key: microbatch})
 
         batches, (logs, result) = self.retry.run(
             name,
@@ -430,6 +428,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 values=self._updates.values if is_training else {},
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
+            if request.loss_of is not None:
+                guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
             if late is not None and result.has_tail:
                 self.tails.begin(late)
         return logs, result
