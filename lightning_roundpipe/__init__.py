@@ -35,13 +35,16 @@ __all__ = [
     "__version__",
 ]
 
-StrategyRegistry.register(
-    RoundPipeStrategy.strategy_name,
-    RoundPipeStrategy,
-    description="Round-robin pipeline over a pool of devices, weights on the host",
-)
-AcceleratorRegistry.register(
-    RoundPipeAccelerator.name(),
-    RoundPipeAccelerator,
-    description="All GPUs if there are any, else virtual CPU devices",
-)
+# LightningCLI hands the name or the path of a class on as text. The Trainer looks it up here, strategies in lower case.
+for _name in (RoundPipeStrategy.strategy_name, "RoundPipeStrategy", "lightning_roundpipe.RoundPipeStrategy"):
+    StrategyRegistry.register(
+        _name.lower(),
+        RoundPipeStrategy,
+        description="Round-robin pipeline over a pool of devices, weights on the host",
+    )
+for _name in (RoundPipeAccelerator.name(), "RoundPipeAccelerator", "lightning_roundpipe.RoundPipeAccelerator"):
+    AcceleratorRegistry.register(
+        _name,
+        RoundPipeAccelerator,
+        description="All GPUs if there are any, else virtual CPU devices",
+    )

@@ -39,6 +39,7 @@ from .engine.glue import current
 from .engine.microbatch_containers import tensors_in
 from .engine.pool import DevicePool
 from .options import RoundPipeOptions
+from .whole_batches import WholeBatchHints
 
 Function = Callable[[Any], Any]
 
@@ -68,6 +69,7 @@ class StepGuard:
         self._before = _Weights([], is_sampled=False)
         self._gradients: dict[nn.Parameter, tuple[Tensor, int]] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
+        self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
 
     @property
     def is_looking(self) -> bool:
@@ -94,6 +96,8 @@ class StepGuard:
             self._check_places()
         if step == 0 and kind == "training_step":
             self._hint(batches)
+        if looks_closely and count > 1 and kind == "training_step":
+            self.hints.look_for_batch_norms(count)
         shared = _Shared(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
@@ -158,7 +162,8 @@ class StepGuard:
             call_unit = state.call_unit
             state.call_unit = self._watched(call_unit)
             try:
-                output = function(microbatch)
+                with self.hints.watching_encoders():
+                    output = function(microbatch)
             finally:
                 state.call_unit = call_unit
             self._check_weights(kind)
@@ -342,8 +347,15 @@ def check_has_data(root: nn.Module) -> None:
     """Checks that every weight has memory, before the module is brought to the host.
 
     Raises:
-        MisconfigurationException: naming a weight on the device ``meta``.
+        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
     """
+    for name, module in root.named_modules():
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise MisconfigurationException(
+                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
+                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
+                "example of what it gets: 'with torch.no_grad(): self(example)'"
+            )
     for name, weight in root.named_parameters():
         if weight.is_meta:
             raise MisconfigurationException(

@@ -17,6 +17,9 @@ LOSS_WEIGHTS = ("auto", "samples", "label_tokens", "causal_label_tokens", "sum")
 # A bare number below that was meant as GiB or MiB.
 _LEAST_MEMORY_BYTES = 1024
 
+# Of a device. A configuration may come from a larger host; but every micro-batch has as many.
+_MAX_THREADS = 64
+
 _COMPILE_ARGUMENTS = frozenset({"backend", "dynamic", "mode", "options"})
 _CUDA_GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
@@ -100,7 +103,7 @@ class RoundPipeOptions:
         if self.round_size is not None:
             check_count("round_size", self.round_size, "or None (two per device)")
         if self.threads_per_device is not None:
-            check_count("threads_per_device", self.threads_per_device, "or None (the host's threads shared evenly)")
+            self._check_threads(self.threads_per_device)
         if not callable(self.loss_weight) and self.loss_weight not in LOSS_WEIGHTS:
             raise ValueError(
                 f"loss_weight={self.loss_weight!r}: use one of {', '.join(map(repr, LOSS_WEIGHTS))}, "
@@ -129,6 +132,15 @@ class RoundPipeOptions:
         for name in ("save_profile", "trace"):
             if getattr(self, name) is not None:
                 check_writable(name, getattr(self, name))
+
+    def _check_threads(self, number: int) -> None:
+        check_count("threads_per_device", number, "or None (the host's threads shared evenly)")
+        most = max(_MAX_THREADS, os.cpu_count() or 1)
+        if number > most:
+            raise ValueError(
+                f"threads_per_device={number!r}: use at most {most}, or None (the host's threads shared evenly). Every "
+                "micro-batch gets so many threads, and more of them than the host has cores wait for each other"
+            )
 
     def _check_devices(self) -> None:
         if not isinstance(self.virtual_copies, (bool, VirtualLink)):

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from .planning.files import written_whole
 from .planning.partition import Partition, StageKind
 from .planning.schedule import Action
 from .planning.timeline import Span, Timeline
@@ -99,7 +100,8 @@ def draw_timelines(panels: Sequence[tuple[str, Timeline, Partition | None]], pat
             top = bottom
         _legend(figure, names, height)
         suffix = Path(path).suffix.lower()
-        figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
+        with written_whole(path) as beside:
+            figure.savefig(beside, format=suffix[1:], metadata={"Date": None} if suffix == ".svg" else None)
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:

@@ -74,7 +74,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be told
             with certainty. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the
             same. ``"packed"`` cuts a row of packed sequences between sequences; other batches are read as ever.
-        threads_per_device: intra-op threads per virtual device; None shares the host's threads evenly.
+        threads_per_device: intra-op threads per virtual device, at most 64 or all cores; None shares the host's evenly.
         device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
             the GPU has free, less a reserve; virtual devices have no limit then.
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
@@ -227,7 +227,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def model_to_device(self) -> None:
         """The master weights stay on the host."""
-        check_model(self._module, has_copies=not all(device.aliases_host for device in self.pool.devices))
+        check_model(self._module, self.options.units, has_copies=not all(d.aliases_host for d in self.pool.devices))
         self._module.to(self.root_device)
 
     @override
@@ -396,9 +396,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         (key, batch), rest = first_argument(args, kwargs)
 
         def call(microbatch: Any) -> Any:
-            if key is not None:
-                return function(**{**kwargs, key: microbatch})
-            return function(microbatch, *rest, **kwargs)
+            return function(microbatch, *rest, **kwargs) if key is None else function(**{**kwargs, key: microbatch})
 
         batches, (logs, result) = self.retry.run(
             name,
@@ -440,6 +438,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 values=self._updates.values if is_training else {},
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
+            if request.loss_of is not None:
+                guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
             if late is not None and result.has_tail:
                 self.tails.begin(late)
         return logs, result

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from .engine.pending import PendingParameter
+from .engine.units import UnitClasses, check_chosen
 
 _REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
 # What a parameter class overrides if moving it is more than copying its values.
@@ -36,19 +36,22 @@ _WRITES_WEIGHTS = {"CPTEmbedding": "CPT projects the trained prompt in its forwa
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
-def check_model(root: nn.Module, *, has_copies: bool) -> None:
+def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies: bool) -> None:
     """Refuses what cannot be trained correctly; see [Note: weights that cannot travel].
 
     Args:
+        units: classes of modules that the user has chosen.
         has_copies: whether devices have memory of their own.
 
     Raises:
         MisconfigurationException: for the first parameter or module that is not supported, with its name.
+        ValueError: for a class of ``units`` that does not occur in ``root``.
     """
+    check_chosen(root, units)
     for name, module in root.named_modules():
         _check_module(name, module, has_copies)
     for name, parameter in root.named_parameters():
-        reason = "" if is_lazy(parameter) else _why_not(parameter, has_copies)
+        reason = _why_not(parameter, has_copies)
         if reason:
             raise MisconfigurationException(
                 f"strategy='roundpipe' cannot copy parameter {name!r} to a device: {reason}. Remedy: {_REMEDY}"

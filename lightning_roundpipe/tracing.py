@@ -25,6 +25,7 @@ from .engine.runner import Engine
 from .options import check_count, check_writable
 from .pictures import check_picture, draw_timelines
 from .planning.costs import CostProfile
+from .planning.files import write_text
 from .planning.partition import Partition
 from .planning.timeline import Mark, Timeline
 
@@ -109,7 +110,7 @@ class TraceWriter:
         try:
             if self._path is not None:
                 timeline, marks = _joined(steps)
-                self._path.write_text(json.dumps(timeline.to_chrome_trace(marks)), encoding="utf-8")
+                write_text(self._path, json.dumps(timeline.to_chrome_trace(marks)))
             if self._picture is not None:
                 panels = [(step.name, step.timeline, step.partition) for step in steps[:_MAX_PANELS]]
                 draw_timelines(panels, self._picture)

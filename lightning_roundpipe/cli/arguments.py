@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from lightning_roundpipe.pictures import check_picture, draw_timelines
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline, files
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
 
 from .memory import BYTES_PER_WEIGHT
@@ -181,7 +181,7 @@ def write_text(path: str, text: str) -> None:
         ValueError: If it cannot be written.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        files.write_text(path, text)
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another place.") from error
 

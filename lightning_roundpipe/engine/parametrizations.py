@@ -7,6 +7,13 @@ that leaves first would find its tensors there when it comes back: those of anot
 none. So while a step runs, each thread has a table of its own.
 
 To parametrize a weight in a forward sets it to itself, which raises its version as if it had changed. That is left out.
+
+[Note: power iterations]
+Spectral normalisation estimates the largest singular value of a weight, one iteration further in every forward of a
+training step. The whole batch is one forward: so while a step runs one micro-batch iterates, and the others compute
+with what it has left. In units, which micro-batches pass in order, it is the first one; in glue the one that comes
+first. (If a step calls a module twice, this one may have been there twice before the next one comes.) What the others
+do not change they write as it is: whether a unit writes its buffers is learned in any micro-batch, and holds for all.
 """
 
 from __future__ import annotations
@@ -14,10 +21,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from .glue import current
 
 _Key = tuple[int, str]
 
@@ -52,6 +65,50 @@ class _Tables(dict[_Key, Any]):
         table: dict[_Key, Any] | None = getattr(self._local, "table", None)
         if table is not None:
             table[key] = value
+
+
+def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:
+    state = current()
+    if state is None:
+        return True
+    if state.unit_writes is not None:
+        return state.index == 0
+    return came_first.setdefault(norm, state.index) == state.index
+
+
+@torch.no_grad()
+def _write_as_they_are(*vectors: Tensor) -> None:
+    for vector in vectors:
+        vector.mul_(1)
+
+
+@contextlib.contextmanager
+def power_iterations_once() -> Iterator[None]:
+    """While open, spectral normalisation iterates in one micro-batch alone; see [Note: power iterations]."""
+    came_first: dict[Any, int] = {}
+    iterate, compute = _SpectralNorm._power_method, SpectralNorm.compute_weight
+
+    def iterate_once(self: _SpectralNorm, weight: Tensor, num_iterations: int) -> None:
+        if _iterates(self, came_first):
+            iterate(self, weight, num_iterations)
+        else:
+            _write_as_they_are(self._u, self._v)
+
+    def compute_once(self: SpectralNorm, module: Any, do_power_iteration: bool) -> Tensor:
+        if do_power_iteration and not _iterates(self, came_first):
+            names, weight = (f"{self.name}_u", f"{self.name}_v"), f"{self.name}_orig"
+            _write_as_they_are(*(getattr(module, name) for name in names))
+            # Copies, as with an iteration: the graph must not hold what is iterated in place.
+            vectors = {name: getattr(module, name).clone() for name in names}
+            module = SimpleNamespace(**{weight: getattr(module, weight)}, **vectors)
+            do_power_iteration = False
+        return compute(self, module, do_power_iteration)
+
+    _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate_once, compute_once  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate, compute  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .checkpointing import checkpoints_passed_through
 from .glue import noting_writes
-from .parametrizations import parametrizations_apart
+from .parametrizations import parametrizations_apart, power_iterations_once
 from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .resources import Resources
 from .seen_gradients import gradients_seen
@@ -42,6 +42,7 @@ class StepPatches:
         stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
         stack.enter_context(process_settings_kept())
         stack.enter_context(parametrizations_apart())
+        stack.enter_context(power_iterations_once())
         stack.enter_context(intra_op_threads(resources.num_threads))
 
     def put_gradients_aside(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class UnitTable:
         self.blocks: list[nn.Module] = []
         self.glue: set[nn.Module] = {root}
         self._descend(root)
-        self._check_chosen()
+        check_chosen(root, self._chosen)
         names = {module: name for name, module in root.named_modules()}
         inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
         self.units: dict[nn.Module, Unit] = {}
@@ -132,20 +133,7 @@ class UnitTable:
         return names
 
     def _is_chosen(self, module: nn.Module) -> bool:
-        return any(type(module).__name__ == c if isinstance(c, str) else isinstance(module, c) for c in self._chosen)
-
-    def _check_chosen(self) -> None:
-        for choice in self._chosen:
-            named = choice if isinstance(choice, str) else choice.__name__
-            if not any(
-                type(m).__name__ == choice if isinstance(choice, str) else isinstance(m, choice)
-                for m in self.root.modules()
-            ):
-                present = sorted({type(m).__name__ for m in self.root.modules() if _num_parameters(m)})
-                raise ValueError(
-                    f"units={named!r}: no module of this class in {type(self.root).__name__}. "
-                    f"Classes that own parameters there: {', '.join(present)}."
-                )
+        return any(_is_of(module, choice) for choice in self._chosen)
 
     def _can_be_unit(self, module: nn.Module) -> bool:
         if isinstance(module, (*self._exempt, *_CONTAINERS, nn.ParameterList, nn.ParameterDict)):
@@ -196,6 +184,29 @@ class UnitTable:
         if self._max_unit_bytes is None or self._chosen or state_bytes(module) <= self._max_unit_bytes:
             return False
         return _is_divisible(module)
+
+
+def check_chosen(root: nn.Module, unit_classes: UnitClasses | None) -> None:
+    """Checks that every class of ``unit_classes`` occurs in ``root``.
+
+    Raises:
+        ValueError: for one that does not, with names of classes that are like it, and all that own parameters.
+    """
+    for choice in unit_classes or ():
+        if any(_is_of(module, choice) for module in root.modules()):
+            continue
+        named = choice if isinstance(choice, str) else choice.__name__
+        names = {type(module).__name__: _num_parameters(module) > 0 for module in root.modules() if module is not root}
+        alike = get_close_matches(named, names, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else ""
+        raise ValueError(
+            f"units={named!r}: no module of this class in {type(root).__name__}.{hint} Classes that own parameters "
+            f"there: {', '.join(sorted(name for name, owns in names.items() if owns))}."
+        )
+
+
+def _is_of(module: nn.Module, choice: type[nn.Module] | str) -> bool:
+    return type(module).__name__ == choice if isinstance(choice, str) else isinstance(module, choice)
 
 
 def state_bytes(module: nn.Module) -> int:

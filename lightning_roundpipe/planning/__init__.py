@@ -8,7 +8,8 @@ and nothing but the standard library is imported, so that a plan can be computed
 Reading order: ``costs`` (what a call costs), ``partition`` (calls -> stages), ``schedule`` (what runs where, as data)
 and ``builders`` (RoundPipe's schedule and those it is compared with; ``balance`` cuts calls for the latter),
 ``timeline`` (what ran when), ``machine`` and ``stages`` (what the simulator is told), ``simulate`` (schedule ->
-timeline), ``plan`` (the best partition). ``quantities`` reads and writes sizes, speeds and times.
+timeline), ``plan`` (the best partition). ``quantities`` reads and writes sizes, speeds and times; ``files`` writes
+files whole.
 
 The method is that of the RoundPipe paper, "Efficient Training on Multiple Consumer GPUs with RoundPipe",
 arXiv 2604.27085.

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .files import write_text
+
 _FORMAT_VERSION = 1
 # Of ms and of bytes: more is a mistake, and sums of it may overflow.
 _MOST = 2**63
@@ -121,12 +123,12 @@ class CostProfile:
         return cls(tuple(_parse_call(position, entry) for position, entry in enumerate(document["calls"])))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a file as JSON.
+        """Write the profile to a file as JSON, whole or not at all.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written, naming it.
         """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:

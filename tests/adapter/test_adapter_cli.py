@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_roundpipe import RoundPipeStrategy, VirtualLink
+from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy, VirtualLink
 from lightning_roundpipe.planning import CostProfile
 
 
@@ -52,7 +52,10 @@ def plain_weights(small: Any, make_trainer: Any, make_loader: Any) -> dict[str, 
     return dict(module.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["roundpipe", BY_CLASS], ids=["name", "class"])
+NAMES = ["roundpipe", "RoundPipeStrategy", "lightning_roundpipe.RoundPipeStrategy"]
+
+
+@pytest.mark.parametrize("strategy", [*NAMES, BY_CLASS], ids=[*NAMES, "class and options"])
 def test_fit(run_cli: Any, plain_weights: Any, assert_alike: Any, strategy: Any) -> None:
     cli = run_cli({"strategy": strategy})
     used = cli.trainer.strategy
@@ -89,9 +92,11 @@ def test_memory_on_the_command_line(run_cli: Any) -> None:
     assert cli.trainer.strategy.pool.memory_limit == 65536
 
 
-def test_accelerator_by_name(run_cli: Any) -> None:
-    cli = run_cli({"strategy": "roundpipe", "accelerator": "roundpipe", "devices": "auto"})
+@pytest.mark.parametrize("name", ["roundpipe", "RoundPipeAccelerator", "lightning_roundpipe.RoundPipeAccelerator"])
+def test_accelerator_by_name(run_cli: Any, name: str) -> None:
+    cli = run_cli({"strategy": "roundpipe", "accelerator": name, "devices": "auto"})
     assert cli.trainer.global_step == 3
+    assert type(cli.trainer.accelerator) is RoundPipeAccelerator
 
 
 def test_print_config(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:

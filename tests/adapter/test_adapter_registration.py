@@ -127,6 +127,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("round_size", 0, ValueError, ("0", "None")),
     ("threads_per_device", 0, ValueError, ("0", "None")),
     ("threads_per_device", "all", ValueError, ("'all'", "positive integer")),
+    ("threads_per_device", 100000, ValueError, ("100000", "use at most", "None", "cores")),
     ("loss_weight", "tokens", ValueError, ("'tokens'", "'samples'", "'label_tokens'", "function")),
     ("loss_weight", None, ValueError, ("None", "'samples'")),
     ("split_batch", "rows", TypeError, ("'rows'", "function")),
@@ -173,10 +174,37 @@ def test_given_costs_are_not_saved_again(tmp_path: Path) -> None:
         RoundPipeStrategy(cost_profile=CostProfile(()), save_profile=tmp_path / "costs.json")
 
 
-def test_unknown_unit_class_lists_the_present_ones(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    trainer = make_trainer(options={"units": ["DecoderLayer"]})
-    with pytest.raises(ValueError, match=r"units='DecoderLayer'.*Linear"):
-        trainer.fit(small(), make_loader())
+class Linears(torch.nn.Linear):
+    """Of no model."""
+
+
+@pytest.mark.parametrize(
+    ("units", "match"),
+    [
+        (["DecoderLayer"], r"units='DecoderLayer': no module of this class in Small\. Classes .* there: Linear, Sequ"),
+        (["Linear", "Linera"], r"units='Linera'.*Did you mean 'Linear'\? Classes"),
+        (["Tahn"], r"units='Tahn'.*Did you mean 'Tanh'"),
+        ([Linears], r"units='Linears'.*Did you mean 'Linear'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_unknown_unit_classes_are_found_before_the_run(
+    small: Any, make_trainer: Any, make_loader: Any, units: Any, match: str, run: str
+) -> None:
+    class Counts(small):  # type: ignore[misc]
+        num_hooks = 0
+
+        def on_fit_start(self) -> None:
+            self.num_hooks += 1
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.num_hooks += 1
+
+    module = Counts()
+    with pytest.raises(ValueError, match=match.replace("Small", "Counts")):
+        getattr(make_trainer(options={"units": units}), run)(module, make_loader())
+    assert module.num_hooks == 0
 
 
 @pytest.mark.parametrize("units", [["Linear"], [torch.nn.Linear], [torch.nn.Sequential]])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import pickle
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +228,30 @@ def test_evaluation_records_nothing(small: Any, make_trainer: Any, loader: Any, 
     trainer.fit(Validates(), loader, loader)
     for path in paths:
         assert steps_in(path) == ["training step 2", "training step 3", "training step 4"]
+
+
+def test_a_full_disk_leaves_no_half_written_file(
+    small: Any, make_trainer: Any, loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.write_text
+
+    def write(path: Path, text: str, **kwargs: Any) -> int:
+        original(path, text[:10], **kwargs)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    trainer = make_trainer(
+        options={"trace": folder / "trace.json", "save_profile": folder / "costs.json"}, limit_train_batches=3
+    )
+    with pytest.warns(UserWarning, match="could not be written") as caught:
+        trainer.fit(small(), loader)
+    for name, words in {"trace.json": "recorded training steps", "costs.json": "cost profile"}.items():
+        expected = rf"the {words} could not be written: .*No space left on device: '.*{name}'"
+        assert any(re.match(expected, str(warning.message)) for warning in caught), name
+    assert not list(folder.iterdir())
+    assert trainer.global_step == 3
 
 
 def test_a_file_that_cannot_be_written_does_not_end_training(

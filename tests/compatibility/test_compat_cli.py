@@ -230,7 +230,23 @@ def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.
     assert instantiate(path, f"{option}split_batch=packed").trainer.strategy.options.split_batch == "packed"
 
 
+@compat("LightningCLI", "`--trainer.strategy` and `--trainer.accelerator` by the name or path of the class, no options")
+@pytest.mark.parametrize("path", ["", "lightning_roundpipe."], ids=["name", "path"])
+@pytest.mark.parametrize("separate", [False, True], ids=["one argument", "two arguments"])
+@pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
+def test_classes_without_options(config: Any, project: str, tmp_path: Path, path: str, separate: bool) -> None:
+    given = {"strategy": f"{path}RoundPipeStrategy", "accelerator": f"{path}RoundPipeAccelerator"}
+    pairs = [(f"--trainer.{name}", value) for name, value in given.items()]
+    arguments = [part for pair in pairs for part in (pair if separate else ["=".join(pair)])]
+    file = config({"devices": 2, "max_epochs": 1}, f"{tmp_path.name}.yaml")
+    assert lightning_cli.main(["fit", "-c", str(file), *arguments]) == 0
+    saved = yaml.safe_load((tmp_path / "logs" / "config.yaml").read_text())["trainer"]
+    assert saved["accelerator"] == given["accelerator"]
+    assert type(instantiate(file, *arguments).trainer.strategy) is RoundPipeStrategy
+
+
 WRONG = {
+    "threads_per_device=100000": ("threads_per_device=100000: use at most",),
     "num_microbatches=four": ("num_microbatches", "<class 'int'>", "'auto'", "four"),
     "num_microbatches=0": ("num_microbatches=0: use a positive integer",),
     "round_size=1.5": ("round_size", "<class 'int'>", "1.5"),

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
-from tests.adapter.conftest import WIDTH, Small
+from tests.adapter.conftest import CLASSES, WIDTH, Small
 
 from .mistakes import Batches, refusal, with_step
 from .rows import compat
@@ -213,6 +213,45 @@ def test_no_hint_where_it_would_be_wrong(make_trainer: Any, make_loader: Any, re
 )
 def test_wrong_results(assert_refused: Any, wrong: Any, error: Any, match: str) -> None:
     assert_refused(with_step(lambda self, batch, batch_idx: wrong(self.loss(batch))), match, error)
+
+
+class Lazy(Small):
+    """Some of its modules know the width of what they get from the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[1].append(nn.LazyBatchNorm1d(affine=False))
+        self.head = nn.LazyLinear(CLASSES)
+
+
+@compat(
+    "Misuse",
+    "lazy modules (`nn.LazyLinear`)",
+    status="refused",
+    note="Call the module once, with an example, in `configure_model`.",
+)
+def test_lazy_modules(make_trainer: Any, make_loader: Any, options: dict[str, Any]) -> None:
+    for run in ("fit", "validate"):
+        module = Lazy()
+        module.validation_step = module.training_step
+        with pytest.raises(MisconfigurationException, match=r"'body.1.3' \(LazyBatchNorm1d\) is lazy.*configure_model"):
+            getattr(make_trainer(options=options), run)(module, make_loader())
+
+
+@compat("Misuse", "lazy modules that are called once in `configure_model`")
+def test_lazy_modules_that_are_called_before(fit_both: Any, assert_alike: Any, options: dict[str, Any]) -> None:
+    class Called(Lazy):
+        def configure_model(self) -> None:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                self.eval()(torch.zeros(2, WIDTH))
+                self.train()
+
+    plain, ours = fit_both(Called, ours={"options": options, "num_microbatches": 1})
+    initial = Called()
+    initial.configure_model()
+    assert not torch.equal(plain.module.head.weight, initial.head.weight)
+    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
 
 
 @compat(

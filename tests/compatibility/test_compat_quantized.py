@@ -334,7 +334,6 @@ class Plain(nn.Module):
         self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
         self.weight.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
         self.counts = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
-        self.lazy = nn.LazyLinear(2)
         self.register_buffer("adjacency", torch.eye(2).to_sparse())
         self.phases = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         self.scale = 2.0
