@@ -40,10 +40,9 @@ micro-batch of a step brings a gradient of the size of the weight (the others br
 added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. 'late' is 'exact' with no memory
 set aside for updates that begin before the backward is over; early_weights is how many of the weights (layers) 'exact'
 updates so early, per step. step_ms is the time from the moment in which Lightning takes one batch to that of the next,
-so zero_grad, optimizer and data loading are in it; the first steps of a fit are left out, and so is the last. No module
-or callback has hooks of its own, with which 'stale' would drain the pipeline in every step. Modes alternate, fit by
-fit; hidden is formed within a repetition and, as of_fastest, of the fastest step of each mode, which other work on the
-cores disturbs least.
+so zero_grad, optimizer and data loading are in it; the first steps of a fit are left out, and so is the last. Modes
+alternate, fit by fit; hidden is formed within a repetition and, as of_fastest, of the fastest step of each mode, which
+other work on the cores disturbs least.
 update_ms is optimizer.step with 'off'. hidden is (off - mode) / (off - none), the share of the cost of the update that
 is not seen in the step. ideal_ms is the larger of 'none' and the update with the threads that it has behind the
 pipeline (bandwidth.behind): a step in which only the longer of the two is seen. forward_over_update is the forward of

@@ -10,6 +10,7 @@ those who hold the memory of a weight tells: the weight, and its replicas.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .recompute import leaves_of_glue
+from .recompute import walk_graph
 
 if TYPE_CHECKING:
     from .gradients import GradientStore
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from .units import Unit
     from .walk import Walk
 
+# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
+_MAX_NODES = 2000
 # Masters, and what waits for their gradients: it gives those that have come, as one sum each.
 Tell = Callable[[Sequence[nn.Parameter], Callable[[], Mapping[nn.Parameter, Tensor]]], None]
 
@@ -84,10 +87,11 @@ class Completion:
         Args:
             roots: autograd nodes of its glue to start from: of the loss, and of the inputs of its calls.
         """
-        found = leaves_of_glue(roots)
+        nodes = list(itertools.islice(walk_graph(roots), _MAX_NODES))
+        found = {node.variable for node in nodes if hasattr(node, "variable")}
         with self._lock:
-            self._leaves |= found or set()
-            self._is_overlooked |= found is None
+            self._leaves |= found
+            self._is_overlooked |= len(nodes) == _MAX_NODES
 
     def end_slot(self, slot: Slot) -> None:
         """A slot has ended, and its gradients are on their way home."""

@@ -54,9 +54,7 @@ class Early(enum.Enum):
 class _EarlyShare(Share):
     """Weights that are updated too early for whoever looks at them: the update is taken back then."""
 
-    @property
-    def owns_gradients(self) -> bool:
-        return False
+    owns_gradients = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], take_back: Callable[[], None]) -> None:
         super().__init__(parameters)

@@ -31,7 +31,7 @@ class MicrobatchThreads:
     """The threads of one step.
 
     Attributes:
-        results: of the user's function, by micro-batch.
+        outputs: results of the user's function, by micro-batch.
         completion: looks at the graphs of glue, see :mod:`completion`.
     """
 
@@ -39,7 +39,7 @@ class MicrobatchThreads:
     lock: GlueLock
     glue_parameters: GlueParameters
     leaf_names: Callable[[], dict[int, str]]
-    results: dict[int, Results] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
     completion: Completion | None = None
 
     def __post_init__(self) -> None:
@@ -63,13 +63,14 @@ class MicrobatchThreads:
             with entered(walk.state), self._surroundings.entered(), self._strays(walk):
                 try:
                     self.lock.acquire(walk.state)
-                    roots = self._forward(walk)
+                    results, roots = self._forward(walk)
                     if roots:
                         self.lock.release(walk.state)
                         with self._surroundings.in_backward():
                             walk.backward(roots)
                 finally:
                     walk.finish()
+                self.outputs[walk.index] = results.arrive()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
             fail(error)
         finally:
@@ -80,17 +81,17 @@ class MicrobatchThreads:
             return contextlib.nullcontext()
         return StrayOperands(lambda: walk.device, self.glue_parameters, walk.is_flushing)
 
-    def _forward(self, walk: Walk) -> list[tuple[Tensor, Tensor]]:
-        """The user's step on one micro-batch; what to run backward from: tensors, their gradients.
+    def _forward(self, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
+        """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
 
         Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
         """
         request = self.request
         output = request.function(request.microbatches[walk.index])
         loss = None if request.loss_of is None else request.loss_of(output)
-        self.results[walk.index] = Results(output, walk.owner_of)
+        results = Results(output, walk.owner_of)
         share = request.weights[walk.index]
-        return [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
+        return results, [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
 
     def root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """A loss to run backward from, and its gradient."""

@@ -13,13 +13,11 @@ raises :class:`Violation` where
 Units are updated one by one, so an optimizer step is in several parts with everything else between them. Weights are
 the row of gradients that they were made with, so that a lost or doubled gradient shows.
 
-Seven modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread
-when the one before has ended, which makes most of the paper's orderings hold without a wait. In ``tail``, which is
-``stale`` without a gap, a step begins when the one before has the backward of its last unit left, which gets its
-weights once more; the two run on different devices. ``early`` is ``exact`` with a unit that is updated while the
-backward of the other one runs, and in ``taken back`` the assumption of that is wrong in every step; both are ``exact``
-where gradients are clipped or accumulated. In ``paper`` steps do not wait for each other, and there is one working
-copy: it has all five.
+Six modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread when
+the one before has ended, which makes most of the paper's orderings hold without a wait. ``early`` is ``exact`` with a
+unit that is updated while the backward of the other one runs, and in ``taken back`` the assumption of that is wrong in
+every step; both are ``exact`` where gradients are clipped or accumulated. In ``paper`` steps do not wait for each
+other, and there is one working copy: it has all five.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ SETTLE = "the optimizer is called when what has begun early is over"
 UNDO = "an update is made again when it has been taken back"
 START = "an update begins when all gradients are known"
 WEIGHTS_FREED = "the next weights come to a device when nobody computes with the last ones"
-SNAPSHOTS = "a step begins when what it computes with is made"
 GRADIENTS_FREED = "the next gradients are made on a device when the last ones have left it"
 
 
@@ -95,7 +92,7 @@ class Settings:
     @property
     def is_stale(self) -> bool:
         """Whether steps compute with weights that lack an update."""
-        return self.mode in ("stale", "paper", "tail")
+        return self.mode in ("stale", "paper")
 
     def is_early(self, unit: int) -> bool:
         """Whether the update of this unit begins before the end of the backward."""
@@ -124,8 +121,6 @@ class Settings:
 
 def lanes_of(settings: Settings) -> dict[str, list[Operation]]:
     """What each lane does, in order."""
-    if settings.mode == "tail":
-        return _TailBuilder(settings).build()
     build = _Builder(settings)
     for step in range(settings.num_steps):
         build.load(step)
@@ -282,72 +277,6 @@ class _Builder:
         return update
 
 
-class _TailBuilder(_Builder):
-    """Steps that begin before the backward of the one before is over; even and odd ones have cells of their own."""
-
-    def build(self) -> dict[str, list[Operation]]:
-        for step in range(self.settings.num_steps):
-            self._head(step)
-            if step:
-                self._complete(step - 1)
-        self._complete(self.settings.num_steps - 1)
-        return self.lanes
-
-    def _head(self, step: int) -> None:
-        side = step % 2
-        # Those of the program: the step before is in its tail. What the optimizer was called for may still be made.
-        waits: list[tuple[str | None, Name]] = [(None, ("backward", 1, step - 1))]
-        waits += [(SNAPSHOTS, ("refresh", unit, step - 2)) for unit in UNITS]
-        self._add("main", ("begin", NOBODY, step), waits)
-        for unit in UNITS:
-            self._upload("upload", unit, step, [(None, ("begin", NOBODY, step))])
-        for unit in UNITS:
-            waits = [(WEIGHTS, ("upload", unit, step))]
-            device = (f"device {side}", unit)
-            self._add(f"compute {side}", ("forward", unit, step), waits, [device], effect=self._computing(step))
-        self._backward(1, step, [])
-        self._upload("upload again", 0, step, [(None, ("forward", 0, step))])
-        self._backward(0, step, [(WEIGHTS, ("upload again", 0, step))])
-
-    def _upload(self, what: str, unit: int, step: int, waits: list[tuple[str | None, Name]]) -> None:
-        snapshot = (f"snapshot {self.settings.version(step) % 2}", unit)
-        self._add(f"h2d {step % 2}", (what, unit, step), waits, [snapshot], [(f"device {step % 2}", unit)], _same)
-
-    def _backward(self, unit: int, step: int, waits: list[tuple[str | None, Name]]) -> None:
-        side = step % 2
-        made, home = (f"device gradient {side}", unit), (f"gradient at home {side}", unit)
-        device = (f"device {side}", unit)
-        self._add(f"compute {side}", ("backward", unit, step), waits, [device], [made], self._computing(step))
-        downloaded = [(GRADIENTS, ("backward", unit, step))]
-        self._add(f"d2h {side}", ("download", unit, step), downloaded, [made], [home], _same)
-
-    def _complete(self, step: int) -> None:
-        """The tail is over: its gradients go to the update that waits for them, clipped if they are to be."""
-        side = step % 2
-        grads = [(f"late gradient {side}", unit) for unit in UNITS]
-        for unit in reversed(UNITS):
-            waits = [(TAKE_3, ("download", unit, step))]
-            home = (f"gradient at home {side}", unit)
-            self._add("main", ("take", unit, step), waits, [home], [grads[unit]], self._taking(step))
-        self._add("main", ("start", NOBODY, step))
-        if self.settings.clips:
-            waits = [(START, ("start", NOBODY, step))]
-            self._add("updater", ("clip", NOBODY, step), waits, grads, grads, self._clipping(step))
-        for unit in UNITS:
-            waits = [(START, ("start", NOBODY, step))]
-            master = ("master", unit)
-            self._add("updater", ("update", unit, step), waits, [grads[unit], master], [master], self._updating(step))
-            snapshot = (f"snapshot {(step + 1) % 2}", unit)
-            self._add("updater", ("refresh", unit, step), (), [master], [snapshot], _version)
-
-    def _taking(self, step: int) -> Effect:
-        def take(values: Values) -> Values:
-            _expect("the gradient taken", values[0], step)
-            return ((step,),)
-
-        return take
-
-
 def _same(values: Values) -> Values:
     return values
 
@@ -373,7 +302,7 @@ class _State:
 
 def _initial(cell: Cell) -> object:
     what = cell[0]
-    if what in ("master", "gradient") or what.startswith("late gradient"):
+    if what in ("master", "gradient"):
         return ()
     return 0 if what == "copy" or what.startswith("snapshot") else None
 

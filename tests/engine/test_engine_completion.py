@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import recompute
+from lightning_roundpipe.engine import completion
 from lightning_roundpipe.engine.cuda import CudaDevice
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.requests import StepResult
@@ -276,9 +276,9 @@ def test_a_weight_that_glue_begins_to_use_later(make: Callable[..., Steps], is_s
 def test_glue_that_is_too_large_to_be_looked_at(make: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make(Net())
     steps.run(0)
-    monkeypatch.setattr(recompute, "_MAX_NODES", 3)
+    monkeypatch.setattr(completion, "_MAX_NODES", 3)
     steps.run(1)
     assert steps.told == []
-    monkeypatch.setattr(recompute, "_MAX_NODES", 20)
+    monkeypatch.setattr(completion, "_MAX_NODES", 20)
     steps.run(2)
     assert len(steps.told) == 8
