@@ -29,8 +29,8 @@ def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModul
         return
 
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
-        num_threads, known_norm = torch.get_num_threads(), updates.early.known_norm
-        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads, known_norm)):
+        num_threads = torch.get_num_threads()
+        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
             type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:

@@ -44,21 +44,11 @@ class HostReport:
         self._stale = stale
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS)
 
-    @property
-    def missing_bytes(self) -> int:
-        """What is still to be allocated."""
-        allocated = allocated_bytes(self._root, self._optimizers)
-        return self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
-
-    @property
-    def spare_bytes(self) -> int:
-        """What is left on the host beyond what is needed, as far as both are known."""
-        return max(0, (self._available() or 0) - self.missing_bytes)
-
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""
         left = self._available()
-        missing = self.missing_bytes
+        allocated = allocated_bytes(self._root, self._optimizers)
+        missing = self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
         if self._has_warned or left is None or missing <= left:
             return
         self._has_warned = True

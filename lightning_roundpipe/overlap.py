@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
-from .engine.completion import Tell
-from .engine.early import Early
 from .engine.host_memory import trained_by
-from .engine.optimizer import Updates, keeps_gradients, why_not_separable
+from .engine.optimizer import Updates, why_not_separable
 from .engine.optimizer_state import unguard
 from .engine.pool import DevicePool
 from .engine.runner import Engine
 from .engine.stale import StaleWeights
-from .in_between import runs_in_between
 from .options import RoundPipeOptions
 from .workers import update_threads
 
@@ -70,7 +65,6 @@ class OptimizerOverlap:
         self._is_scripted = False
         self._guarded: list[Optimizer] = []
         self._refused: list[Optimizer] = []
-        self._has_told = False
 
     def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
         """The fit begins: the snapshots that will be taken of weights, None if none will be.
@@ -120,57 +114,19 @@ class OptimizerOverlap:
             raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer, closure: Any) -> Iterator[None]:
-        """Around a step of ``optimizer``, ``closure`` included: the update itself may come later."""
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of ``optimizer``, its closure included: the update itself may come later."""
         if not self._applies(optimizer):
             self._updates.wait()
             yield
             return
         assert self._module is not None
-        # Around a closure of Lightning's own there may be code of the user, too.
-        early = self._early(optimizer, self._module) if type(closure) is Closure else Early.NOTHING
-        with (
-            self._updates.overlapping(optimizer, self._order, early),
-            clipped_by(self._updates, optimizer, self._module),
-        ):
+        with self._updates.overlapping(optimizer, self._order), clipped_by(self._updates, optimizer, self._module):
             yield
         trainer = self._module.trainer
         if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
             # What comes now is no next step: exports, other trainers, new workers of data loaders.
             self._updates.wait()
-        if self._updates.early.is_mistaken and not self._has_told:
-            self._has_told = True
-            rank_zero_info(
-                "optimizer updates begin after the backward from now on: between the last gradient and the step of the "
-                "optimizer, something looks at weights or at the optimizer's state, or changes gradients or options"
-            )
-
-    def set_aside(self, num_bytes: int) -> None:
-        """So many bytes on the host may be used for updates that begin before the end of the backward."""
-        self._updates.early.set_aside(num_bytes)
-
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[Tell | None]:
-        """Around a training step, maybe once more; gives who wants to know of gradients that are complete."""
-        early = self._updates.early
-        if not early.is_open:
-            yield None
-            return
-        early.start_again()
-        yield early.offer
-        early.stop_taking()
-
-    def _early(self, optimizer: Optimizer, module: pl.LightningModule) -> Early:
-        """What to do with gradients before the last one has come: what is going to happen to them, if nothing unusual
-        does. (A loss scaler runs the closure before it calls the optimizer.)"""
-        trainer = module.trainer
-        if self._stale is not None or not module.automatic_optimization or trainer.accumulate_grad_batches != 1:
-            return Early.NOTHING
-        if runs_in_between(module):
-            return Early.NOTHING
-        if not trainer.gradient_clip_val:
-            return Early.UPDATES if keeps_gradients(optimizer) else Early.NOTHING
-        return Early.NOTHING if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Early.NORMS
 
     def check(self) -> None:
         """A step begins.

@@ -84,10 +84,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
-        optimizer_overlap: ``"exact"`` runs the update of the weights behind the backward and the next forward, which
-            waits for the weights that it needs, with the same results; so does everything else that looks at weights or
-            optimizer state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a
-            training step waits for no update, and computes with the weights from before the last one.
+        optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
+            weights that it needs, with the same results; so does everything else that looks at weights or optimizer
+            state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
+            waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
@@ -215,7 +215,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
             stale = self._updates.begin(self._module, self.optimizers)
             self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
-            self._updates.set_aside(self._host_report.spare_bytes // 4)
 
     @override
     def model_to_device(self) -> None:
@@ -328,7 +327,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         """A step of the optimizer, on the masters; what it does to them may come later, see ``optimizer_overlap``."""
-        with self._updates.stepping(optimizer, closure):
+        with self._updates.stepping(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -393,7 +392,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
         meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches), meetings, self._updates.attempt() as completed:
+        with logs.capturing(), guard.watching(name, batches), meetings:
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -404,7 +403,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
-                completed=None if guard.is_looking else completed,
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
         return logs, result

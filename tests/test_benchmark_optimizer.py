@@ -14,7 +14,6 @@ import torch
 
 from benchmarks import optimizer
 from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import early
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +37,7 @@ def test_the_quick_run_reports_every_mode(monkeypatch: pytest.MonkeyPatch, capsy
     assert set(row["step_ms"]) == set(optimizer.MODES)
     # 4 micro-batches of 3 layers of 2 ms forward and 4 ms backward on 2 devices
     assert all(found["median"] >= 36 for found in row["step_ms"].values())
-    assert set(row["hidden"]) == {"late", "exact", "stale"}
-    assert 0 <= row["early_weights"] <= 3
+    assert set(row["hidden"]) == {"exact", "stale"}
     assert row["ideal_ms"] >= row["step_ms"]["none"]["median"]
     rates = report["results"]["bandwidth"]["behind"]["gb_per_s"]
     assert set(rates) > {"copy", "triad", "plain", "loop"}
@@ -57,16 +55,11 @@ def test_modes_differ_in_when_they_update(monkeypatch: pytest.MonkeyPatch) -> No
         start(self, *args)
 
     monkeypatch.setattr(optimizer.Updates, "start", noting)
-    monkeypatch.setattr(early, "SHARE_BYTES", 1)
-    num_early = {}
     for mode in optimizer.MODES:
         measured = optimizer.train(size, 5.0, mode, 2)
         assert len(measured.steps_ms) == 2
         assert len(measured.updates_ms) == (3 if mode == "off" else 0)
-        num_early[mode] = measured.early_weights
-    assert overlapping == [mode for mode in ("late", "exact", "stale") for _ in range(optimizer.SKIPPED + 3)]
-    assert num_early.pop("exact") > 0
-    assert set(num_early.values()) == {0}
+    assert overlapping == [mode for mode in ("exact", "stale") for _ in range(optimizer.SKIPPED + 3)]
 
 
 def test_an_update_is_seen_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

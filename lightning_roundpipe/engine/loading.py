@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
@@ -27,7 +25,6 @@ from .units import Unit
 from .working_copies import WorkingCopies
 
 if TYPE_CHECKING:
-    from .completion import Completion
     from .recompute import Call
     from .step_context import Plan
 
@@ -206,12 +203,6 @@ class ReplicaCache:
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
 
-    def num_aliases(self, unit: Unit, master: nn.Parameter) -> int:
-        """How many replicas of ``unit`` use the memory of ``master``."""
-        keys = [(id(unit), index, is_low) for index in range(len(self._by_device)) for is_low in (False, True)]
-        replicas = [self._replicas[key] for key in keys if key in self._replicas]
-        return sum(replica.aliases(master) for replica in replicas)
-
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""
         return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
@@ -243,20 +234,10 @@ class _Evict:
 
 
 class Loader:
-    """Moves the weights of one run over a schedule; see [Note: slots].
-
-    Args:
-        completion: is told of slots that have ended, when their weights are not in use any more.
-    """
+    """Moves the weights of one run over a schedule; see [Note: slots]."""
 
     def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        pool: DevicePool,
-        replicas: ReplicaCache,
-        gradients: GradientStore,
-        completion: Completion | None = None,
+        self, plan: Plan, schedule: Schedule, pool: DevicePool, replicas: ReplicaCache, gradients: GradientStore
     ) -> None:
         self._pool = pool
         self._replicas = replicas
@@ -265,9 +246,6 @@ class Loader:
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
-        self._completion = completion
-        if completion is not None:
-            completion.follow(slot for row in self._slots for slot in row)
 
     def begin(self) -> None:
         """Loads the first slots, before any micro-batch starts."""
@@ -281,18 +259,14 @@ class Loader:
         device = self._pool[device_index]
         slot = self._slots[device_index][self._now[device_index]]
         self._now[device_index] += 1
-        if device.aliases_host and self._completion is None:
+        if device.aliases_host:
             self._harvest(device, slot)
             return
         with device.occupied():
             self._harvest(device, slot)
-            if not device.aliases_host:
-                self._replicas.expect(device, self._next_uses(device))
+            self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
-            if not device.aliases_host:
-                self._load_slot(device)
-        if self._completion is not None:
-            self._completion.end_slot(slot)
+            self._load_slot(device)
 
     def _harvest(self, device: Device, slot: Slot) -> None:
         """Gradients go home, unit by unit, in the order of the slots of their stage."""

@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from .strays import StrayOperands
 from .threads import Surroundings
 from .walk import Walk
 
-if TYPE_CHECKING:
-    from .completion import Completion
-
 
 @dataclass
 class MicrobatchThreads:
@@ -32,7 +29,6 @@ class MicrobatchThreads:
 
     Attributes:
         outputs: results of the user's function, by micro-batch.
-        completion: looks at the graphs of glue, see :mod:`completion`.
     """
 
     request: StepRequest
@@ -40,7 +36,6 @@ class MicrobatchThreads:
     glue_parameters: GlueParameters
     leaf_names: Callable[[], dict[int, str]]
     outputs: dict[int, Any] = field(default_factory=dict)
-    completion: Completion | None = None
 
     def __post_init__(self) -> None:
         self._surroundings = Surroundings.of_this_thread(self.request.autocast_device)
@@ -106,6 +101,4 @@ class MicrobatchThreads:
             )
         if walk.shared.plan.recording:
             check_escape([loss.grad_fn, *walk.glue_nodes()], self.leaf_names())
-        if self.completion is not None:
-            self.completion.look_at_glue([loss.grad_fn, *walk.glue_nodes()])
         return loss, torch.full_like(loss, share)

@@ -8,8 +8,6 @@ does everything else that looks at weights, gradients or optimizer state. What i
 would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
 the options of their groups as they were when ``step`` was called.
 
-Some of it is done before ``step`` is called, see [Note: early updates] in :mod:`early`.
-
 This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
 :func:`why_not_separable`.
 """
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .early import Early, EarlyWork
 from .optimizer_state import GuardedState
 from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, unwaited, updating
@@ -77,15 +74,6 @@ def _keys(optimizer: Optimizer) -> list[Any]:
     return state.peek_keys() if isinstance(state, GuardedState) else list(state)
 
 
-def keeps_gradients(optimizer: Optimizer) -> bool:
-    """Whether an update is known to leave gradients as they are. Optimizers of others can say so: a class attribute
-    ``keeps_gradients = True``."""
-    kind = type(optimizer)
-    if kind is torch.optim.SGD:  # adds the momentum to the gradient in place
-        return not any(group["nesterov"] for group in optimizer.param_groups)
-    return kind in _SEPARABLE or bool(getattr(kind, "keeps_gradients", False))
-
-
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Whether user code has put a ``step`` of its own on the object. Schedulers do so to count, and so does manual
     optimization here: those call what was there."""
@@ -107,14 +95,12 @@ class Updates:
             computes with them.
 
     Attributes:
-        early: what is done while the closure of an optimizer runs, see [Note: early updates] in :mod:`early`.
         others: gives parameters that may be in the same memory as weights that are updated.
     """
 
     def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
         self._num_threads = num_threads
         self._stale = stale
-        self.early = EarlyWork(num_threads)
         self.others: Callable[[], Iterable[nn.Parameter]] = tuple
         self._thread: threading.Thread | None = None
         self._earlier: threading.Thread | None = None
@@ -125,13 +111,12 @@ class Updates:
 
     @contextlib.contextmanager
     def overlapping(
-        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]], early: Early = Early.NOTHING
+        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
     ) -> Iterator[None]:
         """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
 
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
-            early: what is done with gradients that are offered to :attr:`early` during the closure.
         """
 
         plain = optimizer.step
@@ -143,14 +128,13 @@ class Updates:
             result = None
             self._closing, self._factor = optimizer, None
             try:
-                with self.early.during(early, optimizer, self.guard(optimizer)) as updated:
-                    if closure is not None:
-                        with torch.enable_grad():
-                            result = closure()
+                if closure is not None:
+                    with torch.enable_grad():
+                        result = closure()
             finally:
                 self._closing = None
             fresh = _without_state(optimizer)
-            self.start(optimizer, order(), self._factor, updated)
+            self.start(optimizer, order(), self._factor)
             if fresh:
                 self._wait_for_state(optimizer, fresh)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -168,7 +152,6 @@ class Updates:
         """
         if self._closing is not optimizer or self._factor is not None:
             return False
-        self.early.take_back()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._factor = factor(gradients)
         return self._factor is not None
@@ -178,14 +161,12 @@ class Updates:
         optimizer: Optimizer,
         order: Sequence[Iterable[nn.Parameter]],
         factor: Tensor | None = None,
-        updated: Container[nn.Parameter] = (),
     ) -> None:
         """Begins an optimizer step; it comes after those that have begun already.
 
         Args:
             order: see :meth:`overlapping`.
             factor: a number that the gradients are multiplied by first.
-            updated: weights that have been updated.
 
         Raises:
             BaseException: what went wrong in one before.
@@ -193,7 +174,7 @@ class Updates:
         self._failure.check()
         state = self.guard(optimizer)
         options = options_of(optimizer)
-        gradients = {p: g for p in options if p not in updated and (g := p.grad) is not None}
+        gradients = {p: g for p in options if (g := p.grad) is not None}
         if not gradients:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.turning():
@@ -257,7 +238,6 @@ class Updates:
 
     def _be_looked_at(self) -> None:
         """Somebody looks at the state of an optimizer."""
-        self.early.take_back()
         self.join()
         self._failure.tell()
 
@@ -288,7 +268,6 @@ class Updates:
                 except BaseException as error:  # must reach those who wait
                     self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
                 finally:
-                    part.let_go()
                     share.end()
 
     def wait(self) -> None:

@@ -111,10 +111,6 @@ class Replica:
         """The master of one of this replica's modules."""
         return self._master_of.get(id(copy))
 
-    def aliases(self, master: nn.Parameter) -> bool:
-        """Whether the leaf of ``master``, a weight of the unit, uses its memory."""
-        return self._leaf_of[id(master)].data_ptr() == master.data_ptr()
-
     def refresh(self, baseline: Callable[[], Attributes]) -> None:
         """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
 

@@ -82,15 +82,11 @@ class Share:
 
     Args:
         failure: raised by those who wait.
-
-    Attributes:
-        owns_gradients: whether their gradients belong to them until then as well.
     """
 
-    owns_gradients = True
     passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
-    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure) -> None:
         self.parameters = list(parameters)
         self._failure = failure
         self._done = threading.Event()
@@ -108,7 +104,7 @@ class Share:
         Args:
             is_undone: whether they are what they were before.
         """
-        see(Event.TAKEN_BACK if is_undone else Event.UPDATED, self.parameters)
+        see(Event.NOT_UPDATED if is_undone else Event.UPDATED, self.parameters)
         for parameter in self.parameters:
             if _shares.get(id(parameter)) is self:
                 del _shares[id(parameter)]
@@ -134,8 +130,7 @@ class Share:
                 "apart. Leave out is_separable = True, or use optimizer_overlap='off'"
             )
         self._await_end()
-        if self._failure is not None:
-            self._failure.tell()
+        self._failure.tell()
 
     def _await_end(self) -> None:
         self._done.wait()
@@ -161,13 +156,12 @@ class PendingParameter(nn.Parameter):
         if func in _HARMLESS:
             with unwaited():
                 return func(*args, **kwargs)
-        is_of_gradient = func in _OF_GRADIENT
         passes = False
         for parameter in _pending_in((args, kwargs)):
             share = _shares.get(id(parameter))
             if share is None:
                 _classify(parameter)  # made one by torch.utils.swap_tensors
-            elif (is_of_gradient and not share.owns_gradients) or threading.get_ident() in share.passes_for:
+            elif threading.get_ident() in share.passes_for:
                 passes = True
             else:
                 share.wait()
@@ -202,7 +196,6 @@ def _harmless() -> Iterator[Any]:
 
 
 _HARMLESS = frozenset(_harmless())
-_OF_GRADIENT = frozenset(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
 def _classify(parameter: nn.Parameter) -> None:

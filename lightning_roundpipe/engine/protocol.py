@@ -20,9 +20,7 @@ The paper's five orderings (:class:`Ordering`) say which of these exclude each o
 4. ``TAKEN_BEFORE_DOWNLOADED``. Every download has memory of its own. While an update reads the gradient of a weight, no
    next one comes, as the unit runs after the update. Stale steps do not wait for the update: there
    ``RoundPipeStrategy.backward`` does, before it hands out what has come home.
-5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread. An update that
-   begins before it ([Note: early updates] in :mod:`early`) is of units that were given up on all devices; should one of
-   them be needed again, the update is taken back first.
+5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread.
 
 Stale steps compute with snapshots, which nobody writes meanwhile (see :mod:`stale`): there an update excludes nothing
 but another one of the same weights.
@@ -68,7 +66,7 @@ class Event(enum.Enum):
     TAKE = "taking its gradients"
     UPDATE = "updating it"
     UPDATED = "the end of its update"
-    TAKEN_BACK = "taking its update back"
+    NOT_UPDATED = "the end of its update, which was not made"
 
 
 class Ordering(enum.Enum):
@@ -127,11 +125,11 @@ RULES: Mapping[Event, Rule] = {
         },
     ),
     Event.UPDATED: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
-    Event.TAKEN_BACK: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
+    Event.NOT_UPDATED: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
 }
 _MASTER_STATES = (UnitState.MASTER_UPDATED, UnitState.COPY_REFRESHED, UnitState.UPDATING)
 # Where an exception would leave those who wait for an update waiting for ever.
-_UNRAISED = (Event.UPDATE, Event.UPDATED, Event.TAKEN_BACK)
+_UNRAISED = (Event.UPDATE, Event.UPDATED, Event.NOT_UPDATED)
 
 
 class ProtocolError(RuntimeError):
@@ -292,7 +290,7 @@ class Protocol:
             record.has_gradient = False
         elif event is Event.UPDATED:
             record.version += 1
-        elif event is Event.TAKEN_BACK:
+        elif event is Event.NOT_UPDATED:
             record.has_gradient = True
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
-from .completion import Tell
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class StepRequest:
         autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
         meets: whether the function runs its backward itself, by :func:`meetings.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
-        completed: is told of weights whose gradients are complete while others are not; see :mod:`completion`.
     """
 
     function: Callable[[Any], Any]
@@ -41,7 +39,6 @@ class StepRequest:
     merge: Callable[[list[Any]], Any] | None = None
     autocast_device: str = "cpu"
     meets: bool = False
-    completed: Tell | None = None
 
     @property
     def training(self) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..planning.schedule import Schedule
-from .completion import completion_of
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState
 from .glue_parameters import GlueParameters
@@ -236,10 +235,7 @@ class Step:
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        is_whole = len(indices) == len(self._states)
-        completion = completion_of(request, resources, self._store, self._walks.values()) if is_whole else None
-        self._threads.completion = completion
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion)
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)

@@ -118,13 +118,6 @@ class Part:
         for parameter, shadow in self._shadows.items():
             stale.refill(parameter, shadow)
 
-    def let_go(self) -> None:
-        """Nobody but the weights holds their memory any more."""
-        self._shadows.clear()
-        self._groups.clear()
-        self._optimizer.param_groups.clear()
-        self._optimizer.state.clear()
-
 
 def _is_of_torch(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")

@@ -13,11 +13,9 @@ raises :class:`Violation` where
 Units are updated one by one, so an optimizer step is in several parts with everything else between them. Weights are
 the row of gradients that they were made with, so that a lost or doubled gradient shows.
 
-Six modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread when
-the one before has ended, which makes most of the paper's orderings hold without a wait. ``early`` is ``exact`` with a
-unit that is updated while the backward of the other one runs, and in ``taken back`` the assumption of that is wrong in
-every step; both are ``exact`` where gradients are clipped or accumulated. In ``paper`` steps do not wait for each
-other, and there is one working copy: it has all five.
+Four modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread when
+the one before has ended, which makes most of the paper's orderings hold without a wait. In ``paper`` steps do not wait
+for each other, and there is one working copy: it has all five.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ Values = tuple[object, ...]
 Effect = Callable[[Values], Values]
 
 UNITS = (0, 1)
-EARLY_UNIT = 1  # its backward comes first
 NOBODY = -1  # stands for all units
 CLIPPED = "clipped"
 
@@ -48,8 +45,6 @@ UPDATE_5 = Ordering.COPIED_BETWEEN_UPDATES.name + ": the update waits"
 COPY_5 = Ordering.COPIED_BETWEEN_UPDATES.name + ": the copy waits"
 WEIGHTS = "a unit runs after the upload of its weights"
 GRADIENTS = "gradients are downloaded after the backward"
-SETTLE = "the optimizer is called when what has begun early is over"
-UNDO = "an update is made again when it has been taken back"
 START = "an update begins when all gradients are known"
 WEIGHTS_FREED = "the next weights come to a device when nobody computes with the last ones"
 GRADIENTS_FREED = "the next gradients are made on a device when the last ones have left it"
@@ -93,11 +88,6 @@ class Settings:
     def is_stale(self) -> bool:
         """Whether steps compute with weights that lack an update."""
         return self.mode in ("stale", "paper")
-
-    def is_early(self, unit: int) -> bool:
-        """Whether the update of this unit begins before the end of the backward."""
-        is_possible = not self.clips and self.accumulated == 1
-        return is_possible and unit == EARLY_UNIT and self.mode in ("early", "taken back")
 
     def version(self, step: int) -> int:
         """The number of updates in the weights that this step is to compute with."""
@@ -160,9 +150,9 @@ class _Builder:
         for unit in UNITS:
             begun: tuple[str | None, Name] = (None, ("begin", NOBODY, step))
             device = ("device", unit)
-            if mode not in ("stale", "paper"):
+            if mode in ("off", "exact"):
                 waits = [begun]
-                if mode != "off" and not (mode == "early" and self.settings.is_early(unit)):
+                if mode == "exact":
                     waits.append((UPDATE_2, ("update", unit, self._last_update(step))))
                 copy = ("copy", unit)
                 self._add("loader", ("refresh", unit, step), waits, [("master", unit)], [copy], _version)
@@ -208,35 +198,16 @@ class _Builder:
                 return ((step,) if step % window == 0 else (*known, step),)
 
             grad = ("gradient", unit)
-            taker = "early" if self.settings.is_early(unit) else lane
-            self._add(taker, ("take", unit, step), waits, [("gradient at home", unit), grad], [grad], add)
+            self._add(lane, ("take", unit, step), waits, [("gradient at home", unit), grad], [grad], add)
         if self.settings.clips and self.settings.is_updating(step):
             everything = [("gradient", unit) for unit in UNITS]
             self._add(lane, ("clip", NOBODY, step), (), everything, everything, self._clipping(step))
-        if self.settings.is_early(EARLY_UNIT):
-            self._settle(step)
         self._add(lane, ("start", NOBODY, step))
-
-    def _settle(self, step: int) -> None:
-        """The early unit is updated, what that overwrites is kept; and the assumption is checked on the main thread."""
-        unit, master, kept = EARLY_UNIT, ("master", EARLY_UNIT), ("kept", EARLY_UNIT)
-        is_right = self.settings.mode == "early"
-        self._add("early", ("save", unit, step), (), [master], [kept], _same)
-        name: Name = ("update" if is_right else "guess", unit, step)
-        self._add("early", name, (), [("gradient", unit), master], [master], self._updating(step))
-        if is_right:
-            self._add("main", ("settle", unit, step), [(SETTLE, name)])
-            return
-        self._add("main", ("check", unit, step))
-        self._add("early", ("undo", unit, step), [(None, ("check", unit, step))], [kept], [master], _same)
-        self._add("main", ("settle", unit, step), [(UNDO, ("undo", unit, step))])
 
     def update(self, step: int) -> None:
         """The units are updated one by one, and working copies or snapshots made of them."""
         mode = self.settings.mode
         for unit in UNITS:
-            if mode == "early" and self.settings.is_early(unit):
-                continue
             waits = [] if mode == "off" else [(START, ("start", NOBODY, step))]
             if mode == "paper":
                 waits.append((UPDATE_5, ("refresh", unit, step - 1)))
