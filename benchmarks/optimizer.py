@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,6 @@ from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.engine import shares as update_shares
 from lightning_roundpipe.engine.clipping import clip_factor
-from lightning_roundpipe.engine.early import EarlyWork
 from lightning_roundpipe.engine.optimizer import Updates
 from lightning_roundpipe.engine.patches import intra_op_threads
 from lightning_roundpipe.engine.pool import DevicePool
@@ -37,13 +36,10 @@ METHOD = """
 steps: Trainer(strategy=RoundPipeStrategy(...)).fit on virtual devices with one thread each. Every layer holds a square
 weight in float32; its forward sleeps forward_ms and its backward twice as long, without taking a core, and the first
 micro-batch of a step brings a gradient of the size of the weight (the others bring none, so that nothing has to be
-added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. 'late' is 'exact' with no memory
-set aside for updates that begin before the backward is over; early_weights is how many of the weights (layers) 'exact'
-updates so early, per step. step_ms is the time from the moment in which Lightning takes one batch to that of the next,
-so zero_grad, optimizer and data loading are in it; the first steps of a fit are left out, and so is the last. No module
-or callback has hooks of its own, with which 'stale' would drain the pipeline in every step. Modes alternate, fit by
-fit; hidden is formed within a repetition and, as of_fastest, of the fastest step of each mode, which other work on the
-cores disturbs least.
+added up). The optimizer is AdamW(fused=True), in 'none' one whose step does nothing. step_ms is the time from the
+moment in which Lightning takes one batch to that of the next, so zero_grad, optimizer and data loading are in it; the
+first steps of a fit are left out, and so is the last. Modes alternate, fit by fit; hidden is formed within a repetition
+and, as of_fastest, of the fastest step of each mode, which other work on the cores disturbs least.
 update_ms is optimizer.step with 'off'. hidden is (off - mode) / (off - none), the share of the cost of the update that
 is not seen in the step. ideal_ms is the larger of 'none' and the update with the threads that it has behind the
 pipeline (bandwidth.behind): a step in which only the longer of the two is seen. forward_over_update is the forward of
@@ -64,10 +60,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {"layers": 32, "width": 2520, "devices": 4, "forward_ms": (2.5, 10.0, 25.0)},
     "quick": {"layers": 3, "width": 64, "devices": 2, "forward_ms": (1.0,)},
 }
-MODES = ("none", "off", "late", "exact", "stale")
+MODES = ("none", "off", "exact", "stale")
 GOAL = 0.9
 BYTES_PER_WEIGHT = 28
-SKIPPED = 6  # steps at the beginning of a fit: early updates begin with the third, and get their memory by and by
+SKIPPED = 2  # steps at the beginning of a fit
 SHARE_MIB = (1, 16, 128)
 
 
@@ -114,7 +110,6 @@ class TimedAdamW(torch.optim.AdamW):
     """Notes what its updates take, without their closures."""
 
     is_separable = True
-    keeps_gradients = True
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, lr=1e-4, fused=True)
@@ -129,28 +124,18 @@ class TimedAdamW(torch.optim.AdamW):
         return result
 
 
-class NoEarlyUpdates(pl.Callback):
-    """Leaves no memory for them."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        early_work(trainer).set_aside(0)
-
-
 class Batches:
-    """The batches of a fit; notes when each is taken, and how many weights were updated early until then.
+    """The batches of a fit; notes when each is taken.
 
     Args:
         count: how many there are.
         num_rows: of each.
     """
 
-    def __init__(self, trainer: pl.Trainer, count: int, num_rows: int) -> None:
-        self._trainer = trainer
+    def __init__(self, count: int, num_rows: int) -> None:
         self._count = count
         self._rows = torch.arange(num_rows, dtype=torch.float32).reshape(-1, 1)
         self.starts: list[float] = []
-        self.early: list[int] = []
 
     def __len__(self) -> int:
         return self._count
@@ -158,13 +143,7 @@ class Batches:
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(self._count):
             self.starts.append(time.perf_counter())
-            self.early.append(early_work(self._trainer).num_kept)
             yield self._rows
-
-
-def early_work(trainer: pl.Trainer) -> EarlyWork:
-    """What is done before the end of the backward."""
-    return cast(RoundPipeStrategy, trainer.strategy)._updates._updates.early
 
 
 class Model(pl.LightningModule):
@@ -193,7 +172,6 @@ class Measured:
 
     steps_ms: list[float]
     updates_ms: list[float]
-    early_weights: float
 
     @property
     def step_ms(self) -> float:
@@ -208,23 +186,20 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
         num_microbatches=num_microbatches,
         threads_per_device=1,
         cost_profile=CostProfile(tuple(costs)),
-        optimizer_overlap={"none": "off", "late": "exact"}.get(mode, mode),  # type: ignore[arg-type]
+        optimizer_overlap="off" if mode == "none" else mode,  # type: ignore[arg-type]
     )
     num_batches = SKIPPED + num_steps + 1
     model = Model(size, forward_ms, mode)
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    quiet["callbacks"] = [NoEarlyUpdates()] if mode == "late" else []
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **quiet)
-    batches = Batches(trainer, num_batches, num_microbatches)
+    batches = Batches(num_batches, num_microbatches)
     trainer.fit(model, batches)
-    starts = batches.starts
-    steps = [1e3 * (after - before) for before, after in pairwise(starts)]
+    steps = [1e3 * (after - before) for before, after in pairwise(batches.starts)]
     (optimizer,) = trainer.optimizers
     updates = optimizer.updates_s if mode == "off" else []  # type: ignore[attr-defined]
-    early = (batches.early[-1] - batches.early[SKIPPED]) / num_steps
-    return Measured(steps[SKIPPED:], [1e3 * taken for taken in updates[SKIPPED:]], early)
+    return Measured(steps[SKIPPED:], [1e3 * taken for taken in updates[SKIPPED:]])
 
 
 def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int, behind_ms: float) -> dict[str, Any]:
@@ -255,7 +230,6 @@ def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int,
         "update_ms": spread([update for fit in found["off"] for update in fit.updates_ms]),
         "ideal_ms": rounded(ideal_ms),
         "over_ideal": {mode: spread([value / ideal_ms - 1 for value in values]) for mode, values in step_ms.items()},
-        "early_weights": statistics.mean(fit.early_weights for fit in found["exact"]),
         "fastest_step_ms": {mode: rounded(value) for mode, value in fastest.items()},
         "hidden": {
             mode: {

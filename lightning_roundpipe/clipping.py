@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from torch.optim import Optimizer
 
 from .engine.clipping import clip_factor
@@ -31,16 +29,8 @@ def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModul
         return
 
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
-        num_threads, known_norm = torch.get_num_threads(), updates.early.known_norm
-
-        def factor(gradients: list[Tensor]) -> Tensor | None:
-            return clip_factor(gradients, clip_val, num_threads, known_norm)
-
-        def multiply(gradients: list[Tensor]) -> None:
-            shells: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]  # of which torch wants no more
-            torch.nn.utils.clip_grad_norm_(shells, clip_val)
-
-        if not updates.multiplies(clipped, factor, multiply):
+        num_threads = torch.get_num_threads()
+        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
             type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,6 @@ class HostReport:
         optimizers: all of them.
         available: gives the bytes that can still be allocated on the host, None if unknown.
         stale: the snapshots that are taken of weights; None if there are none.
-        trails: whether a training step may begin before the backward of the one before is over.
 
     Attributes:
         memory: what is needed, as far as it is known.
@@ -36,8 +35,6 @@ class HostReport:
         optimizers: Sequence[torch.optim.Optimizer],
         available: Callable[[], int | None] | None = None,
         stale: StaleWeights | None = None,
-        *,
-        trails: bool = False,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
@@ -45,24 +42,13 @@ class HostReport:
         self._has_warned = False
         self._has_reported = False
         self._stale = stale
-        self._trails = trails
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS)
-
-    @property
-    def missing_bytes(self) -> int:
-        """What is still to be allocated."""
-        allocated = allocated_bytes(self._root, self._optimizers)
-        return self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
-
-    @property
-    def spare_bytes(self) -> int:
-        """What is left on the host beyond what is needed, as far as both are known."""
-        return max(0, (self._available() or 0) - self.missing_bytes)
 
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""
         left = self._available()
-        missing = self.missing_bytes
+        allocated = allocated_bytes(self._root, self._optimizers)
+        missing = self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
         if self._has_warned or left is None or missing <= left:
             return
         self._has_warned = True
@@ -75,9 +61,7 @@ class HostReport:
 
     def note_plan(self, partition: Partition, costs: CostProfile, num_microbatches: int, round_size: int) -> None:
         """The calls are known, and so are the sizes of their inputs, but most of them are not there yet."""
-        # The backward of two rounds may be awaited at a time: of one step, or of two.
-        of_a_step = min(num_microbatches, 2 * round_size)
-        num_in_flight = 2 * min(num_microbatches, round_size) if self._trails else of_a_step
+        num_in_flight = min(num_microbatches, 2 * round_size)  # the backward of two rounds may be awaited at a time
         self.memory = replace(self.memory, activations=activation_bytes(partition, costs, num_in_flight))
         self.check()
 

@@ -15,7 +15,7 @@ overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,9 +26,6 @@ from torch import Tensor, nn
 from .batches import Batches
 from .engine.microbatch import merge_outputs
 
-# From the gradient of a loss to those of parameters.
-Give = Callable[[Tensor], Sequence[Tensor | None]]
-
 
 class _MasterGradients(torch.autograd.Function):
     """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
@@ -37,22 +34,20 @@ class _MasterGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, give: Give, *parameters: Tensor) -> Tensor:
-        ctx.give = give
+    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.scale = scale
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        give, ctx.give = ctx.give, None
-        if give is None:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
-        return (None, None, *give(upstream))
-
-
-def scaled(gradients: list[Tensor], upstream: Tensor, scale: float) -> list[Tensor]:
-    """``gradients``, which were multiplied by ``scale``, for a loss whose gradient is ``upstream``; in place."""
-    factor = upstream.item() / scale
-    return gradients if factor == 1.0 else [gradient.mul_(factor) for gradient in gradients]
+        factor = upstream.item() / ctx.scale
+        if factor != 1.0:
+            gradients = [gradient.mul_(factor) for gradient in gradients]
+        return (None, None, None, *gradients)
 
 
 def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0) -> Tensor:
@@ -63,16 +58,10 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
     """
     if not gradients:
         return loss.requires_grad_()
-    return with_behind(loss, lambda upstream: scaled([*gradients.values()], upstream, scale), gradients)
-
-
-def with_behind(loss: Tensor, give: Give, parameters: Iterable[Tensor]) -> Tensor:
-    """``loss`` (scalar, host), whose :meth:`Tensor.backward`, once, gives ``parameters`` their gradients.
-
-    Args:
-        give: from the gradient of the loss to these.
-    """
-    return cast(Tensor, _MasterGradients.apply(loss, give, *parameters))  # type: ignore[no-untyped-call]
+    return cast(
+        Tensor,
+        _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
+    )
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -90,14 +79,16 @@ def loss_of(output: Any) -> Tensor | None:
     )
 
 
-def merged_step(outputs: Sequence[Any], batches: Batches, behind: Callable[[Tensor], Tensor]) -> STEP_OUTPUT:
-    """What ``training_step`` would have returned for the whole batch.
+def merged_step(
+    outputs: Sequence[Any], batches: Batches, gradients: Mapping[nn.Parameter, Tensor], scale: float
+) -> STEP_OUTPUT:
+    """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
 
     A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped. One of weight
     zero (no label) may have a NaN loss: it does not take part.
 
     Args:
-        behind: puts the gradients behind the loss.
+        scale: by which the gradients were multiplied already.
     """
     shares = [
         loss.detach().cpu().reshape(()) * weight
@@ -106,7 +97,7 @@ def merged_step(outputs: Sequence[Any], batches: Batches, behind: Callable[[Tens
     ]
     if not shares:
         return None
-    loss = behind(torch.stack(shares).sum())
+    loss = hand_over(torch.stack(shares).sum(), gradients, scale)
     others = [
         ({name: value for name, value in output.items() if name != "loss"}, size, weight)
         for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)

@@ -71,11 +71,6 @@ class StepGuard:
         self._count = 1  # micro-batches of the step
         self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether the step that runs is one of the first, after which all weights are looked at."""
-        return self._before.samples is not None
-
     @contextlib.contextmanager
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
         """Around an attempt to run a step.

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
-from .engine.completion import Tell
-from .engine.early import Early
 from .engine.host_memory import trained_by
-from .engine.late import ComingGradients
-from .engine.optimizer import Updates, keeps_gradients, why_not_separable
+from .engine.optimizer import Updates, why_not_separable
 from .engine.optimizer_state import unguard
 from .engine.pool import DevicePool
 from .engine.runner import Engine
 from .engine.stale import StaleWeights
-from .engine.working_copies import Values
-from .in_between import runs_in_between
 from .options import RoundPipeOptions
 from .workers import update_threads
 
@@ -34,12 +26,9 @@ from .workers import update_threads
 MIN_BYTES = 16 * 2**20
 
 Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
-Coming = Callable[[Optimizer], ComingGradients | None]
 
 
-def make_overlap(
-    options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine], coming: Coming
-) -> OptimizerOverlap:
+def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine]) -> OptimizerOverlap:
     """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
     if options.optimizer_overlap == "off":
         return NO_OVERLAP
@@ -49,7 +38,7 @@ def make_overlap(
         return engine().order_of("training_step")
 
     return OptimizerOverlap(
-        update_threads(pool), order, coming, stale_after_steps=options.stale_after_steps if is_stale else None
+        update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
     )
 
 
@@ -59,27 +48,15 @@ class OptimizerOverlap:
     Args:
         num_threads: intra-op threads of the updates.
         order: gives the weights in the order in which the next step needs them, in groups that are needed together.
-        coming: gives what a step of the optimizer has to wait for, see [Note: late gradients] in :mod:`tails`.
         stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
             update, see [Note: stale weights] in :mod:`engine.stale`; None for never.
         is_off: whether nothing overlaps.
-
-    Attributes:
-        values: that the training step computes with which runs; empty if with the weights themselves.
     """
 
     def __init__(
-        self,
-        num_threads: int,
-        order: Order,
-        coming: Coming,
-        *,
-        stale_after_steps: int | None = None,
-        is_off: bool = False,
+        self, num_threads: int, order: Order, *, stale_after_steps: int | None = None, is_off: bool = False
     ) -> None:
-        self.is_off = is_off
-        self.values: Values = {}
-        self._coming = coming
+        self._is_off = is_off
         self._stale = None if stale_after_steps is None else StaleWeights()
         self._stale_after_steps = stale_after_steps or 0
         self._updates = Updates(num_threads, self._stale)
@@ -88,7 +65,6 @@ class OptimizerOverlap:
         self._is_scripted = False
         self._guarded: list[Optimizer] = []
         self._refused: list[Optimizer] = []
-        self._has_told = False
 
     def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
         """The fit begins: the snapshots that will be taken of weights, None if none will be.
@@ -96,7 +72,7 @@ class OptimizerOverlap:
         Raises:
             MisconfigurationException: if weights are to be one update behind, and that cannot be done for this module.
         """
-        if self.is_off:
+        if self._is_off:
             return None
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
@@ -129,86 +105,28 @@ class OptimizerOverlap:
             yield
             return
         weights = [weight for optimizer in module.trainer.optimizers for weight in trained_by(optimizer)]
-        with self._stale.computing(weights) as self.values:
+        with self._stale.computing(weights):
             before = [weight._version for weight in weights]
             yield
             changed = [w for w, version in zip(weights, before, strict=True) if w._version != version]
-            self.values = {}
         if changed:
             name = next((name for name, weight in module.named_parameters() if weight is changed[0]), "")
             raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
 
-    def may_trail(self, trainer: pl.Trainer) -> bool:
-        """Whether training steps may begin before the backward of those before is over."""
-        return not self.is_off and (self._stale is not None or trainer.accumulate_grad_batches != 1)
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether the update after the training step that runs can wait for its gradients, because the next training
-        step does not compute with what it makes."""
-        if not self.values or self._module is None:
-            return False
-        trainer = self._module.trainer
-        return not (trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1)
-
-    def lacks_state(self, weight: nn.Parameter) -> bool:
-        """Whether the next update of ``weight`` is its first."""
-        states = [self._updates.guard(optimizer) for optimizer in self._guarded]
-        return all(state.lend(weight) is None and weight not in state.stateless for state in states)
-
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer, closure: Any) -> Iterator[None]:
-        """Around a step of ``optimizer``, ``closure`` included: the update itself may come later."""
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of ``optimizer``, its closure included: the update itself may come later."""
         if not self._applies(optimizer):
             self._updates.wait()
             yield
             return
         assert self._module is not None
-        # Around a closure of Lightning's own there may be code of the user, too.
-        early = self._early(optimizer, self._module) if type(closure) is Closure else Early.NOTHING
-        self._updates.coming = functools.partial(self._coming, optimizer)
-        with (
-            self._updates.overlapping(optimizer, self._order, early),
-            clipped_by(self._updates, optimizer, self._module),
-        ):
+        with self._updates.overlapping(optimizer, self._order), clipped_by(self._updates, optimizer, self._module):
             yield
         trainer = self._module.trainer
         if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
             # What comes now is no next step: exports, other trainers, new workers of data loaders.
             self._updates.wait()
-        if self._updates.early.is_mistaken and not self._has_told:
-            self._has_told = True
-            rank_zero_info(
-                "optimizer updates begin after the backward from now on: between the last gradient and the step of the "
-                "optimizer, something looks at weights or at the optimizer's state, or changes gradients or options"
-            )
-
-    def set_aside(self, num_bytes: int) -> None:
-        """So many bytes on the host may be used for updates that begin before the end of the backward."""
-        self._updates.early.set_aside(num_bytes)
-
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[Tell | None]:
-        """Around a training step, maybe once more; gives who wants to know of gradients that are complete."""
-        early = self._updates.early
-        if not early.is_open:
-            yield None
-            return
-        early.start_again()
-        yield early.offer
-        early.stop_taking()
-
-    def _early(self, optimizer: Optimizer, module: pl.LightningModule) -> Early:
-        """What to do with gradients before the last one has come: what is going to happen to them, if nothing unusual
-        does. (A loss scaler runs the closure before it calls the optimizer.)"""
-        trainer = module.trainer
-        if self._stale is not None or not module.automatic_optimization or trainer.accumulate_grad_batches != 1:
-            return Early.NOTHING
-        if runs_in_between(module):
-            return Early.NOTHING
-        if not trainer.gradient_clip_val:
-            return Early.UPDATES if keeps_gradients(optimizer) else Early.NOTHING
-        return Early.NOTHING if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else Early.NORMS
 
     def check(self) -> None:
         """A step begins.
@@ -219,7 +137,7 @@ class OptimizerOverlap:
         self._updates.check()
 
     def _applies(self, optimizer: Optimizer) -> bool:
-        if self.is_off or not self._is_worth_it(optimizer):
+        if self._is_off or not self._is_worth_it(optimizer):
             return False
         why_not = self._why_not(optimizer)
         if why_not is None:
@@ -264,7 +182,7 @@ class OptimizerOverlap:
             self._guarded.clear()
 
 
-NO_OVERLAP = OptimizerOverlap(1, list, lambda optimizer: None, is_off=True)
+NO_OVERLAP = OptimizerOverlap(1, list, is_off=True)
 
 
 def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from .accelerator import host_statistics, pool_statistics
 from .batches import Batches, BatchSplitter, first_argument
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
-from .engine.outputs import copies_of
 from .engine.pool import DevicePool
 from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
@@ -44,7 +42,6 @@ from .retry import Retry, make_retry
 from .seeds import seed_of_step
 from .single_process import SingleProcessStrategy
 from .supported import check_model
-from .tails import Tails
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
 from .workers import make_engine, make_pool
@@ -88,10 +85,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
-        optimizer_overlap: ``"exact"`` runs the update of the weights behind the backward and the next forward, which
-            waits for the weights that it needs, with the same results; so does everything else that looks at weights or
-            optimizer state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a
-            training step waits for no update, and computes with the weights from before the last one.
+        optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
+            weights that it needs, with the same results; so does everything else that looks at weights or optimizer
+            state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
+            waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
@@ -158,7 +155,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._host_report: HostReport | None = None
         self._guard: StepGuard | None = None
         self._overlap: OptimizerOverlap | None = None
-        self._tails: Tails | None = None
         self._manual: ManualOptimization | None = None  # of the training step that runs
         self._seeks_batch_size = False
 
@@ -215,14 +211,12 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
-            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine, self.tails.coming)
+            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine)
         super().setup(trainer)
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            trails = self._updates.may_trail(trainer)
-            self._host_report = HostReport(self._module, self.optimizers, stale=stale, trails=trails)
+            self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
-            self._updates.set_aside(self._host_report.spare_bytes // 4)
 
     @override
     def model_to_device(self) -> None:
@@ -232,9 +226,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Writes what was asked for and forgets the engine."""
+        """Writes what was asked for and forgets the engine; no thread is alive between steps."""
         try:
-            self.tails.end()
             self._updates.finish()
         finally:
             self._overlap = None
@@ -255,7 +248,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._metric_twins = MetricTwins()
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_pool", "_engine", "_retry", "_splitter", "_host_report", "_guard", "_overlap", "_tails")
+        forgotten = ("_pool", "_engine", "_retry", "_splitter", "_host_report", "_guard", "_overlap")
         return {**self.__dict__, **dict.fromkeys(forgotten)}
 
     @property
@@ -266,13 +259,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @property
     def _updates(self) -> OptimizerOverlap:
         return self._overlap or NO_OVERLAP
-
-    @property
-    def tails(self) -> Tails:
-        """The training steps that end before their backward."""
-        if self._tails is None:
-            self._tails = Tails(lambda: self.engine, self._training_contexts)
-        return self._tails
 
     @property
     def engine(self) -> Engine:
@@ -316,17 +302,12 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
-        with self.tails.stepping(), self._training_contexts(), self._updates.computing(self._module):
+        computing = self._updates.computing(self._module)
+        with self.precision_plugin.train_step_context(), training_settings(self._module), computing:
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        behind = functools.partial(self.tails.behind, result=result, scale=scale)
-        return merged_step(result.outputs, batches, behind)
-
-    @contextlib.contextmanager
-    def _training_contexts(self) -> Iterator[None]:
-        with self.precision_plugin.train_step_context(), training_settings(self._module):
-            yield
+        return merged_step(result.outputs, batches, result.gradients, scale)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -336,8 +317,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
         if self._manual is None or current() is None:
-            if not self.tails.is_open:
-                self._updates.wait()
+            self._updates.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
@@ -356,7 +336,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         """A step of the optimizer, on the masters; what it does to them may come later, see ``optimizer_overlap``."""
-        with self._updates.stepping(optimizer, closure):
+        with self._updates.stepping(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -378,7 +358,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.tails.finish()
         batches, result = self._run(name, args, kwargs)
         return merge_outputs(result.outputs, batches.sizes, batches.weights)
 
@@ -419,13 +398,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_training = name == "training_step"
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
-        meetings = self._meetings(batches, guard) if is_manual else self.tails.attempt(self.retry.forbid)
-        with logs.capturing(), guard.watching(name, batches), meetings, self._updates.attempt() as completed:
-            may_trail = is_training and not guard.is_looking
-            late = self.tails.late(self._module, loss_scale, self._updates) if may_trail else None
+        meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
+        with logs.capturing(), guard.watching(name, batches), meetings:
             request = StepRequest(
                 function=guard.followed(name, call),
-                microbatches=batches.microbatches if late is None else copies_of(batches.microbatches),
+                microbatches=batches.microbatches,
                 weights=[weight * loss_scale for weight in batches.loss_weights],
                 key=name,
                 seed=seed_of_step(self._module.trainer, name),
@@ -433,15 +410,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
-                completed=None if guard.is_looking else completed,
-                on_gradients=None if late is None else late.arrive,
-                values=self._updates.values if is_training else {},
             )
             result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
             if request.loss_of is not None:
                 guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
-            if late is not None and result.has_tail:
-                self.tails.begin(late)
         return logs, result
 
     @contextlib.contextmanager

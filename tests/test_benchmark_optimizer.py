@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 
 from benchmarks import optimizer
 from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import early
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +35,9 @@ def test_the_quick_run_reports_every_mode(monkeypatch: pytest.MonkeyPatch, capsy
     assert report["parameters"]["weights"] == 3 * 8**2
     (row,) = report["results"]["steps"]
     assert set(row["step_ms"]) == set(optimizer.MODES)
-    # 4 micro-batches of 3 layers of 2 ms forward and 4 ms backward on 2 devices; a stale step may leave some of that
-    assert all(found["median"] >= 36 for mode, found in row["step_ms"].items() if mode != "stale")
-    assert set(row["hidden"]) == {"late", "exact", "stale"}
-    assert 0 <= row["early_weights"] <= 3
+    # 4 micro-batches of 3 layers of 2 ms forward and 4 ms backward on 2 devices
+    assert all(found["median"] >= 36 for found in row["step_ms"].values())
+    assert set(row["hidden"]) == {"exact", "stale"}
     assert row["ideal_ms"] >= row["step_ms"]["none"]["median"]
     rates = report["results"]["bandwidth"]["behind"]["gb_per_s"]
     assert set(rates) > {"copy", "triad", "plain", "loop"}
@@ -50,26 +48,18 @@ def test_the_quick_run_reports_every_mode(monkeypatch: pytest.MonkeyPatch, capsy
 def test_modes_differ_in_when_they_update(monkeypatch: pytest.MonkeyPatch) -> None:
     size = {**optimizer.SIZES["quick"], "width": 8}
     overlapping = []
+    start = optimizer.Updates.start
 
-    def noting(begin: Callable[..., None]) -> Callable[..., None]:
-        def noted(*args: Any) -> None:
-            overlapping.append(mode)
-            begin(*args)
+    def noting(self: optimizer.Updates, *args: Any) -> None:
+        overlapping.append(mode)
+        start(self, *args)
 
-        return noted
-
-    for name in ("start", "start_late"):
-        monkeypatch.setattr(optimizer.Updates, name, noting(getattr(optimizer.Updates, name)))
-    monkeypatch.setattr(early, "SHARE_BYTES", 1)
-    num_early = {}
+    monkeypatch.setattr(optimizer.Updates, "start", noting)
     for mode in optimizer.MODES:
         measured = optimizer.train(size, 5.0, mode, 2)
         assert len(measured.steps_ms) == 2
         assert len(measured.updates_ms) == (3 if mode == "off" else 0)
-        num_early[mode] = measured.early_weights
-    assert overlapping == [mode for mode in ("late", "exact", "stale") for _ in range(optimizer.SKIPPED + 3)]
-    assert num_early.pop("exact") > 0
-    assert set(num_early.values()) == {0}
+    assert overlapping == [mode for mode in ("exact", "stale") for _ in range(optimizer.SKIPPED + 3)]
 
 
 def test_an_update_is_seen_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

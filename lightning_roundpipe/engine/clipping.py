@@ -8,13 +8,12 @@ result here is the same to the last bit, with less before the update:
   one thread.
 - The update multiplies: share by share, shortly before it reads the gradients anyhow. Whoever looks at a gradient
   waits for the update ([Note: pending weights] in :mod:`pending`), and so sees the product.
-- Most norms are there already: they are taken as the gradients arrive, see [Note: early updates] in :mod:`early`.
 - Where the norm is within the limit nothing is multiplied: the factor is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -24,17 +23,11 @@ from torch import Tensor
 MIN_BYTES = 16 * 2**20
 
 
-def clip_factor(
-    gradients: Sequence[Tensor],
-    max_norm: float,
-    num_threads: int,
-    known_norm: Callable[[Tensor], Tensor | None] = lambda gradient: None,
-) -> Tensor | None:
+def clip_factor(gradients: Sequence[Tensor], max_norm: float, num_threads: int) -> Tensor | None:
     """What ``torch.nn.utils.clip_grad_norm_`` would multiply ``gradients`` by; None where it has to do it itself.
 
     Args:
         num_threads: read gradients side by side.
-        known_norm: gives the norm of a gradient if it has been taken already.
     """
     kinds = {(gradient.dtype, gradient.device, gradient.layout) for gradient in gradients}
     if len(kinds) != 1 or len({gradient.data_ptr() for gradient in gradients}) < len(gradients):
@@ -43,9 +36,7 @@ def clip_factor(
     if not dtype.is_floating_point or device.type != "cpu" or layout is not torch.strided:
         return None
     with torch.no_grad():
-        known = [known_norm(gradient) for gradient in gradients]
-        rest = iter(norms([g for g, norm in zip(gradients, known, strict=True) if norm is None], num_threads))
-        total = torch.linalg.vector_norm(torch.stack([next(rest) if n is None else n for n in known]), 2.0)
+        total = torch.linalg.vector_norm(torch.stack(norms(gradients, num_threads)), 2.0)
         return torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
 
 
@@ -53,8 +44,6 @@ def norms(gradients: Sequence[Tensor], num_threads: int) -> list[Tensor]:
     """The 2-norm of each of ``gradients``: dense, on the host, of one dtype."""
     num_bytes = sum(gradient.nbytes for gradient in gradients)
     num_threads = min(num_threads, len(gradients))
-    if not gradients:
-        return []
     if num_threads < 2 or num_bytes < MIN_BYTES:
         return list(torch._foreach_norm(list(gradients), 2.0))
     # The largest first, each to the thread that has least to read.

@@ -10,9 +10,6 @@ Deadlock-freedom: a thread never holds a ticket while it waits for another one, 
 topological order (checked by :class:`Schedule`). Should threads wait all the same (a broken schedule forced past the
 validation, a lost wake-up), it is noticed: when every live thread waits and no waiting action is the head of its
 list, the waiters get a :class:`PipelineStalled` error that shows the state.
-
-A turnstile can be *paused* between two actions, and be *followed* by that of the next step, which admits nobody to a
-device before this one is through with it: see [Note: tails] in :mod:`tail`.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import threading
 from collections.abc import Callable
 
 from ..planning.schedule import Action, Schedule
-from .threads import await_all
 
 # Waits are cut into pieces of this length, so that a wake-up that got lost costs time and never the run.
 _RECHECK_S = 2.0
@@ -41,15 +37,13 @@ class PipelineStalled(RuntimeError):
 class _Signal:
     """A :class:`threading.Event` for one waiter and a setter that holds the turnstile's lock; much cheaper."""
 
-    __slots__ = ("_lock", "is_set")
+    __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self.is_set = False  # then the waiter goes on, or is about to
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def set(self) -> None:
-        self.is_set = True
         if self._lock.locked():
             self._lock.release()
 
@@ -78,12 +72,6 @@ class Turnstile:
         self._gated: dict[int, tuple[int, int, _Signal]] = {}  # waiter -> (for whom, position, event)
         self._passed: dict[int, int] = {}  # micro-batch -> call positions it has passed
         self._live = 0
-        self._trails = False
-        self._at_tail: set[int] = set()
-        self._is_paused = False
-        self._rests = threading.Event()
-        self._before: Turnstile | None = None
-        self._next: Turnstile | None = None
         self._aborted = False
         self._stalled: str | None = None
 
@@ -91,66 +79,10 @@ class Turnstile:
         """Index of the device that runs ``action``."""
         return self.schedule.device_of(action)
 
-    def follow(self, before: Turnstile) -> None:
-        """Admits nobody to a device before ``before``, which is paused, is through with it."""
-        self._before, before._next = before, self
-
-    def forget_before(self) -> None:
-        """The turnstile that this one follows is through with all devices."""
-        with self._lock:
-            self._before = None
-        for device in range(self.schedule.num_devices):
-            self._let_in(device)
-
-    def is_through(self, device: int) -> bool:
-        """Whether all actions of a device are over."""
-        with self._lock:
-            return not self._closing[device] and self._head[device] == len(self.schedule.devices[device])
-
-    def reach_tail(self, microbatch_index: int) -> None:
-        """All that is left of a micro-batch may come later. When that is so for all, nobody is admitted any more."""
-        with self._lock:
-            self._note_tail(microbatch_index)
-
-    def _note_tail(self, microbatch_index: int) -> None:
-        self._at_tail.add(microbatch_index)
-        if self._trails and len(self._at_tail) == self.schedule.num_microbatches:
-            self._is_paused, self._trails = True, False
-            self._note_rest()
-
-    def await_rest(self) -> bool:
-        """Blocks until the turnstile is paused and every thread waits or has retired; whether any is left."""
-        await_all([self._rests])
-        return self._live > 0
-
-    def resume(self) -> None:
-        """Goes on after a pause."""
-        with self._lock:
-            self._is_paused = False
-            for device in range(self.schedule.num_devices):
-                self._wake_head(device)
-            self._detect_stall()
-
-    def _note_rest(self) -> None:
-        """Tells when all threads stand still; called when one begins to wait or retires."""
-        if self._is_paused and not any(self._closing):
-            waiting = [
-                *self._waiting.values(),
-                *self._nearing.values(),
-                *(event for _, _, event in self._gated.values()),
-            ]
-            if self._aborted or sum(not event.is_set for event in waiting) >= self._live:
-                self._rests.set()
-
-    def join(self, num_threads: int, *, trails: bool = False) -> None:
-        """Announces ``num_threads`` threads, before they start.
-
-        Args:
-            trails: whether to pause when all have reached their tail.
-        """
+    def join(self, num_threads: int) -> None:
+        """Announces ``num_threads`` threads, before they start."""
         with self._lock:
             self._live += num_threads
-            self._trails = trails
 
     def retire(self, microbatch_index: int) -> None:
         """A thread is done (or failed): all its tickets are released."""
@@ -159,7 +91,6 @@ class Turnstile:
             for stage_index in range(self.schedule.num_stages):
                 self._left.add(Action(stage_index, microbatch_index))
             self._open_gates(microbatch_index)
-            self._note_tail(microbatch_index)
         try:
             for device in range(self.schedule.num_devices):
                 self._advance(device)
@@ -167,7 +98,6 @@ class Turnstile:
             with self._lock:
                 self._live -= 1  # only now: before the heads have moved, the others would seem to be stalled
                 self._detect_stall()
-                self._note_rest()
 
     def abort(self) -> None:
         """Makes every present and future wait raise :class:`StepAborted`."""
@@ -198,12 +128,10 @@ class Turnstile:
                 return False
             event = self._waiting[action] = _Signal()
             self._detect_stall()
-            self._note_rest()
         try:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._is_head(action):
-                        event.set()
                         break
         finally:
             with self._lock:
@@ -220,12 +148,10 @@ class Turnstile:
                 return False
             event = self._nearing[action] = _Signal()
             self._detect_stall()
-            self._note_rest()
         try:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._is_near(action):
-                        event.set()
                         break
         finally:
             with self._lock:
@@ -262,7 +188,6 @@ class Turnstile:
             while not event.wait(_RECHECK_S):
                 with self._lock:
                     if self._passed.get(other, 0) > position:
-                        event.set()
                         break
         finally:
             with self._lock:
@@ -289,28 +214,18 @@ class Turnstile:
     def _is_head(self, action: Action) -> bool:
         device = self.schedule.device_of(action)
         actions, head = self.schedule.devices[device], self._head[device]
-        return self._is_open(device) and head < len(actions) and actions[head] == action
-
-    def _is_open(self, device: int) -> bool:
-        """Whether the head of a device may be let in."""
-        return not self._is_paused and not self._closing[device] and self._has_turn(device)
-
-    def _has_turn(self, device: int) -> bool:
-        return self._before is None or self._before.is_through(device)
+        return not self._closing[device] and head < len(actions) and actions[head] == action
 
     def _is_near(self, action: Action) -> bool:
         device = self.schedule.device_of(action)
         head = self._head[device]
-        is_next = action in self.schedule.devices[device][head : head + 2] and self._has_turn(device)
-        return is_next or action in self._left
+        return action in self._left or action in self.schedule.devices[device][head : head + 2]
 
     def _advance(self, device: int) -> None:
         """Moves the head past actions that were left; a device between two stages is closed to everybody."""
         while True:
             with self._lock:
-                # A stage that is skipped by all has left a device that is not there for this turnstile yet.
-                is_open = not self._closing[device] and self._has_turn(device)
-                if not is_open or not self._advance_within_stage(device):
+                if self._closing[device] or not self._advance_within_stage(device):
                     return
                 self._closing[device] = True
             try:
@@ -320,16 +235,6 @@ class Turnstile:
                 with self._lock:
                     self._closing[device] = False
                     self._wake_head(device)
-                    self._note_rest()
-                if self._next is not None and self.is_through(device):
-                    self._next._let_in(device)
-
-    def _let_in(self, device: int) -> None:
-        """The turnstile before this one is through with a device."""
-        self._advance(device)
-        with self._lock:
-            self._wake_head(device)
-            self._detect_stall()
 
     def _advance_within_stage(self, device: int) -> bool:
         """Whether a stage ended on the way."""
@@ -345,10 +250,9 @@ class Turnstile:
 
     def _wake_head(self, device: int) -> None:
         actions, head = self.schedule.devices[device], self._head[device]
-        is_open = self._is_open(device)
-        if is_open and head < len(actions) and (event := self._waiting.get(actions[head])) is not None:
+        if head < len(actions) and (event := self._waiting.get(actions[head])) is not None:
             event.set()
-        if self._nearing and self._has_turn(device):
+        if self._nearing:
             for action in actions[head : head + 2]:
                 if (event := self._nearing.get(action)) is not None:
                     event.set()
@@ -363,8 +267,6 @@ class Turnstile:
         num_waiting = len(self._waiting) + len(self._gated) + len(self._nearing)
         if self._live <= 0 or any(self._closing) or num_waiting < self._live or self._aborted:
             return
-        if self._is_paused or not self._comes_first():
-            return
         if any(self._is_head(action) for action in self._waiting) or any(map(self._is_near, self._nearing)):
             return
         if any(self._passed.get(other, 0) > position for other, position, _ in self._gated.values()):
@@ -375,12 +277,7 @@ class Turnstile:
         )
         self._wake_all()
 
-    def _comes_first(self) -> bool:
-        """Whether no turnstile before this one holds a device."""
-        return all(map(self._has_turn, range(self.schedule.num_devices)))
-
     def _wake_all(self) -> None:
-        self._rests.set()
         for event in (*self._waiting.values(), *self._nearing.values()):
             event.set()
         for _, _, event in self._gated.values():

@@ -61,7 +61,6 @@ class GlueState:
     """What belongs to one micro-batch while it runs glue code.
 
     Attributes:
-        aborted: tells whether waiting has become pointless for it.
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
         unit_writes: where writes go while the thread is inside a unit; None outside units.
         is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
@@ -70,9 +69,8 @@ class GlueState:
         meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
     """
 
-    def __init__(self, index: int, seed: int, aborted: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, index: int, seed: int) -> None:
         self.index = index
-        self.aborted = aborted
         self.overlay: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self.random_state: Tensor | None = None
         self.seed = seed
@@ -84,27 +82,26 @@ class GlueState:
 
 
 class GlueLock:
-    """The lock of [Note: glue lock]; made for one step, or for one and those that go on with its tail.
+    """The lock of [Note: glue lock]; made for one step.
 
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
+        aborted: tells whether waiting has become pointless.
         switches: flags that turned out to be switched on for a while only; all steps share them.
     """
 
-    def __init__(self, exempt: tuple[type, ...], switches: set[tuple[int, str]] | None = None) -> None:
+    def __init__(
+        self, exempt: tuple[type, ...], aborted: Callable[[], bool], switches: set[tuple[int, str]] | None = None
+    ) -> None:
         self._switches = set() if switches is None else switches
         self._lock = threading.Lock()
         self._exempt = exempt
+        self._aborted = aborted
         self._last: GlueState | None = None
         self._holder: GlueState | None = None
         self._borrower: int | None = None  # thread that borrowed the lock
         self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._latched: dict[tuple[int, str], Any] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._latched.clear()
         self.switches_flags = False  # whether glue has switched requires_grad of any parameter
         self._outer_random_state = torch.default_generator.get_state()
 
@@ -114,14 +111,14 @@ class GlueLock:
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
-        self._take(state)
+        self._take()
         self._holder = state
         self._switch_to(state)
 
-    def _take(self, state: GlueState) -> None:
+    def _take(self) -> None:
         if not self._lock.acquire(blocking=False):
             while not self._lock.acquire(timeout=_RECHECK_S):
-                if state.aborted():
+                if self._aborted():
                     raise StepAborted
 
     def release(self, state: GlueState) -> None:
@@ -146,12 +143,12 @@ class GlueLock:
                 self.acquire(state)
 
     @contextlib.contextmanager
-    def borrowed(self, state: GlueState) -> Iterator[None]:
+    def borrowed(self) -> Iterator[None]:
         """For a unit that must touch process-global state: excludes all glue, switches nothing. Re-entrant."""
         if self._borrower == threading.get_ident():
             yield
             return
-        self._take(state)
+        self._take()
         self._borrower = threading.get_ident()
         try:
             yield
@@ -269,37 +266,15 @@ class GlueLock:
 
     def close(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""
-        self.show(states, keep_writes=keep_writes)
-        self.forget(states)
-
-    def show(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
-        """As :meth:`close`, but micro-batches may go on, after :meth:`take_in`, with what they have written."""
         self.suspend()
         if keep_writes:
             for state in states:
                 for (_, name), (module, value) in state.overlay.items():
                     assign(module, name, _without_graph(value))
         for state in states:
+            state.overlay.clear()
             state.lock = state.meet = None
         self._baseline.clear()
-
-    def take_in(self, states: Sequence[GlueState]) -> None:
-        """Micro-batches of an earlier step go on, beside those of the step that has begun."""
-        for state in states:
-            state.lock = self
-            for key, (module, _) in state.overlay.items():
-                if key not in self._baseline:
-                    self._baseline[key] = (module, read(module, key[1]))
-
-    def forget(self, states: Sequence[GlueState]) -> None:
-        """Micro-batches are over: what they have written goes with them."""
-        with self._lock:
-            if self._last is not None and any(self._last is state for state in states):
-                self._swap_out(self._last)
-                self._last = None
-            for state in states:
-                state.overlay.clear()
-                state.lock = state.meet = None
 
 
 def _without_graph(value: Any) -> Any:

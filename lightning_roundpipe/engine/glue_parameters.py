@@ -89,13 +89,8 @@ class _Copy:
                 self.gradient.add_(gradient)
 
 
-class Use(torch.autograd.Function):
+class _Use(torch.autograd.Function):
     """A use of a device copy; where its gradient goes: see [Note: raw parameters]."""
-
-    @classmethod
-    def is_node(cls, node: Any) -> bool:
-        """Whether ``node`` of a graph is one."""
-        return bool(node.name() == f"{cls.__name__}Backward")
 
     @staticmethod
     def forward(ctx: Any, master: nn.Parameter, copy: _Copy, lease: _Lease, is_engine: Callable[[], bool]) -> Tensor:
@@ -166,7 +161,7 @@ class GlueParameters:
             given: Any = copy.tensor.detach()
             given._lease = lease
             return cast(Tensor, given)
-        return cast(Tensor, Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
 
     def _find(self, master: nn.Parameter, device: Device, tracks: bool) -> tuple[_Copy, _Lease] | None:
         """A copy that is right, with a lease that keeps it from being given up."""

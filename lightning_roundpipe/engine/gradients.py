@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,29 +66,6 @@ class GradientStore:
                 self._take_in(source, queue.waiting.pop(queue.next))
                 queue.next += 1
 
-    def collect(self, masters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The gradients of those of ``masters`` that have one sum alone, after a wait for what is under way.
-
-        They stay here, too: what is given shares their memory and their version.
-        """
-        wanted = set(masters)
-        with self._lock:
-            awaited = [(s, q) for s, q in self._queues.items() if any(wanted & {*ms} for ms, _ in q.waiting.values())]
-            arriving = [transfer for _, queue in awaited for _, transfer in queue.waiting.values()]
-        for transfer in arriving:  # before the lock is taken for it: others have gradients to bring
-            if transfer is not None:
-                transfer.await_done()
-        with self._lock:
-            for source, queue in awaited:
-                self._empty(source, queue)
-            found = {master: [*self._gradients.get(master, {}).values()] for master in wanted}
-            return {master: parts[0].detach() for master, parts in found.items() if len(parts) == 1}
-
-    def _empty(self, source: Source, queue: _Queue) -> None:
-        for ordinal in sorted(queue.waiting):
-            self._take_in(source, queue.waiting.pop(ordinal))
-            queue.next = ordinal + 1
-
     def _take_in(self, source: Source, part: tuple[Sequence[nn.Parameter], Transfer | None]) -> None:
         masters, arriving = part
         if arriving is not None:
@@ -104,7 +81,8 @@ class GradientStore:
         """All gradients, after a wait for those under way; the store is empty afterwards."""
         with self._lock:
             for source, queue in self._queues.items():
-                self._empty(source, queue)
+                for ordinal in sorted(queue.waiting):
+                    self._take_in(source, queue.waiting[ordinal])
             self._queues = {}
             stored, self._gradients = self._gradients, {}
         gradients = {}

@@ -10,25 +10,21 @@ from step to step that way. A call off the plan loads what it needs when it come
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from ..planning.partition import StageKind
 from ..planning.schedule import Schedule
 from .devices import Device
 from .gradients import GradientStore
-from .parameters import NO_BUFFERS, Attributes, KeptBuffers, Relay, Replica
+from .parameters import Attributes, Relay, Replica
 from .pending import is_pending
 from .pool import DevicePool
 from .units import Unit
-from .working_copies import NO_VALUES, Values, WorkingCopies
+from .working_copies import WorkingCopies
 
 if TYPE_CHECKING:
-    from .completion import Completion
     from .recompute import Call
     from .step_context import Plan
 
@@ -114,69 +110,52 @@ class ReplicaCache:
         """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
         self._next_use[device.index] = next_use
 
-    def load(self, unit: Unit, device: Device, values: Values, *, is_low: bool | None = None) -> Replica:
+    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
         """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
 
         Args:
-            values: that the step computes with, see :class:`WorkingCopies`.
             is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room to be made.
         """
         replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
-        if not device.aliases_host and not self._is_there(replica, values):
-            replica.load(self.weights, values, must=True)
+        if not device.aliases_host and not self._is_there(replica):
+            replica.load(self.weights, must=True)
         return replica
 
-    def prefetch(self, unit: Unit, device: Device, values: Values) -> bool:
+    def prefetch(self, unit: Unit, device: Device) -> bool:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
         on its way."""
         replica = self._find(unit, device, self.weights.is_low(unit))
         if is_pending(unit.module.parameters()):  # a wait would hold up the unit that runs now
             return False
         needed = self._next_use[device.index].get(unit, _NEVER)
-        while not self._is_there(replica, values) and not replica.load(self.weights, values, must=False):
+        while not self._is_there(replica) and not replica.load(self.weights, must=False):
             if not self.evict(device.index, later_than=needed):
                 return False
         return True
 
-    def _is_there(self, replica: Replica, values: Values) -> bool:
+    def _is_there(self, replica: Replica) -> bool:
         if not replica.is_active:
-            replica.drop_stale(self.weights, values)
+            replica.drop_stale(self.weights)
         return replica.is_loaded
 
-    def get(
-        self,
-        call: Call,
-        device: Device,
-        baseline: Callable[[], Attributes],
-        values: Values = NO_VALUES,
-        kept: KeptBuffers = NO_BUFFERS,
-        *,
-        learns: bool = False,
-    ) -> Replica:
+    def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
         """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
         Args:
             learns: whether something is to be learned about the unit, which takes the full form.
             baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
                 else.
-            values: that the step computes with, see :class:`WorkingCopies`.
-            kept: buffers of the step, if it has ended but for this.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self.load(call.unit, device, values, is_low=call.is_low)
+        replica = self.load(call.unit, device, is_low=call.is_low)
         self._num_uses += 1
         replica.last_use = self._num_uses
-        if replica.is_active and replica.values is not values:  # from the tail of the step before
-            replica.deactivate()
-        has_others, replica.kept = replica.kept is not kept, kept
         if not replica.is_active:
-            replica.activate(baseline, values)
-        elif has_others:
-            replica.load_buffers()
+            replica.activate(baseline)
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
@@ -224,12 +203,6 @@ class ReplicaCache:
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
 
-    def num_aliases(self, unit: Unit, master: nn.Parameter) -> int:
-        """How many replicas of ``unit`` use the memory of ``master``."""
-        keys = [(id(unit), index, is_low) for index in range(len(self._by_device)) for is_low in (False, True)]
-        replicas = [self._replicas[key] for key in keys if key in self._replicas]
-        return sum(replica.aliases(master) for replica in replicas)
-
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""
         return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
@@ -261,22 +234,10 @@ class _Evict:
 
 
 class Loader:
-    """Moves the weights of one run over a schedule; see [Note: slots].
-
-    Args:
-        completion: is told of slots that have ended, when their weights are not in use any more.
-        values: that the step computes with, see :class:`WorkingCopies`.
-    """
+    """Moves the weights of one run over a schedule; see [Note: slots]."""
 
     def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        pool: DevicePool,
-        replicas: ReplicaCache,
-        gradients: GradientStore,
-        completion: Completion | None = None,
-        values: Values = NO_VALUES,
+        self, plan: Plan, schedule: Schedule, pool: DevicePool, replicas: ReplicaCache, gradients: GradientStore
     ) -> None:
         self._pool = pool
         self._replicas = replicas
@@ -284,13 +245,7 @@ class Loader:
         self._is_recording = plan.recording
         self._slots = slots_of(plan, schedule)
         self._now = [0] * len(pool)
-        self._next: Loader | None = None
-        self._fail: Callable[[BaseException], None] | None = None
-        self._coming: list[list[tuple[Unit, Values]]] = [[] for _ in pool.devices]
-        self._values = values
-        self._completion = completion
-        if completion is not None:
-            completion.follow(slot for row in self._slots for slot in row)
+        self._coming: list[list[Unit]] = [[] for _ in pool.devices]
 
     def begin(self) -> None:
         """Loads the first slots, before any micro-batch starts."""
@@ -299,55 +254,19 @@ class Loader:
                 with device.occupied():
                     self._load_slot(device)
 
-    @contextlib.contextmanager
-    def following(self, before: Loader, fail: Callable[[BaseException], None]) -> Iterator[None]:
-        """While open: as :meth:`begin`, behind slots that are left of another loader: on each device these come first.
-
-        Args:
-            before: its micro-batches stand still when this begins.
-            fail: is told of errors of this loader in threads of those micro-batches.
-        """
-        before._next, self._fail = self, fail
-        try:
-            for device in self._pool.devices:
-                if not device.aliases_host:
-                    with device.occupied():
-                        (self if before._is_through(device.index) else before)._load_slot(device)
-            yield
-        finally:
-            before._next = self._fail = None
-
-    def _is_through(self, device_index: int) -> bool:
-        return self._now[device_index] == len(self._slots[device_index])
-
     def end_slot(self, device_index: int) -> None:
         """The last micro-batch of a slot has left it, and nobody has been let into the next one yet."""
         device = self._pool[device_index]
         slot = self._slots[device_index][self._now[device_index]]
         self._now[device_index] += 1
-        if device.aliases_host and self._completion is None:
+        if device.aliases_host:
             self._harvest(device, slot)
             return
         with device.occupied():
             self._harvest(device, slot)
-            if not device.aliases_host:
-                self._replicas.expect(device, self._next_uses(device))
+            self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
-            if not device.aliases_host:
-                if self._next is not None and self._is_through(device_index):
-                    self._next._take_over(device)
-                else:
-                    self._load_slot(device)
-        if self._completion is not None:
-            self._completion.end_slot(slot)
-
-    def _take_over(self, device: Device) -> None:
-        """The last slot of the step before has ended on a device; called by a thread of that step."""
-        try:
             self._load_slot(device)
-        except Exception as error:
-            assert self._fail is not None
-            self._fail(error)
 
     def _harvest(self, device: Device, slot: Slot) -> None:
         """Gradients go home, unit by unit, in the order of the slots of their stage."""
@@ -371,34 +290,20 @@ class Loader:
         if self._is_recording:
             return
         self._replicas.expect(device, self._next_uses(device))
-        following = self._following(device.index)[:2]
+        following = self._slots[device.index][self._now[device.index] :][:2]
         device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
-        if not self._is_through(device.index):
+        if following:
             for unit in following[0].units:
-                self._replicas.load(unit, device, self._values)
-        self._coming[device.index] = list(self._needed_next(device.index, following))
+                self._replicas.load(unit, device)
+        self._coming[device.index] = [unit for slot in following[1:] for unit in reversed(slot.units)]
         self.prefetch(device)
-
-    def _needed_next(self, device_index: int, following: list[Slot]) -> Iterator[tuple[Unit, Values]]:
-        """The units of the next slot, in reverse, and what they are to be there with."""
-        is_own = len(self._slots[device_index]) - self._now[device_index] > 1
-        values = self._values if is_own or self._next is None else self._next._values
-        for slot in following[1:]:
-            for unit in reversed(slot.units):
-                if values is self._values or unit not in following[0].units:  # which has it with others
-                    yield unit, values
 
     def prefetch(self, device: Device) -> None:
         """Weights of the next slot begin to travel, as far as there is room; asked again while the slot runs."""
         coming = self._coming[device.index]
-        while coming and self._replicas.prefetch(coming[-1][0], device, coming[-1][1]):
+        while coming and self._replicas.prefetch(coming[-1], device):
             coming.pop()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:
-        following = self._following(device.index)
+        following = self._slots[device.index][self._now[device.index] :]
         return {unit: i for i, slot in reversed(list(enumerate(following))) for unit in slot.units}
-
-    def _following(self, device_index: int) -> list[Slot]:
-        """The slots that are left on a device, then those of the next step, as far as they are known."""
-        left = self._slots[device_index][self._now[device_index] :]
-        return left if self._next is None else left + self._next._following(device_index)

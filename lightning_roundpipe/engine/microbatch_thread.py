@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +22,20 @@ from .strays import StrayOperands
 from .threads import Surroundings
 from .walk import Walk
 
-if TYPE_CHECKING:
-    from .completion import Completion
-
 
 @dataclass
 class MicrobatchThreads:
     """The threads of one step.
 
     Attributes:
-        results: of the user's function, by micro-batch.
-        completion: looks at the graphs of glue, see :mod:`completion`.
+        outputs: results of the user's function, by micro-batch.
     """
 
     request: StepRequest
     lock: GlueLock
     glue_parameters: GlueParameters
     leaf_names: Callable[[], dict[int, str]]
-    results: dict[int, Results] = field(default_factory=dict)
-    completion: Completion | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._surroundings = Surroundings.of_this_thread(self.request.autocast_device)
@@ -63,13 +58,14 @@ class MicrobatchThreads:
             with entered(walk.state), self._surroundings.entered(), self._strays(walk):
                 try:
                     self.lock.acquire(walk.state)
-                    roots = self._forward(walk)
+                    results, roots = self._forward(walk)
                     if roots:
                         self.lock.release(walk.state)
                         with self._surroundings.in_backward():
                             walk.backward(roots)
                 finally:
                     walk.finish()
+                self.outputs[walk.index] = results.arrive()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
             fail(error)
         finally:
@@ -80,17 +76,17 @@ class MicrobatchThreads:
             return contextlib.nullcontext()
         return StrayOperands(lambda: walk.device, self.glue_parameters, walk.is_flushing)
 
-    def _forward(self, walk: Walk) -> list[tuple[Tensor, Tensor]]:
-        """The user's step on one micro-batch; what to run backward from: tensors, their gradients.
+    def _forward(self, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
+        """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
 
         Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
         """
         request = self.request
         output = request.function(request.microbatches[walk.index])
         loss = None if request.loss_of is None else request.loss_of(output)
-        self.results[walk.index] = Results(output, walk.owner_of)
+        results = Results(output, walk.owner_of)
         share = request.weights[walk.index]
-        return [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
+        return results, [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
 
     def root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """A loss to run backward from, and its gradient."""
@@ -105,6 +101,4 @@ class MicrobatchThreads:
             )
         if walk.shared.plan.recording:
             check_escape([loss.grad_fn, *walk.glue_nodes()], self.leaf_names())
-        if self.completion is not None:
-            self.completion.look_at_glue([loss.grad_fn, *walk.glue_nodes()])
         return loss, torch.full_like(loss, share)

@@ -8,10 +8,6 @@ does everything else that looks at weights, gradients or optimizer state. What i
 would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
 the options of their groups as they were when ``step`` was called.
 
-Some of it is done before ``step`` is called, see [Note: early updates] in :mod:`early`. Where training steps compute
-with snapshots ([Note: stale weights] in :mod:`stale`), an update may also begin later: when the gradients come, in the
-middle of the next training step ([Note: tails] in :mod:`tail`).
-
 This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
 :func:`why_not_separable`.
 """
@@ -19,9 +15,8 @@ This holds for optimizers whose update of a weight depends on that weight, its g
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .early import Early, EarlyWork
-from .late import ComingGradients, Factor, LateShare, factor_of, receive
 from .optimizer_state import GuardedState
 from .patches import attribute_set
 from .pending import Failure, Share, can_be_pending, unwaited, updating
@@ -81,15 +74,6 @@ def _keys(optimizer: Optimizer) -> list[Any]:
     return state.peek_keys() if isinstance(state, GuardedState) else list(state)
 
 
-def keeps_gradients(optimizer: Optimizer) -> bool:
-    """Whether an update is known to leave gradients as they are. Optimizers of others can say so: a class attribute
-    ``keeps_gradients = True``."""
-    kind = type(optimizer)
-    if kind is torch.optim.SGD:  # adds the momentum to the gradient in place
-        return not any(group["nesterov"] for group in optimizer.param_groups)
-    return kind in _SEPARABLE or bool(getattr(kind, "keeps_gradients", False))
-
-
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Whether user code has put a ``step`` of its own on the object. Schedulers do so to count, and so does manual
     optimization here: those call what was there."""
@@ -111,15 +95,12 @@ class Updates:
             computes with them.
 
     Attributes:
-        early: what is done while the closure of an optimizer runs, see [Note: early updates] in :mod:`early`.
         others: gives parameters that may be in the same memory as weights that are updated.
-        coming: gives the gradients of the training step that are not there yet; None if all are.
     """
 
     def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
         self._num_threads = num_threads
         self._stale = stale
-        self.early = EarlyWork(num_threads)
         self.others: Callable[[], Iterable[nn.Parameter]] = tuple
         self._thread: threading.Thread | None = None
         self._earlier: threading.Thread | None = None
@@ -127,20 +108,15 @@ class Updates:
         self._failure = Failure()
         self._closing: Optimizer | None = None  # whose closure runs
         self._factor: Tensor | None = None
-        self._late_factor: Factor | None = None
-        self.coming: Callable[[], ComingGradients | None] = lambda: None
-        self._awaited: ComingGradients | None = None
-        self._idle: set[nn.Parameter] = set()  # had no gradient in the last step that was not late
 
     @contextlib.contextmanager
     def overlapping(
-        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]], early: Early = Early.NOTHING
+        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
     ) -> Iterator[None]:
         """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
 
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
-            early: what is done with gradients that are offered to :attr:`early` during the closure.
         """
 
         plain = optimizer.step
@@ -150,52 +126,32 @@ class Updates:
                 self.wait()
                 return plain(closure, **others)
             result = None
-            self._closing, self._factor, self._late_factor = optimizer, None, None
+            self._closing, self._factor = optimizer, None
             try:
-                with self.early.during(early, optimizer, self.guard(optimizer)) as updated:
-                    if closure is not None:
-                        with torch.enable_grad():
-                            result = closure()
+                if closure is not None:
+                    with torch.enable_grad():
+                        result = closure()
             finally:
                 self._closing = None
-            if (coming := self._late(optimizer)) is not None:
-                self.start_late(optimizer, order(), coming, self._late_factor)
-            else:
-                fresh = _without_state(optimizer)
-                self.start(optimizer, order(), self._factor, updated)
-                if fresh:
-                    self._wait_for_state(optimizer, fresh)
+            fresh = _without_state(optimizer)
+            self.start(optimizer, order(), self._factor)
+            if fresh:
+                self._wait_for_state(optimizer, fresh)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
             return result
 
         with attribute_set(optimizer, "step", step):
             yield
 
-    def _late(self, optimizer: Optimizer) -> ComingGradients | None:
-        """The gradients that are not there yet, if the update can wait for them; if it cannot, they come now."""
-        coming = self.coming()
-        if coming is None:
-            return None
-        is_first = any(p not in self._idle for p in _without_state(optimizer, has_gradient=lambda p: p.requires_grad))
-        if is_first or any(thread is not None and thread.is_alive() for thread in (self._earlier, self._thread)):
-            coming.bring()
-            return None
-        return coming
-
-    def multiplies(self, optimizer: Optimizer, factor: Factor, multiply: Callable[[list[Tensor]], None]) -> bool:
+    def multiplies(self, optimizer: Optimizer, factor: Callable[[list[Tensor]], Tensor | None]) -> bool:
         """Leaves a multiplication of all gradients of ``optimizer`` to its update, if that begins as soon as the
         caller's closure has returned; whether it does.
 
         Args:
             factor: gives it for these gradients; None if it has to be done in another way.
-            multiply: that way.
         """
-        if self._closing is not optimizer or self._factor is not None or self._late_factor is not None:
+        if self._closing is not optimizer or self._factor is not None:
             return False
-        self.early.take_back()
-        if self._late(optimizer) is not None:
-            self._late_factor = lambda gradients: factor_of(gradients, factor, multiply)
-            return True
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._factor = factor(gradients)
         return self._factor is not None
@@ -205,14 +161,12 @@ class Updates:
         optimizer: Optimizer,
         order: Sequence[Iterable[nn.Parameter]],
         factor: Tensor | None = None,
-        updated: Container[nn.Parameter] = (),
     ) -> None:
         """Begins an optimizer step; it comes after those that have begun already.
 
         Args:
             order: see :meth:`overlapping`.
             factor: a number that the gradients are multiplied by first.
-            updated: weights that have been updated.
 
         Raises:
             BaseException: what went wrong in one before.
@@ -220,45 +174,9 @@ class Updates:
         self._failure.check()
         state = self.guard(optimizer)
         options = options_of(optimizer)
-        gradients = {p: g for p in options if p not in updated and (g := p.grad) is not None}
-        self._idle = {p for p in options if p not in gradients and p not in updated}
-        if gradients:
-            make = functools.partial(Part, optimizer, options=options, state=state, factor=factor)
-            self._begin(gradients, order, make, None, None)
-
-    def start_late(
-        self,
-        optimizer: Optimizer,
-        order: Sequence[Iterable[nn.Parameter]],
-        coming: ComingGradients,
-        factor: Factor | None,
-    ) -> None:
-        """As :meth:`start`, for gradients that are not there yet.
-
-        Args:
-            factor: gives a number that they are multiplied by first, from all of them in the order of the optimizer.
-
-        Raises:
-            BaseException: what went wrong in one before.
-        """
-        self._failure.check()
-        state, options = self.guard(optimizer), options_of(optimizer)
-        with unwaited():
-            trained = [p for p in options if p.requires_grad or p.grad is not None]
-        weights: dict[nn.Parameter, Tensor | None] = dict.fromkeys(trained)
-        self._awaited = coming
-        self._begin(weights, order, functools.partial(Part, optimizer, options=options, state=state), coming, factor)
-
-    def _begin(
-        self,
-        gradients: Mapping[nn.Parameter, Tensor | None],
-        order: Sequence[Iterable[nn.Parameter]],
-        make: Callable[[dict[nn.Parameter, Tensor | None]], Part],
-        coming: ComingGradients | None,
-        late_factor: Factor | None,
-    ) -> None:
-        if self._stale is not None:
-            self._join()  # what it makes are the snapshots of the next training step
+        gradients = {p: g for p in options if (g := p.grad) is not None}
+        if not gradients:
+            return
         with contextlib.nullcontext() if self._stale is None else self._stale.turning():
             for parameter in gradients:
                 # What is copied to devices was made of the old values.
@@ -266,17 +184,14 @@ class Updates:
         ties = self._ties((*gradients, *self.others()))
         works = []
         for parameters in shares_of(gradients, order, ties):
-            group = list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,))))
-            share = Share(group, self._failure) if coming is None else LateShare(group, self._failure, coming)
-            with contextlib.nullcontext() if coming is None else unwaited():  # they are known, but for the gradients
-                works.append((share, make({p: gradients[p] for p in parameters})))
-        late = None if coming is None else functools.partial(receive, works, coming, list(gradients), late_factor)
+            share = Share(list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), self._failure)
+            works.append((share, Part(optimizer, {p: gradients[p] for p in parameters}, options, state, factor)))
         # The thread takes them, or whoever finds that it will not: exactly one of them.
         offered = [works]
         ready = threading.Event()
         surroundings = Surroundings.of_this_thread("cpu")
         beginner = [threading.get_ident()]
-        arguments = offered, beginner, ready, self._thread, surroundings, late
+        arguments = offered, beginner, ready, self._thread, surroundings
         thread = threading.Thread(target=self._run, args=arguments, name="roundpipe-optimizer", daemon=True)
         before = torch.get_num_threads()
         try:
@@ -323,7 +238,6 @@ class Updates:
 
     def _be_looked_at(self) -> None:
         """Somebody looks at the state of an optimizer."""
-        self.early.take_back()
         self.join()
         self._failure.tell()
 
@@ -334,7 +248,6 @@ class Updates:
         ready: threading.Event,
         earlier: threading.Thread | None,
         surroundings: Surroundings,
-        receive: Callable[[], bool] | None,
     ) -> None:
         torch.set_num_threads(self._num_threads)
         try:
@@ -345,27 +258,17 @@ class Updates:
         ready.set()
         if earlier is not None:
             earlier.join()
-        is_lost = False
         with updating(), surroundings.entered():
-            try:
-                is_lost = receive is not None and not receive()
-            except BaseException as error:
-                self._fail(error, works)
             for share, part in works:
                 try:
-                    if not self._failure and not is_lost:
+                    if not self._failure:
                         part.step()
                         if self._stale is not None:
                             part.pass_on(self._stale)
-                except BaseException as error:
-                    self._fail(error, works)
+                except BaseException as error:  # must reach those who wait
+                    self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
                 finally:
-                    part.let_go()
-                    share.end(is_undone=is_lost)
-
-    def _fail(self, error: BaseException, works: Sequence[tuple[Share, Part]]) -> None:
-        """What goes wrong must reach those who wait."""
-        self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
+                    share.end()
 
     def wait(self) -> None:
         """Blocks until no update is under way.
@@ -386,23 +289,13 @@ class Updates:
 
     def join(self) -> None:
         """Blocks until no update is under way, whatever becomes of it."""
-        if self._awaited is None or self._awaited.come():
-            self._join()
-
-    def _join(self) -> None:
         # Several threads may wait: the references stay, as another update may have begun by the time one gets on.
         for thread in (self._earlier, self._thread):
             if thread is not None and thread.ident is not None:
                 thread.join()
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None
-
-
-def _without_state(
-    optimizer: Optimizer, has_gradient: Callable[[nn.Parameter], bool] = _has_gradient
-) -> list[nn.Parameter]:
+def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
     """The weights to be updated that have no state yet but may get some."""
     state = optimizer.state
 
@@ -411,4 +304,4 @@ def _without_state(
             return state.lend(parameter) is not None or parameter in state.stateless
         return parameter in state
 
-    return [p for group in optimizer.param_groups for p in group["params"] if has_gradient(p) and not is_known(p)]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]

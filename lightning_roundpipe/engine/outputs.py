@@ -9,7 +9,7 @@ attributes and lists of modules when the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,20 +65,6 @@ class Results:
 def brought_home(value: Any) -> Any:
     """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
     return _mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
-
-
-def copies_of(values: Sequence[Any]) -> tuple[Any, ...]:
-    """``values`` with copies of the tensors in them, the same for the same: whoever has given them may write them."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.requires_grad:
-            return tensor
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
-        return copies[id(tensor)]
-
-    return tuple(_mapped(value, copied) for value in values)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], above: tuple[Any, ...] = ()) -> Any:

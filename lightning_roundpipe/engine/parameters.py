@@ -13,7 +13,7 @@ the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,11 @@ from .gradients import GradientStore
 from .protocol import Event, see
 from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
-from .working_copies import NO_VALUES, Values, WorkingCopies
+from .working_copies import WorkingCopies
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
-# (id of a module, name) -> what its buffer was.
-KeptBuffers = Mapping[tuple[int, str], Tensor]
-NO_BUFFERS: KeptBuffers = {}
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -63,7 +60,6 @@ class Replica:
     Attributes:
         module: the copy that runs.
         leaves: leaf parameter of the copy -> master weight.
-        kept: buffers in the place of those that the masters have by now.
         is_low: whether it has the low form of the unit.
     """
 
@@ -80,8 +76,6 @@ class Replica:
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.is_active = False
         self.has_gradients = False
-        self.values: Values = NO_VALUES  # it is active with them
-        self.kept = NO_BUFFERS
         self.last_use = 0
         self.num_hooks = 0
         self._owns_buffers = False
@@ -116,10 +110,6 @@ class Replica:
     def master_of(self, copy: nn.Module) -> nn.Module | None:
         """The master of one of this replica's modules."""
         return self._master_of.get(id(copy))
-
-    def aliases(self, master: nn.Parameter) -> bool:
-        """Whether the leaf of ``master``, a weight of the unit, uses its memory."""
-        return self._leaf_of[id(master)].data_ptr() == master.data_ptr()
 
     def refresh(self, baseline: Callable[[], Attributes]) -> None:
         """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
@@ -184,11 +174,10 @@ class Replica:
         master = self.leaves[leaf]
         return master, weights.dtype_of(self.unit, master) if self.is_low else master.dtype
 
-    def load(self, weights: WorkingCopies, values: Values, *, must: bool) -> bool:
+    def load(self, weights: WorkingCopies, *, must: bool) -> bool:
         """Starts the upload of the weights that are missing, on a device that has copies; whether there was room.
 
         Args:
-            values: that the step computes with, see :class:`WorkingCopies`.
             must: whether to make room for them; then there was.
 
         Raises:
@@ -210,7 +199,7 @@ class Replica:
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
-                    copies = self._start_upload(weights, values, {leaf: missing[leaf] for leaf in leaves})
+                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
                     self._copies.append(copies)
                     num_bytes -= copies.num_bytes
         finally:
@@ -218,19 +207,18 @@ class Replica:
         return True
 
     def _start_upload(
-        self, weights: WorkingCopies, values: Values, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
+        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
     ) -> _Copies:
-        generations = [weights.generation(*one, values) for one in wanted.values()]
-        sources = [weights.source(*one, values) for one in wanted.values()]
+        generations = [weights.generation(*one) for one in wanted.values()]
+        sources = [weights.source(*one) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
         see(Event.UPLOAD, [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
 
-    def drop_stale(self, weights: WorkingCopies, values: Values) -> None:
+    def drop_stale(self, weights: WorkingCopies) -> None:
         """Frees copies of what the masters no longer are; not while the replica is active."""
         for copies in list(self._copies):
-            wanted = [self._wanted(weights, leaf) for leaf in copies.leaves]
-            if copies.generations != [weights.generation(*one, values) for one in wanted]:
+            if copies.generations != [weights.generation(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
                 self._free(copies)
 
     def unload(self, unless: Callable[[Iterable[nn.Parameter]], bool] | None = None) -> None:
@@ -253,13 +241,12 @@ class Replica:
             for leaf in copies.leaves:
                 leaf.data = torch.empty(0, dtype=leaf.dtype)
 
-    def activate(self, baseline: Callable[[], Attributes], values: Values) -> None:
+    def activate(self, baseline: Callable[[], Attributes]) -> None:
         """Makes the replica ready to run: up-to-date attributes, weights, buffers."""
-        self.values = values
         self.refresh(baseline)
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
-                data = values.get(master, master).data
+                data = master.data
                 if _layout(leaf) != _layout(data):
                     leaf.data = data
         for copies in self._copies:
@@ -296,17 +283,14 @@ class Replica:
         self._owns_buffers = own
         if self.device.aliases_host:
             for master, copy, name in self.buffers:
-                buffer = self._buffer(master, name)
+                buffer = master._buffers[name]
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
-        found = [(c, name, self._buffer(m, name)) for m, c, name in self.buffers]
+        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
         sources = [b for _, _, b in found if b is not None]
         moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
         for (copy, name, _), tensor in zip(found, moved, strict=True):
             copy._buffers[name] = tensor
-
-    def _buffer(self, master: nn.Module, name: str) -> Tensor | None:
-        return self.kept.get((id(master), name), master._buffers[name])
 
     def store_buffers(self) -> None:
         """Brings buffers home that the forward wrote."""

@@ -66,20 +66,15 @@ class Failure:
         Raises:
             BaseException: what went wrong, unless this is the tear-down after it.
         """
+        error, handled = self._error, sys.exc_info()[1]
         lost = self._lost
         if lost is not None and threading.get_ident() == self._trains:
             self._lost = None
             lost.end(is_undone=True)
-        raise_unless_handled(self._error)
-
-
-def raise_unless_handled(error: BaseException | None) -> None:
-    """Raises ``error``, if there is one, unless this is what follows it: the tear-down."""
-    handled = sys.exc_info()[1]
-    while handled is not None and handled is not error:
-        handled = handled.__cause__ or handled.__context__
-    if error is not None and handled is None:
-        raise error
+        while handled is not None and handled is not error:
+            handled = handled.__cause__ or handled.__context__
+        if error is not None and handled is None:
+            raise error
 
 
 class Share:
@@ -91,39 +86,17 @@ class Share:
 
     passes_for: Collection[int] = ()  # the thread that is about to begin the update, until that is done
 
-    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure | None = None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], failure: Failure) -> None:
         self.parameters = list(parameters)
         self._failure = failure
         self._done = threading.Event()
 
-    @property
-    def owns_gradients(self) -> bool:
-        """Whether their gradients belong to them until then as well."""
-        return True
-
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
-        self._see(Event.UPDATE)
-        self.take_over()
-
-    def take_over(self) -> dict[nn.Parameter, Share]:
-        """Who looks at the weights has to do with this share; the shares that they belonged to before."""
-        before = {}
+        see(Event.UPDATE, self.parameters)
         for parameter in self.parameters:
-            if (share := _shares.get(id(parameter))) is not None:
-                before[parameter] = share
             _shares[id(parameter)] = self
             _classify(parameter)
-        return before
-
-    def keep(self, parameter: nn.Parameter) -> None:
-        """``parameter`` belongs to this share again, unless that is over."""
-        if id(parameter) not in _shares and not self.is_over:
-            _shares[id(parameter)] = self
-            _classify(parameter)
-            if self.is_over:  # by now; nobody else takes it away
-                _shares.pop(id(parameter), None)
-                _classify(parameter)
 
     def end(self, *, is_undone: bool = False) -> None:
         """The weights are updated, or are not going to be.
@@ -131,15 +104,12 @@ class Share:
         Args:
             is_undone: whether they are what they were before.
         """
-        self._see(Event.TAKEN_BACK if is_undone else Event.UPDATED)
+        see(Event.NOT_UPDATED if is_undone else Event.UPDATED, self.parameters)
         for parameter in self.parameters:
             if _shares.get(id(parameter)) is self:
                 del _shares[id(parameter)]
                 _classify(parameter)
         self._done.set()
-
-    def _see(self, event: Event) -> None:
-        see(event, self.parameters)
 
     @property
     def is_over(self) -> bool:
@@ -160,8 +130,7 @@ class Share:
                 "apart. Leave out is_separable = True, or use optimizer_overlap='off'"
             )
         self._await_end()
-        if self._failure is not None:
-            self._failure.tell()
+        self._failure.tell()
 
     def _await_end(self) -> None:
         self._done.wait()
@@ -187,13 +156,12 @@ class PendingParameter(nn.Parameter):
         if func in _HARMLESS:
             with unwaited():
                 return func(*args, **kwargs)
-        is_of_gradient = func in _OF_GRADIENT
         passes = False
         for parameter in _pending_in((args, kwargs)):
             share = _shares.get(id(parameter))
             if share is None:
                 _classify(parameter)  # made one by torch.utils.swap_tensors
-            elif (is_of_gradient and not share.owns_gradients) or threading.get_ident() in share.passes_for:
+            elif threading.get_ident() in share.passes_for:
                 passes = True
             else:
                 share.wait()
@@ -228,7 +196,6 @@ def _harmless() -> Iterator[Any]:
 
 
 _HARMLESS = frozenset(_harmless())
-_OF_GRADIENT = frozenset(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
 def _classify(parameter: nn.Parameter) -> None:

@@ -12,22 +12,18 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
 The paper's five orderings (:class:`Ordering`) say which of these exclude each other. Who waits for whom here:
 
 1. ``UPLOADED_BEFORE_REFRESHED``. A working copy is made at most once per step, and a step ends when nothing is on its
-   way any more (``Step.run``): the next refresh comes in a later step. A step whose tail runs beside the next one has
-   working copies of its own if it computes with values of its own.
+   way any more (``Step.run``): the next refresh comes in a later step.
 2. ``REFRESHED_BEFORE_UPLOADED``. ``WorkingCopies.source`` gives what to upload after it was made. It reads the master,
    and so waits for its update ([Note: pending weights] in :mod:`pending`); so does ``Replica.activate``, where a
    replica aliases its masters.
 3. ``DOWNLOADED_BEFORE_TAKEN``. ``GradientStore`` waits for ``Edge.GRADIENTS``.
 4. ``TAKEN_BEFORE_DOWNLOADED``. Every download has memory of its own. While an update reads the gradient of a weight, no
    next one comes, as the unit runs after the update. Stale steps do not wait for the update: there
-   ``RoundPipeStrategy.backward`` does, before it hands out what has come home; and gradients that come late go to
-   an update alone, which waits for the one before (``Updates._begin``).
-5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread. An update that
-   begins before it ([Note: early updates] in :mod:`early`) is of units that were given up on all devices; should one of
-   them be needed again, the update is taken back first.
+   ``RoundPipeStrategy.backward`` does, before it hands out what has come home.
+5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread.
 
 Stale steps compute with snapshots, which nobody writes meanwhile (see :mod:`stale`): there an update excludes nothing
-but another one of the same weights. It may begin in the middle of a step, with the gradients of the step before.
+but another one of the same weights.
 
 Where :data:`observer` is set, as tests do with :func:`following`, it is told of every :class:`Event` and compares it
 with :data:`RULES`. Otherwise each call costs a comparison.
@@ -39,7 +35,7 @@ import contextlib
 import enum
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -70,7 +66,7 @@ class Event(enum.Enum):
     TAKE = "taking its gradients"
     UPDATE = "updating it"
     UPDATED = "the end of its update"
-    TAKEN_BACK = "taking its update back"
+    NOT_UPDATED = "the end of its update, which was not made"
 
 
 class Ordering(enum.Enum):
@@ -129,11 +125,11 @@ RULES: Mapping[Event, Rule] = {
         },
     ),
     Event.UPDATED: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
-    Event.TAKEN_BACK: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
+    Event.NOT_UPDATED: Rule(UnitState.MASTER_UPDATED, during=UnitState.UPDATING),
 }
 _MASTER_STATES = (UnitState.MASTER_UPDATED, UnitState.COPY_REFRESHED, UnitState.UPDATING)
 # Where an exception would leave those who wait for an update waiting for ever.
-_UNRAISED = (Event.UPDATE, Event.UPDATED, Event.TAKEN_BACK)
+_UNRAISED = (Event.UPDATE, Event.UPDATED, Event.NOT_UPDATED)
 
 
 class ProtocolError(RuntimeError):
@@ -205,13 +201,7 @@ class Protocol:
             return self._record(weight, "").states
 
     def see(
-        self,
-        event: Event,
-        weights: Iterable[nn.Parameter],
-        unit: str,
-        place: object,
-        transfer: Transfer | None,
-        addresses: Sequence[int] | None = None,
+        self, event: Event, weights: Iterable[nn.Parameter], unit: str, place: object, transfer: Transfer | None
     ) -> None:
         """See the function :func:`see`.
 
@@ -223,11 +213,11 @@ class Protocol:
             for index, weight in enumerate(weights):
                 record = self._record(weight, unit)
                 self.counts[event] += 1
-                is_apart = record.is_read_apart(weight) if addresses is None else weight.data_ptr() != addresses[index]
-                self._check(event, record, place, transfer, is_apart, addresses is not None)
+                is_apart = record.is_read_apart(weight)
+                self._check(event, record, place, transfer, is_apart)
                 version = None if is_apart else record.version
                 if event is Event.UPDATE:
-                    record.address = weight.data_ptr() if addresses is None else addresses[index]
+                    record.address = weight.data_ptr()
                 elif event is Event.UPLOAD and transfer is not None:
                     dtype = transfer.tensors[index].dtype
                     version = version if dtype == weight.dtype else record.copy_versions.get(dtype, version)
@@ -261,19 +251,9 @@ class Protocol:
         unit = f"unit {record.name!r}" if record.name else "a weight of no unit"
         self.violations.append(ProtocolError(f"{unit}: {what}, {why}; it is: {states}"))
 
-    def _check(
-        self,
-        event: Event,
-        record: _Record,
-        place: object,
-        transfer: Transfer | None,
-        is_apart: bool,
-        has_begun_apart: bool,
-    ) -> None:
+    def _check(self, event: Event, record: _Record, place: object, transfer: Transfer | None, is_apart: bool) -> None:
         rule, states = RULES[event], record.states
-        if is_apart and event is Event.UPDATE and has_begun_apart:
-            states &= {UnitState.UPDATING}
-        elif is_apart and event not in _UNRAISED:
+        if is_apart and event not in _UNRAISED:
             states -= {UnitState.UPDATING}
         for state in sorted(states & rule.never_during.keys(), key=lambda state: state.value):
             self._violated(record, event.value, f"during {state.value!r}: {rule.never_during[state].value}")
@@ -310,7 +290,7 @@ class Protocol:
             record.has_gradient = False
         elif event is Event.UPDATED:
             record.version += 1
-        elif event is Event.TAKEN_BACK:
+        elif event is Event.NOT_UPDATED:
             record.has_gradient = True
 
 
@@ -324,21 +304,19 @@ def see(
     unit: str = "",
     place: object = None,
     transfer: Transfer | None = None,
-    addresses: Sequence[int] | None = None,
 ) -> None:
     """Tells :data:`observer`, if there is one, what happens to weights now.
 
     Args:
         unit: its name, where it is known.
-        place: the replica, or what tells a working copy from others.
+        place: the replica, or the dtype of a working copy.
         transfer: that brings them, or their gradients, one tensor per weight.
-        addresses: what an update writes, where that is not what is found in the weights now.
 
     Raises:
         ProtocolError: if it is illegal.
     """
     if observer is not None:
-        observer.see(event, weights, unit, place, transfer, addresses)
+        observer.see(event, weights, unit, place, transfer)
 
 
 def see_end(succeeded: bool) -> None:

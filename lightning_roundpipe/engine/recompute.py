@@ -18,9 +18,8 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -161,8 +160,6 @@ class Receiver:
 
 
 _CUT_NODE = Cut._backward_cls
-# Of the graph of one micro-batch's glue. To look at more would take longer than what is won.
-_MAX_NODES = 2000
 
 
 @dataclass(frozen=True)
@@ -335,11 +332,6 @@ class PendingGradients:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    @property
-    def edges(self) -> list[GradientEdge]:
-        """Where they wait."""
-        return [edge for edge, _ in self._waiting.values()]
-
     def flush(self) -> None:
         """Pushes what waits through the glue graph, down to the cuts and to parameters used in glue."""
         if not self._waiting:
@@ -368,9 +360,8 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
     return None
 
 
-def walk_graph(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """The autograd nodes ``roots`` (None among them is left out) and all behind them, but for what is behind those at
-    which it ``stops``."""
+def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
     seen: set[Any] = set()
     todo = [node for node in roots if node is not None]
     while todo:
@@ -378,19 +369,7 @@ def walk_graph(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node:
         if node not in seen:
             seen.add(node)
             yield node
-            if stops(node):
-                continue
             todo.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def leaves_of_glue(roots: Iterable[Any], stops: Callable[[Any], bool] = lambda node: False) -> set[Tensor] | None:
-    """The tensors at which the graph of one micro-batch's glue ends; None if it is too large to be looked at.
-
-    Args:
-        roots, stops: as of :func:`walk_graph`.
-    """
-    nodes = list(itertools.islice(walk_graph(roots, stops), _MAX_NODES))
-    return None if len(nodes) == _MAX_NODES else {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:

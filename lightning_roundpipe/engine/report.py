@@ -9,7 +9,6 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Span
 from .step_context import Plan
-from .tail import Tail
 from .tracing import Clock, Trace
 from .walk import Walk
 
@@ -19,7 +18,7 @@ class Report:
     """What is known when a step has ended, but for its results.
 
     Attributes:
-        spans: what was computed by plan, of a tail of the step before as well, and more if the step is traced.
+        spans: what was computed by plan, and more if the step is traced.
         schedule, partition: of the run with most calls.
         planning_s: what re-planning took, in seconds.
     """
@@ -32,11 +31,6 @@ class Report:
     replanned: bool = False
     planning_s: float = 0.0
     _num_calls: int = -1
-
-    def note_tail(self, tail: Tail, clock: Clock) -> None:
-        """The tail of the step before has come to its end in this step."""
-        self.spans += tail.spans(clock)
-        self.replanned |= tail.replanned
 
     def note_segment(
         self, plan: Plan, schedule: Schedule | None, planned: Sequence[Walk], clock: Clock, trace: Trace | None

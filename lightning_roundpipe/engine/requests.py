@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
-from .completion import Tell
-from .working_copies import Values
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,6 @@ class StepRequest:
         autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
         meets: whether the function runs its backward itself, by :func:`meetings.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
-        completed: is told of weights whose gradients are complete while others are not; see :mod:`completion`.
-        on_gradients: lets the step have a tail, see [Note: tails] in :mod:`tail`; it is called with the gradients
-            when the tail is over, by the thread that runs steps.
-        values: that the step computes with in the place of those of some parameters, which glue finds in them as well;
-            they must not change before the tail is over.
     """
 
     function: Callable[[Any], Any]
@@ -46,9 +39,6 @@ class StepRequest:
     merge: Callable[[list[Any]], Any] | None = None
     autocast_device: str = "cpu"
     meets: bool = False
-    completed: Tell | None = None
-    on_gradients: Callable[[dict[nn.Parameter, Tensor]], None] | None = None
-    values: Values = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
@@ -80,7 +70,6 @@ class StepResult:
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
-        has_tail: whether gradients are still to come; see ``StepRequest.on_gradients``.
     """
 
     outputs: list[Any]
@@ -96,4 +85,3 @@ class StepResult:
     saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
-    has_tail: bool = False

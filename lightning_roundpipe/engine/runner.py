@@ -5,8 +5,7 @@ The first step with a new key (train, validate, ...) runs its first micro-batch 
 units it calls in which order; the plan made from that drives everything after, until a better one is made between two
 steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: threads are started for it
 and joined before it ends, on every path. The first exception stops the others at their next wait and is raised to the
-caller with its own traceback; a KeyboardInterrupt in the calling thread does the same. Of a step that has a tail (see
-[Note: tails] in :mod:`tail`) some threads are left, which stand still.
+caller with its own traceback; a KeyboardInterrupt in the calling thread does the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from .requests import StepRequest, StepResult
 from .resources import Resources
 from .step import Step
 from .step_context import Plan
-from .tail import Tail
 from .tracing import Trace
 from .unit_run import relay_hooks
 from .units import UnitClasses, UnitTable
@@ -84,7 +82,6 @@ class Engine:
         self._glue_parameters = self._resources.glue_parameters
         self.working_copies = self._replicas.weights
         self.trace = False
-        self._last: Step | None = None  # has a tail
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
@@ -117,31 +114,8 @@ class Engine:
         self._plans.forget(key)
         self._current_table().forget_facts()
 
-    def finish_tail(self) -> None:
-        """Lets the tail of the last step come to its end, if it has one.
-
-        Raises:
-            BaseException: the first exception of user code in it.
-        """
-        last, self._last = self._last, None
-        if last is not None:
-            last.finish()
-
-    def _before(self, request: StepRequest) -> Tail | None:
-        """The tail that a step goes on with; any other comes to its end."""
-        goes_on = request.training and not request.meets and not self.trace and self._plans.of(request.key) is not None
-        if self._last is None or not goes_on:
-            self.finish_tail()
-            return None
-        return self._last.tail
-
     def close(self) -> None:
-        """Forgets plans (not costs that were preset) and replicas; the engine may be used again.
-
-        Raises:
-            BaseException: as :meth:`finish_tail`.
-        """
-        self.finish_tail()
+        """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
         self._replicas.clear()
         self._plans.clear()
         self._resources.switches.clear()
@@ -160,14 +134,11 @@ class Engine:
         started = time.perf_counter()
         before = self._pool.bytes_moved
         table = self._current_table()
-        tail = self._before(request)
         trace = Trace(self._pool) if self.trace else None
-        step = Step(request, self._resources, table, trace, tail)
+        step = Step(request, self._resources, table, trace)
         try:
             step.run()
         finally:
-            if tail is None or tail.is_over:
-                self._last = None if step.tail is None else step
             if trace is not None:
                 trace.close()
         moved = zip(self._pool.bytes_moved, before, strict=True)
@@ -187,7 +158,6 @@ class Engine:
             report.saved_bytes,
             tuple(device.peak_memory_bytes for device in self._pool.devices),
             report.replanned,
-            step.tail is not None,
         )
 
     def _current_table(self) -> UnitTable:

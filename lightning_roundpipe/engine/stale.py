@@ -7,9 +7,8 @@ W[t] and of the gradient at W[t-1]. So every trained weight has two snapshots on
 - the *front*: training steps compute with it,
 - the *back*: the thread of the updates fills it, share by share, with what an update has made of the weight.
 
-When the next optimizer step begins, the update before it is over: front and back change places. The tail of the last
-training step ([Note: tails] in :mod:`tail`) goes on with what was the front, and the update that waits for its
-gradients makes that anew when it is over. An optimizer step that updates nothing leaves them as they are.
+When the next optimizer step begins, the update before it is over and nobody computes: front and back change places.
+An optimizer step that updates nothing leaves them as they are.
 
 The weights themselves stay as they are in exact mode: everybody between training steps sees them, finished. A training
 step, and nothing else, runs with the fronts in the place of the data of the weights (``replaced`` in :mod:`pending`).
@@ -79,8 +78,8 @@ class StaleWeights:
         self._snapshots: dict[nn.Parameter, _Snapshots] = {}
 
     @contextlib.contextmanager
-    def computing(self, weights: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Around a training step: ``weights`` are what they were before the last update, and is given.
+    def computing(self, weights: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Around a training step: ``weights`` are what they were before the last update.
 
         Raises:
             BaseException: what went wrong in an update that had to be waited for.
@@ -92,7 +91,7 @@ class StaleWeights:
             assert snapshots.front is not None
             fronts[weight] = snapshots.front
         with replaced(fronts):
-            yield fronts
+            yield
 
     @contextlib.contextmanager
     def turning(self) -> Iterator[None]:

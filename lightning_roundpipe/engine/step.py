@@ -1,9 +1,9 @@
 """One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
 
 A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
-started in the first segment and joined when the step ends, on every path, unless it has a tail (see [Note: tails] in
-:mod:`tail`). Between two segments they all stand still: no weight is on its way, patches of the process are undone, and
-the thread that runs the step has everything for itself.
+started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
+no weight is on its way, patches of the process are undone, and the thread that runs the step has everything for
+itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..planning.schedule import Schedule
-from .completion import completion_of
 from .dispatch import StepAborted, Turnstile
 from .glue import GlueLock, GlueState
 from .glue_parameters import GlueParameters
@@ -34,8 +33,7 @@ from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan, StepContext
 from .step_patches import StepPatches
-from .tail import Tail, can_trail, may_trail, trained_in
-from .threads import await_all, run_threads
+from .threads import run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
@@ -44,39 +42,23 @@ from .walk import Walk
 class Step:
     """Runs one step.
 
-    Args:
-        before: the tail of the step before, if this one goes on with it.
-
     Attributes:
-        outputs: results of the user's function, by micro-batch.
-        tail: what is left of it; None if the step is over.
-        gradients: of masters, that the last segment has brought home; those of a tail go to the request's
-            ``on_gradients``.
+        gradients: of masters, that the last segment has brought home.
+        report: what is noted about it.
     """
 
-    def __init__(
-        self,
-        request: StepRequest,
-        resources: Resources,
-        table: UnitTable,
-        trace: Trace | None,
-        before: Tail | None = None,
-    ) -> None:
+    def __init__(self, request: StepRequest, resources: Resources, table: UnitTable, trace: Trace | None) -> None:
         self._request = request
         self._resources = resources
         self._table = table
         self._trace = trace
-        self._before = before
-        self._values = dict(request.values)  # an object of its own, by which replicas tell steps apart
-        self._aborted = threading.Event()  # shared with micro-batches, which must not know the step: no cycles
-        if before is not None:
-            self._lock = before.shared.lock
-        elif trace is None:
-            self._lock = GlueLock(resources.exempt, resources.switches)
+        self._aborted = threading.Event()  # shared with the lock, which must not know the step: no cycles
+        if trace is None:
+            self._lock = GlueLock(resources.exempt, self._aborted.is_set, resources.switches)
         else:
-            self._lock = TracedGlueLock(trace, resources.exempt, resources.switches)
+            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
         count = len(request.microbatches)
-        self._states = [GlueState(i, request.seed, self._aborted.is_set) for i in range(count)]
+        self._states = [GlueState(i, request.seed) for i in range(count)]
         self._walks: dict[int, Walk] = {}
         self._alive: list[threading.Thread] = []
         self._turnstile: Turnstile | None = None
@@ -87,15 +69,17 @@ class Step:
         self._patches = StepPatches(resources, table, sees_gradients=request.meets and count > 1)
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
-        self.outputs: list[Any] = [None] * count
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self._late_gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
         self._glue_parameters = GlueParameters(self._store)
         leaf_names = resources.replicas.leaf_names
         self._threads = MicrobatchThreads(request, self._lock, self._glue_parameters, leaf_names)
-        self.tail: Tail | None = None
         self.report = Report()
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Results of the user's function, by micro-batch."""
+        return [self._threads.outputs[state.index] for state in self._states]
 
     def run(self) -> None:
         """Runs the step to its end.
@@ -106,9 +90,7 @@ class Step:
         """
         lists = GrowingContainers(self._table.glue)
         succeeded = False
-        self._lock.begin()
-        if self._before is None:
-            self._resources.pool.open()
+        self._resources.pool.open()
         try:
             lists.hand_out(self._states, self._lock)
             for state in self._states:
@@ -120,70 +102,12 @@ class Step:
                 lists.collect(self._states, self._request.merge)
             succeeded = True
         finally:
-            if not succeeded:
-                self.tail = None
-            if self.tail is None:
-                self._stop()
-            self._lock.show(self._states, keep_writes=succeeded)
-            if self.tail is None:
-                self._end(succeeded)
-            self._before = None  # which leads to the step before, and so on
-
-    def finish(self) -> None:
-        """Lets the tail come to its end, alone.
-
-        Raises:
-            BaseException: its first exception.
-        """
-        assert self.tail is not None
-        succeeded = False
-        self._lock.begin()
-        try:
-            with contextlib.ExitStack() as stack:
-                self._patches.put_gradients_aside()
-                self._patches.open(stack)
-                with self.tail.going_on(trained_in(self._resources.root)):
-                    pass
-            succeeded = True
-        finally:
-            if self.tail is not None:  # it has not begun
-                self.tail.give_up()
-            self._patches.put_gradients_back()
-            self._lock.show((), keep_writes=False)
-            self._release(succeeded)
-
-    def _end(self, succeeded: bool) -> None:
-        self._lock.forget(self._states)
-        self._glue_parameters.drop()
-        if self._before is None or self._before.is_over:
-            self._release(succeeded)
-
-    def _release(self, succeeded: bool) -> None:
-        """No micro-batch of any step is left."""
-        self._resources.replicas.end_step()
-        self._resources.pool.close()
-        see_end(succeeded)
-
-    def _complete(self) -> bool:
-        """The tail has come to its end; whether the next step has another plan. May be called again after an interrupt,
-        which leaves what has been done."""
-        self._raise_error()
-        self._late_gradients = self._gradients_at_home(self._late_gradients)
-        walks = list(self._walks.values())
-        plans, key = self._resources.plans, self._request.key
-        is_known = bool(walks) and plans.of(key) is walks[0].shared.plan  # may have been forgotten meanwhile
-        replanned = is_known and plans.note_step(key, walks, len(walks))
-        assert self._request.on_gradients is not None
-        self._request.on_gradients(self._late_gradients)
-        self._abort()
-        return replanned
-
-    def _abort(self) -> None:
-        self.tail = None  # which leads back to the step
-        self._late_gradients = {}
-        self._stop()
-        self._lock.forget(self._states)
-        self._glue_parameters.drop()
+            self._stop()
+            self._lock.close(self._states, keep_writes=succeeded)
+            self._resources.replicas.end_step()
+            self._glue_parameters.drop()
+            self._resources.pool.close()
+            see_end(succeeded)
 
     # --- segments and meetings -----------------------------------------------------------------------------------
 
@@ -260,7 +184,7 @@ class Step:
         """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         weights, plans = resources.replicas.weights, resources.plans
-        weights.begin_step(request.key, training=request.training, goes_on=self._before is not None)
+        weights.begin_step(request.key, training=request.training)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
             if not request.meets:
@@ -278,24 +202,17 @@ class Step:
                 schedule = plans.schedule(plan.partition.num_stages, count - first)
                 planned = self._run_schedule(plan, schedule, range(first, count))
             self._note_strays()
-            gradients = self._gradients_at_home({}) if self.tail is None else {}
-            while self._threads.results:
-                index, results = self._threads.results.popitem()
-                self.outputs[index] = results.arrive()
+            gradients = self._gradients_at_home()
         self._patches.put_gradients_back()
-        if self._before is not None:
-            self.report.note_tail(self._before, self._clock)
         self.report.note_segment(plan, schedule, planned, self._clock, self._trace)
-        if self.tail is None:
-            started = time.perf_counter()
-            self.report.replanned |= plans.note_step(key, planned, count)
-            self.report.planning_s += time.perf_counter() - started
+        started = time.perf_counter()
+        self.report.replanned |= plans.note_step(key, planned, count)
+        self.report.planning_s += time.perf_counter() - started
         if request.meets:
             resources.replicas.end_step()
         return gradients
 
-    def _gradients_at_home(self, known: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """All gradients; those in ``known`` have been taken before."""
+    def _gradients_at_home(self) -> dict[nn.Parameter, Tensor]:
         if self._request.meets:
             self._glue_parameters.send_sums()
         else:
@@ -304,9 +221,8 @@ class Step:
             walk = self._walks[index]
             for parameter, gradient in walk.glue_gradients.items():
                 self._store.add(parameter, gradient)
-            self._resources.glue_parameters.update(walk.glue_gradients)
             walk.glue_gradients = {}
-        return {**known, **self._store.take()}
+        return self._store.take()
 
     def _note_strays(self) -> None:
         """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
@@ -319,10 +235,7 @@ class Step:
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
         """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
         resources, request = self._resources, self._request
-        is_whole = len(indices) == len(self._states)
-        completion = completion_of(request, resources, self._store, self._walks.values()) if is_whole else None
-        self._threads.completion = completion
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store, completion, self._values)
+        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store)
         end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
         if self._trace is None:
             turnstile = Turnstile(schedule, end_slot)
@@ -341,15 +254,13 @@ class Step:
             seed=request.seed,
             autocast_device=request.autocast_device,
             gradients=self._store,
-            glue_parameters=resources.glue_parameters if self._before is None else trained_in(self._resources.root),
+            glue_parameters=resources.glue_parameters,
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
-            values=self._values,
         )
         self._turnstile = turnstile
-        trails = is_whole and self._trace is None and may_trail(request, plan, len(resources.pool))
-        turnstile.join(len(indices), trails=trails)
+        turnstile.join(len(indices))
         new: list[threading.Thread] = []
         waiting: list[Callable[[], None]] = []
         for slot, index in enumerate(indices):
@@ -359,45 +270,12 @@ class Step:
             else:
                 known.begin_segment(slot, shared)
                 waiting.append(functools.partial(known.attendance.resume, self._outcomes[index]))
+        loader.begin()
         walks = [self._walks[index] for index in indices]
-        with self._beside_tail(shared):
-            self._alive += new
-            self._run(walks, new, waiting, trails=trails)
+        self._alive += new
+        run_threads(new, waiting, [walk.attendance.halted for walk in walks], self._fail)
         self._raise_error()
         return walks
-
-    @contextlib.contextmanager
-    def _beside_tail(self, shared: StepContext) -> Iterator[None]:
-        """Around a run over a schedule, which begins: a tail of the step before runs with it."""
-        if self._before is None:
-            shared.loader.begin()
-            yield
-            return
-        shared.turnstile.follow(self._before.shared.turnstile)
-        loading = shared.loader.following(self._before.shared.loader, self._fail)
-        with loading, self._before.going_on(shared.glue_parameters):
-            yield
-        shared.turnstile.forget_before()
-
-    def _run(
-        self, walks: list[Walk], new: list[threading.Thread], waiting: list[Callable[[], None]], *, trails: bool
-    ) -> None:
-        """Lets micro-batches run, each until it comes to a meeting or is over, or until the step has a tail."""
-        request, resources, turnstile = self._request, self._resources, self._turnstile
-        assert turnstile is not None
-        halted = [walk.attendance.halted for walk in walks]
-
-        def await_them() -> None:
-            if self._before is not None:
-                self._before.await_end()
-            if trails and turnstile.await_rest() and not self._aborted.is_set():
-                if can_trail(request, resources, walks):
-                    self.tail = Tail(walks, self._complete, self._abort)
-                    return
-                turnstile.resume()
-            await_all(halted)
-
-        run_threads(new, waiting, halted, self._fail, await_them)
 
     def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
         state = self._states[index]

@@ -7,24 +7,17 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..planning.partition import Partition, StageKind
 from .compiling import UnitCompiler
-from .devices import Device
 from .dispatch import Turnstile
 from .glue import GlueLock
 from .gradients import GradientStore
 from .loading import Loader, ReplicaCache
-from .parameters import NO_BUFFERS, KeptBuffers, Replica
 from .pool import DevicePool
 from .units import Unit
-from .working_copies import Values
-
-if TYPE_CHECKING:
-    from .recompute import Call
 
 
 @dataclass
@@ -49,9 +42,6 @@ class StepContext:
 
     Attributes:
         meets: whether there may be other runs in the same step, see [Note: meetings] in :mod:`meetings`.
-        values: that it computes with, see :class:`WorkingCopies`.
-        kept: buffers of its units as they were, if it is a tail.
-        left: attributes that its micro-batches have left changed, with their values from before, if it is a tail.
     """
 
     plan: Plan
@@ -69,19 +59,8 @@ class StepContext:
     glue_is_user_code: threading.Event
     compiler: UnitCompiler | None = None
     meets: bool = False
-    values: Values = field(default_factory=dict)
-    kept: KeptBuffers = field(default_factory=lambda: NO_BUFFERS)
-    left: Sequence[tuple[nn.Module, str, Any]] = ()
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
-
-    def replica_for(self, call: Call, device: Device, *, learns: bool) -> Replica:
-        """See :meth:`ReplicaCache.get`."""
-        return self.replicas.get(call, device, self._baseline, self.values, self.kept, learns=learns)
-
-    def _baseline(self) -> list[tuple[nn.Module, str, Any]]:
-        """Attributes that some micro-batch has written, with their values from before the step."""
-        return [*self.lock.baseline(), *self.left]
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:
         """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the glue lock.

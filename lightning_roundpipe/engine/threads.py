@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +61,14 @@ def run_threads(
     resume: list[Callable[[], None]],
     halted: list[threading.Event],
     fail: Callable[[BaseException], None],
-    await_them: Callable[[], None],
 ) -> None:
-    """Starts or resumes threads, and waits for them; an interrupt of the waiting thread stops them first.
+    """Starts or resumes threads, and waits until all have halted; an interrupt of the waiting thread stops them first.
 
     Args:
-        threads: not started yet; the last of those in ``halted``.
+        threads: not started yet; the last of those that are waited for.
         resume: lets each of the others go on.
         halted: set by each thread, in the order of ``resume`` and ``threads``, as the last thing it does for now.
         fail: makes the threads stop.
-        await_them: blocks as long as is to be waited; raises what ends them.
 
     Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
     """
@@ -79,7 +77,9 @@ def run_threads(
             go_on()
         for thread in threads:
             thread.start()
-        await_them()
+        for event in halted:
+            while not event.wait(_RECHECK_S):
+                pass
     except BaseException as interrupt:
         fail(interrupt)
         for thread, event in zip(threads, halted[len(resume) :], strict=True):
@@ -87,10 +87,3 @@ def run_threads(
             while thread in threading.enumerate() and not event.wait(_STARTING_S):
                 pass
         raise
-
-
-def await_all(events: Iterable[threading.Event]) -> None:
-    """Blocks until all of them are set, or the calling thread is interrupted."""
-    for event in events:
-        while not event.wait(_RECHECK_S):
-            pass

@@ -18,7 +18,7 @@ from ..planning.schedule import Action, Schedule
 from ..planning.timeline import Span
 from .devices import Device
 from .dispatch import Turnstile
-from .glue import GlueLock, GlueState
+from .glue import GlueLock, current
 from .pool import DevicePool
 from .profiler import Run
 
@@ -132,9 +132,11 @@ class TracedGlueLock(GlueLock):
         super().__init__(*args)
         self._trace = trace
 
-    def _take(self, state: GlueState) -> None:
+    def _take(self) -> None:
         if self._lock.acquire(blocking=False):
             return
         started = time.perf_counter()
-        super()._take(state)
-        self._trace.waited(state.index, started, "the glue lock")
+        super()._take()
+        state = current()
+        if state is not None:
+            self._trace.waited(state.index, started, "the glue lock")

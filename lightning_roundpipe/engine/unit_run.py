@@ -109,7 +109,7 @@ class UnitRunner:
                 with self.compiler.excluded() if self.compiler is not None else contextlib.nullcontext():
                     result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
             elif self.compiler is not None:
-                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self._borrowed)
+                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock.borrowed)
             else:
                 result = replica.module.forward(*args, **kwargs)
             if call.facts is None:
@@ -136,7 +136,7 @@ class UnitRunner:
     ) -> tuple[Any, int]:
         """The unit's forward under what its facts ask for: (result, number of random operators)."""
         seed = self.seed_of(call.index)
-        watch = PrivateRandomness(seed, self._borrowed)
+        watch = PrivateRandomness(seed, self.lock.borrowed)
         with contextlib.ExitStack() as stack:
             if _has_saved_tensor_hooks():
                 # Those of non-reentrant activation checkpointing in glue must not see the tensors of a unit.
@@ -144,14 +144,11 @@ class UnitRunner:
             if watch_randomness:
                 stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
             if foreign:
-                stack.enter_context(self._borrowed())
+                stack.enter_context(self.lock.borrowed())
                 stack.enter_context(ForeignRandomness.seeded(seed))
             if watch_randomness:
                 stack.enter_context(watch)
             return replica.module.forward(*args, **kwargs), watch.num_draws
-
-    def _borrowed(self) -> contextlib.AbstractContextManager[None]:
-        return self.lock.borrowed(self.state)
 
     @staticmethod
     def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:

@@ -30,7 +30,7 @@ class Part:
     """An optimizer of the same class for some of the weights: for tensors that share their memory, with their state.
 
     Args:
-        gradients: of these weights; None if they come later, see :meth:`receive`.
+        gradients: of these weights.
         options: of these weights, and maybe others; see :func:`options_of`.
         state: of the whole optimizer.
         factor: a number that the gradients are multiplied by first.
@@ -39,12 +39,14 @@ class Part:
     def __init__(
         self,
         optimizer: Optimizer,
-        gradients: Mapping[nn.Parameter, Tensor | None],
+        gradients: Mapping[nn.Parameter, Tensor],
         options: Mapping[nn.Parameter, Options],
         state: GuardedState,
         factor: Tensor | None = None,
     ) -> None:
         self._home = state
+        # A factor of one would change nothing.
+        self._factor = None if factor is None or factor.item() == 1.0 else factor
         self._shadows = {parameter: _shadow_of(parameter) for parameter in gradients}
         part: Any = object.__new__(type(optimizer))
         # A loss scaler leaves tensors there that it changes after the step.
@@ -55,26 +57,14 @@ class Part:
         part.state = defaultdict(dict)
         self._groups: dict[int, tuple[Options, dict[str, Any]]] = {}  # options as they were, group of the part
         for parameter, shadow in self._shadows.items():
+            shadow.grad = gradients[parameter]
             if (known := state.lend(parameter)) is not None:
                 part.state[shadow] = known
             own = options[parameter]
             self._groups.setdefault(id(own), (own, {**own, "params": []}))[1]["params"].append(shadow)
         part.param_groups = [group for _, group in self._groups.values()]
         self._optimizer = part
-        self.receive(gradients, factor)
-
-    def receive(self, gradients: Mapping[nn.Parameter, Tensor | None], factor: Tensor | None) -> None:
-        """The gradients are there; a weight that is not among them is not updated."""
-        # A factor of one would change nothing.
-        self._factor = None if factor is None or factor.item() == 1.0 else factor
-        for parameter, shadow in self._shadows.items():
-            shadow.grad = gradients.get(parameter)
-        self._before = None if _is_of_torch(self._optimizer) else self._beside()
-
-    @property
-    def addresses(self) -> dict[nn.Parameter, int]:
-        """Of the weights that it writes."""
-        return {parameter: shadow.data_ptr() for parameter, shadow in self._shadows.items()}
+        self._before = None if _is_of_torch(part) else self._beside()
 
     def step(self) -> None:
         """Updates the weights.
@@ -85,8 +75,7 @@ class Part:
         if self._factor is not None:
             with torch.no_grad():
                 for shadow in self._shadows.values():
-                    if shadow.grad is not None:
-                        shadow.grad.mul_(self._factor)
+                    shadow.grad.mul_(self._factor)  # type: ignore[union-attr]
         try:
             type(self._optimizer).step(self._optimizer)
             if (what := self._lost()) is not None:
@@ -128,13 +117,6 @@ class Part:
         """Snapshots of the updated weights."""
         for parameter, shadow in self._shadows.items():
             stale.refill(parameter, shadow)
-
-    def let_go(self) -> None:
-        """Nobody but the weights holds their memory any more."""
-        self._shadows.clear()
-        self._groups.clear()
-        self._optimizer.param_groups.clear()
-        self._optimizer.state.clear()
 
 
 def _is_of_torch(optimizer: Any) -> bool:

@@ -102,7 +102,6 @@ class Walk:
         self._next_position = len(plan.carried)
         self._replayed: dict[Unit, list[int]] = {}
         self._in_backward = self.has_backward = False
-        self._current: Call | None = None  # whose backward comes next, or runs
         self.runs, self.num_off_plan = [], 0
         self._revived: list[int] = []
         carried = {call.index: call for call in self._living()}
@@ -282,7 +281,7 @@ class Walk:
         return done
 
     def _replica(self, call: Call, *, learns: bool = False) -> Replica:
-        replica = self.shared.replica_for(call, self.device, learns=learns)
+        replica = self.shared.replicas.get(call, self.device, self.shared.lock.baseline, learns=learns)
         if not self.device.aliases_host:
             self.shared.loader.prefetch(self.device)
         return replica
@@ -337,7 +336,6 @@ class Walk:
         try:
             while self.calls:
                 call, stays = self.calls.pop(), False
-                self._current = call
                 try:
                     stays = self._backward_of(call, retain_graph)
                 finally:
@@ -345,7 +343,6 @@ class Walk:
                         kept.append(call)
                     else:
                         self._visits.forget(call)
-            self._current = None
             self._flush()
         finally:
             self.calls += kept[::-1]
@@ -354,9 +351,8 @@ class Walk:
         """Goes to the stage of the call's backward and runs it; whether it may have to run (again) later."""
         self.shared.turnstile.check()
         if call.backward_stage is not None:
-            if call.backward_stage > self._visits.stage:
-                self.shared.turnstile.reach_tail(self.slot)
-            self._visits.move_to(call.backward_stage, _needed_in_backward(call), f"saved {call.unit.name}")
+            needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
+            self._visits.move_to(call.backward_stage, needed, what)
         self._flush()
         if call.versions is not None and call.gradients:
             check_versions(call)
@@ -411,20 +407,16 @@ class Walk:
         """What was brought for this call alone is dropped; what the next one in this stage needs, to be sent for."""
         if self.device.aliases_host:
             return []
-        following = [c for c in self.calls[-1:] if c.backward_stage in (None, self._visits.stage)]
-        coming = [x for c in following for x in _needed_in_backward(c)]
+        following = self.calls[-1] if self.calls else None
+        is_here = following is not None and following.backward_stage in (None, self._visits.stage)
+        coming = _needed_in_backward(following) if following is not None and is_here else []
         still = set(map(id, coming))
         self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
         return coming
 
-    @property
-    def calls_left(self) -> list[Call]:
-        """Those whose backward is not over."""
-        return self.calls if self._current is None else [*self.calls, self._current]
-
     def glue_nodes(self) -> list[Any]:
-        """Autograd nodes of glue from which its backward has still to go on."""
-        edges = (*self._pending.edges, *(receiver.edge for call in self.calls_left for receiver in call.receivers))
+        """Autograd nodes of glue that produced the inputs of calls."""
+        edges = [receiver.edge for call in self.calls for receiver in call.receivers]
         return [edge.node for edge in edges if edge is not None]
 
     def finish(self) -> None:

@@ -20,16 +20,12 @@ next step. All others count as changed if their version, address, shape or dtype
 or if another kind of step begins. Writes through ``.data`` leave no other trace: callbacks swap weights before a
 validation in this way, and let a frozen teacher follow its student, which changes all values. So a few values of
 every such master are looked at in every step.
-
-A step may compute with other *values* than those of the masters (snapshots, see :mod:`stale`), and the tail of the step
-before with others again. Such values do not change while a step computes with them. Each has a working copy of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,9 +44,6 @@ Autocast = tuple[bool, torch.dtype]
 # (number of elements, dtype) -> flat host tensor; its content does not matter.
 Allocate = Callable[[int, torch.dtype], Tensor]
 _NUM_SAMPLES = 32
-# What a step computes with in the place of some masters.
-Values = Mapping[nn.Parameter, Tensor]
-NO_VALUES: Values = {}
 
 
 @dataclass
@@ -93,7 +86,7 @@ class WorkingCopies:
         self._lock = threading.Lock()
         self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
         self._forms: dict[Unit, bool] = {}
-        self._copies: dict[tuple[nn.Parameter, torch.dtype, int], _Copy] = {}  # the last is the id of a value, or 0
+        self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._samples: dict[nn.Parameter, bytes] = {}  # in this step
         self._num_updates = 0
         self._num_loops = 0
@@ -102,16 +95,9 @@ class WorkingCopies:
 
     # --- what the masters are now --------------------------------------------------------------------------------
 
-    def begin_step(self, kind: Hashable, *, training: bool, goes_on: bool = False) -> None:
-        """A step begins; a training step before it may have been followed by an update.
-
-        Args:
-            goes_on: whether it begins beside the tail of another one, with the same trained weights.
-        """
+    def begin_step(self, kind: Hashable, *, training: bool) -> None:
+        """A step begins; a training step before it may have been followed by an update."""
         with self._lock:
-            if goes_on:
-                self._samples.clear()
-                return
             self._num_updates += self._trains
             self._num_loops += kind != self._kind
             self._kind, self._trains = kind, training
@@ -122,26 +108,19 @@ class WorkingCopies:
         """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
         return not self._trains or not any(master.requires_grad for master in masters)
 
-    def source(self, master: nn.Parameter, dtype: torch.dtype, values: Values = NO_VALUES) -> Tensor:
-        """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step.
-
-        Args:
-            values: that the step computes with.
-        """
-        value = values.get(master)
-        read = master.detach() if value is None else value
+    def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
         if dtype == master.dtype:
-            return read
-        key = (master, dtype, 0 if value is None else id(value))
+            return master.detach()
         with self._lock:
-            copy = self._copies.get(key)
+            copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
-                copy = self._copies[key] = _Copy(self._make(master, dtype))
-        generation = self.generation(master, dtype, values)
+                copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+        generation = self.generation(master, dtype)
         with copy.lock:  # not the other one: different weights are converted at the same time
             if copy.generation != generation:
-                see(Event.REFRESH, (master,), place=key[1:])
-                copy.data.copy_(read)
+                see(Event.REFRESH, (master,), place=dtype)
+                copy.data.copy_(master.detach())
                 copy.generation = generation
         return copy.data
 
@@ -149,17 +128,15 @@ class WorkingCopies:
         with torch.inference_mode(False):  # else it could not be written to in training
             return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
 
-    def generation(self, master: nn.Parameter, dtype: torch.dtype, values: Values = NO_VALUES) -> Hashable:
+    def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""
-        if (value := values.get(master)) is not None:
-            return dtype, id(value), value.data_ptr(), value._version
-        content: Hashable = self._num_updates
+        values: Hashable = self._num_updates
         if not (master.requires_grad and self._trains):
-            content = self._samples.get(master)
-            if content is None:
-                content = self._samples[master] = _sample(master)
+            values = self._samples.get(master)
+            if values is None:
+                values = self._samples[master] = _sample(master)
         now = (id(master), master.data_ptr(), master._version, master.shape, master.stride(), master.dtype)
-        return dtype, content, self._num_loops, *now
+        return dtype, values, self._num_loops, *now
 
     @property
     def host_bytes(self) -> int:
@@ -171,9 +148,8 @@ class WorkingCopies:
     def expected_bytes(self) -> int:
         """What they are going to take, as far as it is known which ones there will be."""
         with self._lock:
-            snapshots = Counter(master for master, _, value in self._copies if value)
             sizes = {
-                master: max(1, snapshots[master]) * master.numel() * self._dtype_of(unit, master).itemsize
+                master: master.numel() * self._dtype_of(unit, master).itemsize
                 for (unit, trains), evidence in self._evidence.items()
                 if evidence.travels and trains == self._trains
                 for master in evidence.uses

@@ -30,9 +30,9 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     start = Updates.start
 
-    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None, updated: Any = ()) -> None:
+    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None) -> None:
         found.append(factor)
-        start(self, optimizer, order, factor, updated)
+        start(self, optimizer, order, factor)
 
     monkeypatch.setattr(Updates, "start", noting)
     return found

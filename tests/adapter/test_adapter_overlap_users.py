@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import overlap
 from lightning_roundpipe.engine import shares
 from lightning_roundpipe.engine.pending import PendingParameter
+from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.adapter.late_updates import Late, assert_finished, copied
 from tests.identical import assert_identical
 
@@ -44,11 +47,17 @@ def compare(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., No
     """Trains the same without overlap and with it, and compares every bit of weights, optimizer state and of what
     modules and callbacks have noted in ``seen``."""
 
-    def run(make_module: Callable[[], Any], callbacks: Callable[[], list[Any]] = list, **kwargs: Any) -> None:
+    def run(
+        make_module: Callable[[], Any],
+        callbacks: Callable[[], list[Any]] = list,
+        options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         found = []
         for mode in ("off", "exact"):
             module, own, before = make_module(), callbacks(), late.num_parts
-            trainer = make_trainer(options={"optimizer_overlap": mode}, callbacks=own, **kwargs)
+            given = {**(options or {}), "optimizer_overlap": mode}
+            trainer = make_trainer(options=given, callbacks=own, **kwargs)
             trainer.fit(module, make_loader(40))
             assert (late.num_parts > before) == (mode == "exact")
             assert_finished(trainer, module)
@@ -167,6 +176,90 @@ def test_weights_that_share_a_part_of_their_memory(small: Any, compare: Any) -> 
             first.data, last.data = memory[: len(first)], memory[2 : 2 + len(last)]
 
     compare(Learns)
+
+
+# --- weights that are not used by one call of one unit alone ----------------------------------------------------------
+
+
+CALLS = (*(f"body.{i}.0" for i in range(4)), "head")
+
+
+def tied(module: Any) -> None:
+    module.body[2][0].weight = module.body[1][0].weight
+
+
+def with_batch_norms(module: Any) -> None:
+    for block in module.body:
+        block[1] = nn.BatchNorm1d(6)
+
+
+def twice(module: Any, x: Tensor) -> Tensor:
+    return module.head(module.body[3](module.body[3](module.body[2](module.body[1](module.body[0](x))))))
+
+
+def used_outside_units(module: Any, x: Tensor) -> Tensor:
+    return module.head(module.body(x * module.head.weight.mean()))
+
+
+def used_detached(module: Any, x: Tensor) -> Tensor:
+    return module.head(module.body(nn.functional.linear(x, module.body[3][0].weight.detach())))
+
+
+def checkpointed(module: Any, x: Tensor) -> Tensor:
+    x = module.body[2](checkpoint(module.body[1], module.body[0](x), use_reentrant=False))
+    return module.head(checkpoint(module.body[3], x, use_reentrant=False))
+
+
+def penalised_later(module: Any, loss: Tensor, batch_idx: int) -> Tensor:
+    return loss + 0.1 * sum(w.square().sum() for w in module.parameters()) if batch_idx >= 2 else loss
+
+
+@dataclass(frozen=True)
+class Form:
+    """What differs from the small model."""
+
+    change: Callable[[Any], None] = lambda module: None
+    forward: Callable[[Any, Tensor], Tensor] = lambda module, x: module.head(module.body(x))
+    loss: Callable[[Any, Tensor, int], Tensor] = lambda module, loss, batch_idx: loss
+    thaws: bool = False
+    calls: tuple[str, ...] = CALLS
+
+
+FORMS = {
+    "tied": Form(change=tied),
+    "batch norms": Form(change=with_batch_norms, calls=(*(f"body.{i}.{j}" for i in range(4) for j in (0, 1)), "head")),
+    "called twice": Form(forward=twice, calls=(*CALLS[:4], "body.3.0", "head")),
+    "outside units": Form(forward=used_outside_units),
+    "outside units, later": Form(loss=penalised_later),
+    "outside units, detached": Form(forward=used_detached),
+    "checkpointed": Form(forward=checkpointed),
+    "trained later": Form(thaws=True),
+}
+
+
+@pytest.mark.parametrize("has_copies", [False, True], ids=["aliases", "copies"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_use_of_a_weight_waits_for_its_update(small: Any, compare: Any, name: str, has_copies: bool) -> None:
+    form = FORMS[name]
+
+    class Learns(small):
+        def __init__(self) -> None:
+            super().__init__()
+            form.change(self)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if form.thaws:
+                self.body[1].requires_grad_(batch_idx >= 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return form.forward(self, x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return form.loss(self, self.loss(batch), batch_idx)
+
+    # A plan that is given is the same in both runs, and so is the order in which gradients are added up.
+    costs = CostProfile(tuple(CallCost(call, 1.0, 2.0) for call in form.calls))
+    compare(Learns, options={"virtual_copies": has_copies, "cost_profile": costs})
 
 
 # --- trainers, references, ends --------------------------------------------------------------------------------------

@@ -13,13 +13,9 @@ raises :class:`Violation` where
 Units are updated one by one, so an optimizer step is in several parts with everything else between them. Weights are
 the row of gradients that they were made with, so that a lost or doubled gradient shows.
 
-Seven modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread
-when the one before has ended, which makes most of the paper's orderings hold without a wait. In ``tail``, which is
-``stale`` without a gap, a step begins when the one before has the backward of its last unit left, which gets its
-weights once more; the two run on different devices. ``early`` is ``exact`` with a unit that is updated while the
-backward of the other one runs, and in ``taken back`` the assumption of that is wrong in every step; both are ``exact``
-where gradients are clipped or accumulated. In ``paper`` steps do not wait for each other, and there is one working
-copy: it has all five.
+Four modes. ``off``, ``exact`` and ``stale`` have the waits of this package: there a step begins on the main thread when
+the one before has ended, which makes most of the paper's orderings hold without a wait. In ``paper`` steps do not wait
+for each other, and there is one working copy: it has all five.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ Values = tuple[object, ...]
 Effect = Callable[[Values], Values]
 
 UNITS = (0, 1)
-EARLY_UNIT = 1  # its backward comes first
 NOBODY = -1  # stands for all units
 CLIPPED = "clipped"
 
@@ -50,11 +45,8 @@ UPDATE_5 = Ordering.COPIED_BETWEEN_UPDATES.name + ": the update waits"
 COPY_5 = Ordering.COPIED_BETWEEN_UPDATES.name + ": the copy waits"
 WEIGHTS = "a unit runs after the upload of its weights"
 GRADIENTS = "gradients are downloaded after the backward"
-SETTLE = "the optimizer is called when what has begun early is over"
-UNDO = "an update is made again when it has been taken back"
 START = "an update begins when all gradients are known"
 WEIGHTS_FREED = "the next weights come to a device when nobody computes with the last ones"
-SNAPSHOTS = "a step begins when what it computes with is made"
 GRADIENTS_FREED = "the next gradients are made on a device when the last ones have left it"
 
 
@@ -95,12 +87,7 @@ class Settings:
     @property
     def is_stale(self) -> bool:
         """Whether steps compute with weights that lack an update."""
-        return self.mode in ("stale", "paper", "tail")
-
-    def is_early(self, unit: int) -> bool:
-        """Whether the update of this unit begins before the end of the backward."""
-        is_possible = not self.clips and self.accumulated == 1
-        return is_possible and unit == EARLY_UNIT and self.mode in ("early", "taken back")
+        return self.mode in ("stale", "paper")
 
     def version(self, step: int) -> int:
         """The number of updates in the weights that this step is to compute with."""
@@ -124,8 +111,6 @@ class Settings:
 
 def lanes_of(settings: Settings) -> dict[str, list[Operation]]:
     """What each lane does, in order."""
-    if settings.mode == "tail":
-        return _TailBuilder(settings).build()
     build = _Builder(settings)
     for step in range(settings.num_steps):
         build.load(step)
@@ -165,9 +150,9 @@ class _Builder:
         for unit in UNITS:
             begun: tuple[str | None, Name] = (None, ("begin", NOBODY, step))
             device = ("device", unit)
-            if mode not in ("stale", "paper"):
+            if mode in ("off", "exact"):
                 waits = [begun]
-                if mode != "off" and not (mode == "early" and self.settings.is_early(unit)):
+                if mode == "exact":
                     waits.append((UPDATE_2, ("update", unit, self._last_update(step))))
                 copy = ("copy", unit)
                 self._add("loader", ("refresh", unit, step), waits, [("master", unit)], [copy], _version)
@@ -213,35 +198,16 @@ class _Builder:
                 return ((step,) if step % window == 0 else (*known, step),)
 
             grad = ("gradient", unit)
-            taker = "early" if self.settings.is_early(unit) else lane
-            self._add(taker, ("take", unit, step), waits, [("gradient at home", unit), grad], [grad], add)
+            self._add(lane, ("take", unit, step), waits, [("gradient at home", unit), grad], [grad], add)
         if self.settings.clips and self.settings.is_updating(step):
             everything = [("gradient", unit) for unit in UNITS]
             self._add(lane, ("clip", NOBODY, step), (), everything, everything, self._clipping(step))
-        if self.settings.is_early(EARLY_UNIT):
-            self._settle(step)
         self._add(lane, ("start", NOBODY, step))
-
-    def _settle(self, step: int) -> None:
-        """The early unit is updated, what that overwrites is kept; and the assumption is checked on the main thread."""
-        unit, master, kept = EARLY_UNIT, ("master", EARLY_UNIT), ("kept", EARLY_UNIT)
-        is_right = self.settings.mode == "early"
-        self._add("early", ("save", unit, step), (), [master], [kept], _same)
-        name: Name = ("update" if is_right else "guess", unit, step)
-        self._add("early", name, (), [("gradient", unit), master], [master], self._updating(step))
-        if is_right:
-            self._add("main", ("settle", unit, step), [(SETTLE, name)])
-            return
-        self._add("main", ("check", unit, step))
-        self._add("early", ("undo", unit, step), [(None, ("check", unit, step))], [kept], [master], _same)
-        self._add("main", ("settle", unit, step), [(UNDO, ("undo", unit, step))])
 
     def update(self, step: int) -> None:
         """The units are updated one by one, and working copies or snapshots made of them."""
         mode = self.settings.mode
         for unit in UNITS:
-            if mode == "early" and self.settings.is_early(unit):
-                continue
             waits = [] if mode == "off" else [(START, ("start", NOBODY, step))]
             if mode == "paper":
                 waits.append((UPDATE_5, ("refresh", unit, step - 1)))
@@ -282,72 +248,6 @@ class _Builder:
         return update
 
 
-class _TailBuilder(_Builder):
-    """Steps that begin before the backward of the one before is over; even and odd ones have cells of their own."""
-
-    def build(self) -> dict[str, list[Operation]]:
-        for step in range(self.settings.num_steps):
-            self._head(step)
-            if step:
-                self._complete(step - 1)
-        self._complete(self.settings.num_steps - 1)
-        return self.lanes
-
-    def _head(self, step: int) -> None:
-        side = step % 2
-        # Those of the program: the step before is in its tail. What the optimizer was called for may still be made.
-        waits: list[tuple[str | None, Name]] = [(None, ("backward", 1, step - 1))]
-        waits += [(SNAPSHOTS, ("refresh", unit, step - 2)) for unit in UNITS]
-        self._add("main", ("begin", NOBODY, step), waits)
-        for unit in UNITS:
-            self._upload("upload", unit, step, [(None, ("begin", NOBODY, step))])
-        for unit in UNITS:
-            waits = [(WEIGHTS, ("upload", unit, step))]
-            device = (f"device {side}", unit)
-            self._add(f"compute {side}", ("forward", unit, step), waits, [device], effect=self._computing(step))
-        self._backward(1, step, [])
-        self._upload("upload again", 0, step, [(None, ("forward", 0, step))])
-        self._backward(0, step, [(WEIGHTS, ("upload again", 0, step))])
-
-    def _upload(self, what: str, unit: int, step: int, waits: list[tuple[str | None, Name]]) -> None:
-        snapshot = (f"snapshot {self.settings.version(step) % 2}", unit)
-        self._add(f"h2d {step % 2}", (what, unit, step), waits, [snapshot], [(f"device {step % 2}", unit)], _same)
-
-    def _backward(self, unit: int, step: int, waits: list[tuple[str | None, Name]]) -> None:
-        side = step % 2
-        made, home = (f"device gradient {side}", unit), (f"gradient at home {side}", unit)
-        device = (f"device {side}", unit)
-        self._add(f"compute {side}", ("backward", unit, step), waits, [device], [made], self._computing(step))
-        downloaded = [(GRADIENTS, ("backward", unit, step))]
-        self._add(f"d2h {side}", ("download", unit, step), downloaded, [made], [home], _same)
-
-    def _complete(self, step: int) -> None:
-        """The tail is over: its gradients go to the update that waits for them, clipped if they are to be."""
-        side = step % 2
-        grads = [(f"late gradient {side}", unit) for unit in UNITS]
-        for unit in reversed(UNITS):
-            waits = [(TAKE_3, ("download", unit, step))]
-            home = (f"gradient at home {side}", unit)
-            self._add("main", ("take", unit, step), waits, [home], [grads[unit]], self._taking(step))
-        self._add("main", ("start", NOBODY, step))
-        if self.settings.clips:
-            waits = [(START, ("start", NOBODY, step))]
-            self._add("updater", ("clip", NOBODY, step), waits, grads, grads, self._clipping(step))
-        for unit in UNITS:
-            waits = [(START, ("start", NOBODY, step))]
-            master = ("master", unit)
-            self._add("updater", ("update", unit, step), waits, [grads[unit], master], [master], self._updating(step))
-            snapshot = (f"snapshot {(step + 1) % 2}", unit)
-            self._add("updater", ("refresh", unit, step), (), [master], [snapshot], _version)
-
-    def _taking(self, step: int) -> Effect:
-        def take(values: Values) -> Values:
-            _expect("the gradient taken", values[0], step)
-            return ((step,),)
-
-        return take
-
-
 def _same(values: Values) -> Values:
     return values
 
@@ -373,7 +273,7 @@ class _State:
 
 def _initial(cell: Cell) -> object:
     what = cell[0]
-    if what in ("master", "gradient") or what.startswith("late gradient"):
+    if what in ("master", "gradient"):
         return ()
     return 0 if what == "copy" or what.startswith("snapshot") else None
 

@@ -14,7 +14,7 @@ from lightning_roundpipe.engine.protocol import RULES, Event, Ordering, Protocol
 from lightning_roundpipe.engine.transfer import Transfer
 from tests.engine.protocol_model import Name, Operation, Settings, Violation, explore, lanes_of
 
-MODES = ("off", "exact", "early", "taken back", "stale", "tail", "paper")
+MODES = ("off", "exact", "stale", "paper")
 WAITS = [
     (mode, clips, name) for mode in MODES for clips in (False, True) for name in Settings(mode, clips=clips).waits_of()
 ]
@@ -55,17 +55,12 @@ def test_only_the_paper_has_all_five_orderings_as_waits() -> None:
     assert found == {
         "off": {Ordering.REFRESHED_BEFORE_UPLOADED, Ordering.DOWNLOADED_BEFORE_TAKEN},
         "exact": {Ordering.REFRESHED_BEFORE_UPLOADED, Ordering.DOWNLOADED_BEFORE_TAKEN},
-        "early": {Ordering.REFRESHED_BEFORE_UPLOADED, Ordering.DOWNLOADED_BEFORE_TAKEN},
-        "taken back": {Ordering.REFRESHED_BEFORE_UPLOADED, Ordering.DOWNLOADED_BEFORE_TAKEN},
         "stale": {Ordering.DOWNLOADED_BEFORE_TAKEN, Ordering.TAKEN_BEFORE_DOWNLOADED},
-        "tail": {Ordering.DOWNLOADED_BEFORE_TAKEN},
         "paper": set(Ordering),
     }
 
 
-@pytest.mark.parametrize(
-    ("mode", "overlaps"), [("off", False), ("exact", True), ("stale", True), ("tail", True), ("paper", True)]
-)
+@pytest.mark.parametrize(("mode", "overlaps"), [("off", False), ("exact", True), ("stale", True), ("paper", True)])
 def test_updates_overlap_with_the_next_step(mode: str, overlaps: bool) -> None:
     """Else the model would show nothing: some state has an update of step 0 beside the forward of step 1."""
     lanes = lanes_of(Settings(mode))
@@ -83,58 +78,6 @@ def test_updates_overlap_with_the_next_step(mode: str, overlaps: bool) -> None:
             explore(Settings(mode), lanes=marked)
     else:
         explore(Settings(mode), lanes=marked)
-
-
-@pytest.mark.parametrize(("mode", "overlaps"), [("stale", False), ("tail", True)])
-def test_a_tail_overlaps_with_the_next_step(mode: str, overlaps: bool) -> None:
-    shared, together = ("shared", 0), {("backward", 0, 0), ("forward", 0, 1)}
-    marked = {
-        lane: [replace(op, writes=(*op.writes, shared)) if op.name in together else op for op in row]
-        for lane, row in lanes_of(Settings(mode)).items()
-    }
-    if overlaps:
-        with pytest.raises(Violation, match="shared"):
-            explore(Settings(mode), lanes=marked)
-    else:
-        explore(Settings(mode), lanes=marked)
-
-
-def test_a_tail_needs_the_snapshot_of_its_own_step() -> None:
-    lanes = {
-        lane: [
-            replace(op, reads=((f"snapshot {op.name[2] % 2}", 0),)) if op.name[0] == "upload again" else op
-            for op in row
-        ]
-        for lane, row in lanes_of(Settings("tail", 4)).items()
-    }
-    with pytest.raises(Violation):
-        explore(Settings("tail", 4), lanes=lanes)
-
-
-@pytest.mark.parametrize(("mode", "name"), [("early", "update"), ("taken back", "guess"), ("exact", "update")])
-def test_an_early_update_overlaps_with_the_backward_of_the_other_unit(mode: str, name: str) -> None:
-    lanes = lanes_of(Settings(mode))
-    shared = ("shared", 0)
-    together = {(name, 1, 0), ("backward", 0, 0)}
-    marked = {
-        lane: [replace(op, writes=(*op.writes, shared)) if op.name in together else op for op in row]
-        for lane, row in lanes.items()
-    }
-    if mode == "exact":
-        explore(Settings(mode), lanes=marked)
-    else:
-        with pytest.raises(Violation, match="shared"):
-            explore(Settings(mode), lanes=marked)
-
-
-@pytest.mark.parametrize("name", ["save", "undo"])
-def test_what_an_early_update_overwrites_is_needed(name: str) -> None:
-    lanes = {
-        lane: [replace(op, writes=(), effect=lambda values: ()) if op.name == (name, 1, 1) else op for op in row]
-        for lane, row in lanes_of(Settings("taken back")).items()
-    }
-    with pytest.raises(Violation, match="the weights on the device"):
-        explore(Settings("taken back"), lanes=lanes)
 
 
 def changed(change: Callable[[Operation], Operation | None]) -> dict[str, list[Operation]]:

@@ -245,9 +245,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     take = GlueLock._take
 
-    def noted_take(self: GlueLock, state: GlueState) -> None:
+    def noted_take(self: GlueLock) -> None:
         event.set()
-        take(self, state)
+        take(self)
 
     monkeypatch.setattr(dispatch, "_Signal", Noted)
     monkeypatch.setattr(GlueLock, "_take", noted_take)
@@ -310,7 +310,7 @@ def test_a_wait_for_buffers(begun: threading.Event) -> None:
 def test_a_wait_for_the_glue_lock(begun: threading.Event) -> None:
     trace = make_trace()
     turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
-    lock = TracedGlueLock(trace, ())
+    lock = TracedGlueLock(trace, (), lambda: False)
     one, other = GlueState(1, 0), GlueState(2, 0)
     lock.acquire(one)
     turnstile.leave(Action(0, 0))

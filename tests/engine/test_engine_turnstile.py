@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import dispatch, plans
+from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.dispatch import PipelineStalled, StepAborted, Turnstile
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
@@ -287,81 +287,3 @@ def test_the_engine_reports_a_schedule_that_cannot_progress_and_lives_on(monkeyp
     again = engine.run(request)
     for parameter, gradient in expected.gradients.items():
         torch.testing.assert_close(again.gradients[parameter], gradient)
-
-
-def started(body: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread
-
-
-def test_a_pause_waits_for_a_thread_that_was_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    turnstile = Turnstile(round_robin(1, 2, 1))
-    turnstile.join(2, trails=True)
-    turnstile.enter(Action(0, 0))
-    woken, may_go_on = threading.Event(), threading.Event()
-    wait = dispatch._Signal.wait
-
-    def slow(self: dispatch._Signal, timeout: float) -> bool:
-        found = wait(self, timeout)
-        woken.set()
-        assert may_go_on.wait(JOIN_S)
-        return found
-
-    monkeypatch.setattr(dispatch._Signal, "wait", slow)
-    over = threading.Event()
-
-    def second() -> None:
-        turnstile.enter(Action(0, 1))
-        over.set()
-        turnstile.retire(1)
-
-    entering = started(second)
-    while not turnstile._waiting:
-        pass
-    turnstile.retire(0)
-    assert woken.wait(JOIN_S)
-    turnstile.reach_tail(1)
-    assert not turnstile._rests.is_set(), "the other thread is on its way"
-    may_go_on.set()
-    assert not turnstile.await_rest(), "nobody is left"
-    assert over.is_set(), "and it has been let in"
-    entering.join(JOIN_S)
-
-
-def test_a_turnstile_that_follows_lets_nobody_in_before() -> None:
-    first, second = Turnstile(round_robin(2, 1, 2)), Turnstile(round_robin(2, 1, 2))
-    first.join(1, trails=True)
-    first.enter(Action(0, 0))
-    order: list[str] = []
-
-    def rest() -> None:
-        first.reach_tail(0)
-        first.leave(Action(0, 0))
-        first.enter(Action(1, 0))
-        order.append("first")
-        first.retire(0)
-
-    def other() -> None:
-        second.enter(Action(0, 0))
-        order.append("second, device 0")
-        second.leave(Action(0, 0))
-        second.enter(Action(1, 0))
-        order.append("second, device 1")
-        second.retire(0)
-
-    second.join(1)
-    second.follow(first)
-    threads = [started(rest)]
-    assert first.await_rest()
-    assert not order, "the only thread of the first one waits"
-    threads.append(started(other))
-    while order != ["second, device 0"]:  # which the first one has left
-        pass
-    while not second._waiting:
-        pass
-    first.resume()
-    for thread in threads:
-        thread.join(JOIN_S)
-    assert order == ["second, device 0", "first", "second, device 1"]
-    second.forget_before()
