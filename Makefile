@@ -13,7 +13,7 @@ GPU_BENCHMARKS := gpu_single
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies test-stress demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,11 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKE
 
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
+
+test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
+	@trap 'kill $$busy' EXIT; \
+	for core in $$(seq $$(getconf _NPROCESSORS_ONLN)); do (while :; do :; done) & busy="$$busy $$!"; done; \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -rfE $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
 	$(BIN)/python examples/train_bytes.py $(ARGS)

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+
+# MKL, which multiplies torch's matrices on x86, chooses its kernels by the processor and, on some processors, by the
+# addresses of the numbers; another kernel adds up in another order. So the same product may differ in its last bit
+# where it is computed again from other memory: a micro-batch is a view of its batch, and is copied for the recompute.
+# In this mode there is one order for all processors and addresses, as tests need that compare bits. MKL reads it once:
+# it is set before torch is imported, here for all tests, and the processes that tests start inherit it. Another value
+# in the environment is kept: an empty one is no mode.
+if "torch" in sys.modules and "MKL_CBWR" not in os.environ:
+    raise pytest.UsageError("torch was imported before tests/conftest.py: set MKL_CBWR=COMPATIBLE in the environment")
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
 import torch
 
 from lightning_roundpipe.planning import plan

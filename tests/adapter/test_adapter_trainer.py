@@ -288,6 +288,7 @@ def test_teacher_in_the_module_keeps_its_mode(small: Any, fit_both: Any, assert_
         def __init__(self) -> None:
             super().__init__()
             self.teacher = small(0.5).eval().requires_grad_(False)
+            self.teacher.head.weight.neg_()  # with the student's weights there would be nothing to learn
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert not self.teacher.training

@@ -5,8 +5,8 @@ Three statements, from strict to loose:
 - With one micro-batch everything is equal bit for bit.
 - With several, everything is equal to plain Lightning on the same micro-batches one after the other, to the order in
   which float32 adds up: autocast rounds every micro-batch by itself there as well.
-- Compared with plain Lightning on the whole batch, the parameters differ by less than the noise of mixed precision,
-  which is how far plain Lightning in mixed precision is from plain Lightning in float32.
+- Compared with plain Lightning on the whole batch, the parameters differ by a small multiple of the noise of mixed
+  precision, which is how far plain Lightning in mixed precision is from plain Lightning in float32.
 """
 
 from __future__ import annotations
@@ -227,11 +227,14 @@ def test_the_whole_batch_is_within_the_noise_of_mixed_precision(
     train: Callable[..., Any], precision: str, model: str
 ) -> None:
     make, data = MODELS[model]
-    exact, plain = (train(make, data, trainer_options=mixed(p), steps=4) for p in ("32-true", precision))
-    ours = train(make, data, devices=2, num_microbatches=3, trainer_options=mixed(precision), steps=4)
+    fit = partial(train, make, data, steps=4, optimizer=partial(sgd, lr=0.1))
+    exact, plain = (fit(trainer_options=mixed(p)) for p in ("32-true", precision))
+    ours = fit(devices=2, num_microbatches=3, trainer_options=mixed(precision))
     noise = difference(plain, exact)
-    assert 0.0 < difference(ours, plain) < noise
-    assert difference(ours, exact) < 2.0 * noise
+    # Two results that are rounded at other places differ by about the root of two of what each differs by from the
+    # exact one. SGD, since Adam hides the scale of gradients: a sum in place of the mean is 25 times the noise away.
+    assert difference(ours, plain) < 2.5 * noise
+    assert difference(ours, exact) < 2.5 * noise
 
 
 def test_half_of_the_bytes_go_up(train: Callable[..., Any], way_to_copy: str) -> None:

@@ -293,7 +293,8 @@ def test_rejects_arguments(function, arguments: dict[str, int], message: str) ->
 
 
 @pytest.mark.parametrize("memory_limit", [None, 500])
-def test_hundred_calls_take_less_than_50_ms(memory_limit: int | None) -> None:
+def test_a_hundred_calls_take_little_time(memory_limit: int | None) -> None:
+    """The benchmark `partitioner` measures; here only a mistake in the order of growth shows."""
     rng = random.Random(0)
     profile = CostProfile(
         tuple(
@@ -301,12 +302,9 @@ def test_hundred_calls_take_less_than_50_ms(memory_limit: int | None) -> None:
             for i in range(100)
         )
     )
-    seconds = []
-    for _ in range(5):
-        begin = time.process_time()
-        partition(profile, num_devices=8, num_microbatches=16, memory_limit=memory_limit)
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) < 0.050
+    started = time.thread_time()  # not what other processes take
+    partition(profile, num_devices=8, num_microbatches=16, memory_limit=memory_limit)
+    assert time.thread_time() - started < 1.0
 
 
 def test_keep_together_takes_out_forward_cuts_only() -> None:
