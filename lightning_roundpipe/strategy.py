@@ -251,9 +251,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._retry = self._host_report = self._guard = None
         self._metric_twins = MetricTwins()
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         forgotten = ("_pool", "_engine", "_retry", "_host_report", "_guard", "_overlap", "_tails")
-        return {**self.__dict__, **dict.fromkeys(forgotten)}
+        return {**super().__getstate__(), **dict.fromkeys(forgotten)}
 
     @property
     def _module(self) -> pl.LightningModule:
