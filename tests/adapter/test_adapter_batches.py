@@ -399,22 +399,58 @@ def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_tra
     assert_alike(ours.module.given, plain.module.given)
 
 
-WRONG_RETURNS = {
+WRONG_RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "dict without loss": lambda loss: {"value": loss},
+    "loss of None": lambda loss: {"loss": None},
+    "empty dict": lambda loss: {},
     "float": lambda loss: loss.item(),
+    "zero": lambda loss: 0,
     "string": lambda loss: "loss",
+    "tuple": lambda loss: (loss, 1),
+    "list": lambda loss: [loss],
+    "object": lambda loss: Opaque(loss, loss),
 }
+# Of manual optimization, which takes any dict.
+WRONG_MANUAL_RETURNS = [name for name in WRONG_RETURNS if name.split()[0] not in ("dict", "loss", "empty")]
 
 
-@pytest.mark.parametrize("kind", WRONG_RETURNS)
-def test_wrong_returns_raise_as_in_plain(small: Any, make_trainer: Any, make_loader: Any, kind: str) -> None:
+@pytest.mark.parametrize("rows", [8, 1], ids=["several micro-batches", "one micro-batch"])
+@pytest.mark.parametrize(
+    ("is_automatic", "kind"),
+    [*((True, kind) for kind in WRONG_RETURNS), *((False, kind) for kind in WRONG_MANUAL_RETURNS)],
+)
+def test_wrong_returns_raise_as_in_plain(
+    small: Any, make_trainer: Any, make_loader: Any, kind: str, is_automatic: bool, rows: int
+) -> None:
+    """The same error with the same words."""
+
+    class Returns(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = is_automatic
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return WRONG_RETURNS[kind](self.loss(batch).detach())
+
+    said = []
+    for trainer in (make_trainer("plain"), make_trainer()):
+        with pytest.raises(MisconfigurationException, match="training_step") as raised:
+            trainer.fit(Returns(), make_loader(8, rows))
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("loss", [1.0, "loss", [torch.tensor(1.0)]], ids=["float", "string", "list"])
+def test_a_loss_in_a_dict_that_is_no_tensor(small: Any, make_trainer: Any, make_loader: Any, loss: Any) -> None:
+    """Plain Lightning divides it and fails somewhere."""
+
     class Returns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return WRONG_RETURNS[kind](self.loss(batch))
+            return {"loss": loss}
 
-    for trainer in (make_trainer("plain"), make_trainer()):
-        with pytest.raises(MisconfigurationException, match="training_step"):
-            trainer.fit(Returns(), make_loader())
+    kind = type(loss).__name__
+    with pytest.raises(MisconfigurationException, match=f"'loss' is of type {kind}: it must be a tensor"):
+        make_trainer().fit(Returns(), make_loader())
 
 
 def test_loss_of_one_element(small: Any, fit_both: Any, assert_same_training: Any) -> None:
