@@ -333,7 +333,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-            self._updates.wait()  # gradients are added to in place, which an update may still read
             Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
 
         return self._manual.backward(closure_loss, scale, whole, args, kwargs)
@@ -443,7 +442,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             self.retry.forbid("manual_backward or an optimizer has been called in it already")
             return guard.allowed()
 
-        self._manual = ManualOptimization(self._module, batches.loss_weights, batches.weights, holding)
+        self._manual = ManualOptimization(self._module, batches, holding, self._updates.wait)
         try:
             with self._manual.followed():
                 yield
