@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.pytorch import LightningModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .engine.microbatch import batch_rows, merge_outputs, split_batch
 from .engine.outputs import brought_home
 from .options import RoundPipeOptions
+from .single_rows import may_be_one_row
 
 _IGNORED_LABEL = -100
 
@@ -62,19 +63,22 @@ class Batches:
                 batch[key] = merge_outputs([brought_home(value) for value in values], self.sizes, self.weights)
 
 
-def microbatches_for(module: nn.Module, options: RoundPipeOptions, batch: Any, num_microbatches: int) -> Batches:
+def microbatches_for(module: LightningModule, options: RoundPipeOptions, batch: Any, num_microbatches: int) -> Batches:
     """Splits ``batch`` as ``module`` and ``options`` want it; batch norm refuses a single row, so it gets two at least.
 
     Raises:
         BatchSplitError, ValueError: as :func:`microbatches_of`.
     """
+    split = options.split_batch or getattr(module, "roundpipe_split_batch", None)
+    if split is None and may_be_one_row(batch, module):
+        return Batches((batch,), (1,), (1.0,), (1.0,), None)
     norms = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
     return microbatches_of(
         batch,
         num_microbatches,
         min_rows=2 if norms else 1,
         loss_weight=options.loss_weight,
-        split=options.split_batch or getattr(module, "roundpipe_split_batch", None),
+        split=split,
     )
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from transformers import BatchEncoding
 
 from lightning_roundpipe import BatchSplitError
@@ -147,6 +148,96 @@ def test_transfer_hooks_run_once_on_the_whole_batch(small: Any, fit_both: Any, a
     assert ours.module.calls == plain.module.calls
     assert len(plain.module.calls) == 9
     assert_same_training(plain, ours)
+
+
+def _samples(loader: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(x, y) for xs, ys in loader for x, y in zip(xs, ys, strict=True)][:5]
+
+
+class Samples(Dataset[Any]):
+    """Gives what is in a list."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+# name: (makes a loader of samples or of batches that were made before, micro-batches of each)
+PREMADE: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "samples": (lambda loader: Loader(_samples(loader)), 1),
+    "a data set of samples": (lambda loader: DataLoader(Samples(_samples(loader)), batch_size=None), 1),
+    "dicts of a sample": (lambda loader: Loader([{"x": x, "y": y} for x, y in _samples(loader)]), 1),
+    "rows of one sample": (lambda loader: DataLoader(Samples(_samples(loader))), 1),
+    "batches": (lambda loader: Loader(list(loader)), 3),
+    "a data set of batches": (lambda loader: DataLoader(Samples(list(loader)), batch_size=None), 3),
+    "a sampler of batches": (
+        lambda loader: DataLoader(
+            TensorDataset(*loader.dataset.tensors),
+            sampler=BatchSampler(SequentialSampler(loader.dataset), 8, False),
+            batch_size=None,
+        ),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREMADE)
+def test_samples_and_batches_that_the_loader_does_not_make(
+    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
+) -> None:
+    """Entries of a data set as they are, be they samples without a batch dimension, or whole batches; in training, and
+    in two loaders of the evaluation after each other."""
+    make, num_microbatches = PREMADE[name]
+
+    class Takes(small):
+        def take(self, batch: Any) -> Tensor:
+            x, y = batch.values() if isinstance(batch, dict) else batch
+            return F.cross_entropy(self(x), y)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.take(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log("val", self.take(batch) * (1 + dataloader_idx), batch_size=1 if num_microbatches == 1 else None)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            counts.append(getattr(self.trainer.strategy, "last_step", None))
+
+    counts: list[Any] = []
+    plain, ours = fit_both(Takes, make(make_loader()), val_loader=[make(make_loader(12)), make(make_loader(24))])
+    assert_same_training(plain, ours)
+    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
+    assert len(plain.trainer.callback_metrics) == 2
+    assert {step.num_microbatches for step in counts if step is not None} == {num_microbatches}
+
+
+@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+@pytest.mark.parametrize("sequence", [tuple, list], ids=["tuple", "list"])
+def test_loaders_of_single_rows_after_each_other(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, sequence: Callable[[Any], Any], run: str
+) -> None:
+    class Takes(small):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            assert batch[0].shape == ((6,) if dataloader_idx == 2 else (1, 6))
+            self.log("loss", self.loss(batch) + dataloader_idx + batch_idx, batch_size=1)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            return self(batch[0]) + dataloader_idx + batch_idx
+
+    results = []
+    for kind in ("plain", "roundpipe"):
+        loaders = sequence([make_loader(3, 1), make_loader(2, 1), Loader(_samples(make_loader()))])
+        trainer, quiet = make_trainer(kind), {} if run == "predict" else {"verbose": False}
+        results.append(getattr(trainer, run)(Takes(), loaders, **quiet))
+    assert [len(result) for result in results[0]] == ([3, 2, 5] if run == "predict" else [1, 1, 1])
+    assert_alike(results[1], results[0])
 
 
 UNSPLITTABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
