@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, first_argument, microbatches_for
+from .batches import Batches, microbatches_for
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
 from .engine.outputs import copies_of
@@ -47,6 +47,7 @@ from .supported import check_model
 from .tails import Tails
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
+from .user_step import UserStep
 from .workers import make_engine, make_pool
 
 
@@ -382,25 +383,19 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """
         check_modes()
         self._updates.check()
-        function = getattr(self._module, name)
-        (key, batch), rest = first_argument(args, kwargs)
-
-        def call(microbatch: Any) -> Any:
-            if key is not None:
-                return function(**{**kwargs, key: microbatch})
-            return function(microbatch, *rest, **kwargs)
-
+        step = UserStep(getattr(self._module, name), args, kwargs)
         batches, (logs, result) = self.retry.run(
             name,
-            batch,
+            step.batch,
             functools.partial(microbatches_for, self._module, self.options),
-            lambda b: self._attempt(name, call, b, loss_scale),
+            lambda b: self._attempt(name, step, b, loss_scale),
         )
-        batches.bring_back(batch)
+        batches.bring_back(step.batch)
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
             self._host_report.note_step(self.engine.working_copies.expected_bytes)
+        step.end()
         return batches, result
 
     def _attempt(

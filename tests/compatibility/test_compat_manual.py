@@ -247,3 +247,36 @@ def test_backwards_that_need_the_whole_graph(
     make_trainer("plain").fit(module(step), make_loader(24))
     with pytest.raises(error, match=match):
         make_trainer().fit(module(step), make_loader(24))
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "manual"])
+def test_a_step_that_ends_with_stop_iteration(
+    make_trainer: Any, make_loader: Any, assert_alike: Any, is_automatic: bool
+) -> None:
+    """It has not failed: what it has pulled, written and logged until then stays."""
+
+    class Stops(Pulls):
+        def __init__(self) -> None:
+            super().__init__((lambda self, batch: self.loss(batch)) if is_automatic else _plainly)
+            self.automatic_optimization = is_automatic
+            self.seen: list[int] = []
+            self.num_called = 0
+
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            loss = super().training_step(dataloader_iter)
+            self.seen.append(self.num_pulled)
+            self.num_called += 1
+            self.log("called", float(self.num_called), on_epoch=True, on_step=False, batch_size=1)
+            if self.num_called == 2:
+                raise StopIteration
+            return loss
+
+    results = []
+    for kind in ("plain", "roundpipe"):
+        module, trainer = Stops(), make_trainer(kind)
+        trainer.fit(module, make_loader(24))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.append([module.seen, module.num_called, trainer.global_step, metrics, dict(module.state_dict())])
+    assert results[0][:2] == [[2, 3], 2]
+    assert_alike(results[1], results[0])
