@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_parser import _parse_gpu_ids
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.accelerators.cpu import get_cpu_stats
+from lightning.pytorch.accelerators import Accelerator, cpu
 from typing_extensions import override
 
 from .engine.cuda import CudaDevice
@@ -117,7 +116,7 @@ def _listed(devices: int | str | list[int]) -> list[int]:
 def host_statistics() -> dict[str, float]:
     """Use of cores and memory of the host in percent; nothing without ``psutil``."""
     try:
-        return get_cpu_stats()
+        return cpu.get_cpu_stats()  # looked up there, as Lightning's own accelerator does
     except ModuleNotFoundError:
         return {}
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
@@ -65,17 +66,20 @@ def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: flo
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned, by Lightning's rules."""
-    if isinstance(output, Mapping):
-        if output.get("loss") is None:
-            raise MisconfigurationException(
-                "training_step returned a dict without a loss under the key 'loss': return None to skip the step"
-            )
-        output = output["loss"]
-    if output is None or isinstance(output, Tensor):
-        return output
+    """The loss in what ``training_step`` returned, by Lightning's rules.
+
+    Raises:
+        MisconfigurationException: for anything else, as Lightning raises it; it lets a ``'loss'`` of any type pass.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    if output is None:
+        return None
+    if loss is None or not isinstance(output, Mapping):
+        ClosureResult.from_training_step_output(output)
     raise MisconfigurationException(
-        f"training_step returned {type(output).__name__}: return a loss tensor, a dict with 'loss', or None"
+        f"training_step returned a dict whose 'loss' is of type {type(loss).__name__}: it must be a tensor"
     )
 
 

@@ -6,6 +6,7 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
 
 - ``manual_backward``: each micro-batch runs its own backward. What has come together waits behind the loss of the
   whole batch, and the call is made with that one, so that hooks, loss scaling and accumulation are plain Lightning's.
+  ``loss.backward()`` does the same, if a unit has made the loss; as in plain Lightning it has no hooks and no scaling.
 - ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
   call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
 - So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -30,10 +31,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .batches import Batches
 from .engine.glue import current
 from .engine.meetings import Collective, Meeting, meet
 from .engine.patches import attribute_set
+from .engine.recompute import reached_cut
 from .log_merging import weighted_mean
+from .loss import hand_over
 
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 _SCHEDULER_METHODS = ("step",)
@@ -55,28 +59,29 @@ class ManualOptimization:
 
     Args:
         module: the user's.
-        loss_weights: shares of the micro-batches in the loss.
-        weights: of the micro-batches in means.
+        batches: the micro-batches of the step.
         holding: entered while something is done for the whole batch.
+        wait: blocks until no update reads gradients any more.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
-        loss_weights: Sequence[float],
-        weights: Sequence[float],
+        batches: Batches,
         holding: Callable[[], contextlib.AbstractContextManager[None]],
+        wait: Callable[[], None],
     ) -> None:
         self._module = module
-        self._loss_weights = loss_weights
-        self._weights = weights
+        self._loss_weights = batches.loss_weights
+        self._weights = batches.weights
         self._holding = holding
+        self._wait = wait
 
     def backward(
         self,
         loss: Tensor,
         scale: float,
-        hand_over: Callable[[Tensor, Mapping[nn.Parameter, Tensor]], None],
+        whole: Callable[[Tensor, Mapping[nn.Parameter, Tensor]], None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
@@ -84,7 +89,7 @@ class ManualOptimization:
 
         Args:
             scale: by which gradients are to be multiplied.
-            hand_over: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
+            whole: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
             args, kwargs: of ``Tensor.backward``.
 
         Raises:
@@ -97,10 +102,11 @@ class ManualOptimization:
         share = self._loss_weights[state.index]
 
         def perform(meeting: Meeting) -> None:
+            self._wait()  # gradients are added to in place
             parts = [value * w for value, w in zip(meeting.values, self._loss_weights, strict=True) if w != 0.0]
             total = torch.stack(parts).sum() if parts else meeting.values[0]
             with self._holding():
-                hand_over(total, meeting.gradients)
+                whole(total, meeting.gradients)
 
         value = loss.detach().to("cpu").reshape(())
         collective = Collective("manual_backward", "manual_backward", perform, value)
@@ -112,7 +118,7 @@ class ManualOptimization:
         """While open, calls that micro-batches make for the whole batch are made together."""
         trainer = self._module.trainer
         strategy = trainer.strategy
-        with contextlib.ExitStack() as stack:
+        with self._backward_followed(), contextlib.ExitStack() as stack:
             for index, optimizer in enumerate(strategy.optimizers):
                 for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
                     for name in _OPTIMIZER_METHODS:
@@ -134,6 +140,28 @@ class ManualOptimization:
                     if hasattr(place, name):
                         stack.enter_context(self._together(place, name, ("torch.nn.utils",)))
             yield
+
+    @contextlib.contextmanager
+    def _backward_followed(self) -> Iterator[None]:
+        """While open, ``loss.backward()`` of a micro-batch goes through units."""
+        original: Callable[..., None] = Tensor.backward
+
+        @functools.wraps(original)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if current() is None or (loss.requires_grad and reached_cut([loss]) is None):
+                original(loss, *args, **kwargs)
+                return
+
+            def whole(total: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+                original(hand_over(total, gradients), *args, **kwargs)
+
+            self.backward(loss, 1.0, whole, args, kwargs)
+
+        setattr(Tensor, "backward", backward)  # noqa: B010  # to a type checker methods are constant
+        try:
+            yield
+        finally:
+            setattr(Tensor, "backward", original)  # noqa: B010
 
     def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> contextlib.AbstractContextManager[None]:
         """Replaces a method or function for a while."""

@@ -37,19 +37,22 @@ class ThreadedStrategy(Strategy):
             MisconfigurationException: if the run is inside a mode of torch that steps would not see.
         """
         check_modes()
-        adapt(_profiler_of(model))
+        if (profiler := _profiler_of(model)) is not None:
+            adapt(profiler)
         super().connect(model)
 
     @override
     def teardown(self) -> None:
         """Leaves the profiler as it was."""
-        if self.lightning_module is not None:
-            restore(_profiler_of(self.lightning_module))
+        if self.lightning_module is not None and (profiler := _profiler_of(self.lightning_module)) is not None:
+            restore(profiler)
         super().teardown()
 
 
-def _profiler_of(model: pl.LightningModule) -> Profiler:
-    return cast(Profiler, vars(model.trainer)["profiler"])  # Lightning sets it outside the class
+def _profiler_of(model: pl.LightningModule) -> Profiler | None:
+    """That of its trainer; None while it has none, as when a checkpoint is restored without a run."""
+    trainer = model._trainer
+    return None if trainer is None else cast(Profiler, vars(trainer)["profiler"])  # Lightning sets it outside the class
 
 
 def adapt(profiler: Profiler) -> None:

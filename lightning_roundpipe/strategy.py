@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, BatchSplitter, first_argument
+from .batches import Batches, BatchSplitter
 from .engine.glue import current
 from .engine.microbatch import merge_outputs
 from .engine.pool import DevicePool
@@ -44,6 +44,7 @@ from .single_process import SingleProcessStrategy
 from .supported import check_model
 from .tracing import Recordings, TraceWriter
 from .trainer_checks import check_modes
+from .user_step import UserStep
 from .workers import make_engine, make_pool
 
 
@@ -247,9 +248,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._retry = self._host_report = self._guard = self._splitter = None
         self._metric_twins = MetricTwins()
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         forgotten = ("_pool", "_engine", "_retry", "_splitter", "_host_report", "_guard", "_overlap")
-        return {**self.__dict__, **dict.fromkeys(forgotten)}
+        return {**super().__getstate__(), **dict.fromkeys(forgotten)}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -322,7 +324,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-            self._updates.wait()  # gradients are added to in place, which an update may still read
             Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
 
         return self._manual.backward(closure_loss, scale, whole, args, kwargs)
@@ -371,23 +372,19 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """
         check_modes()
         self._updates.check()
-        function = getattr(self._module, name)
-        (key, batch), rest = first_argument(args, kwargs)
-
-        def call(microbatch: Any) -> Any:
-            return function(microbatch, *rest, **kwargs) if key is None else function(**{**kwargs, key: microbatch})
-
+        step = UserStep(getattr(self._module, name), args, kwargs)
         batches, (logs, result) = self.retry.run(
             name,
-            batch,
-            self.splitter.of(name, rest),
-            lambda b: self._attempt(name, call, b, loss_scale),
+            step.batch,
+            self.splitter.of(name, step.rest),
+            lambda b: self._attempt(name, step, b, loss_scale),
         )
-        batches.bring_back(batch)
+        batches.bring_back(step.batch)
         logs.replay(batches.weights, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
             self._host_report.note_step(self.engine.working_copies.expected_bytes)
+        step.end()
         return batches, result
 
     def _attempt(
@@ -424,7 +421,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             self.retry.forbid("manual_backward or an optimizer has been called in it already")
             return guard.allowed()
 
-        self._manual = ManualOptimization(self._module, batches.loss_weights, batches.weights, holding)
+        self._manual = ManualOptimization(self._module, batches, holding, self._updates.wait)
         try:
             with self._manual.followed():
                 yield

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -121,7 +121,7 @@ class TraceWriter:
 def run_traced(engine: Engine, request: StepRequest, writers: Sequence[TraceWriter]) -> StepResult:
     """Runs a training step under the eyes of ``writers``."""
     before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in writers)
-    started_at = time.perf_counter()
+    started_at = perf_counter()
     try:
         result = engine.run(request)
     finally:

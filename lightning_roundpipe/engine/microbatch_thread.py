@@ -97,7 +97,7 @@ class MicrobatchThreads:
         if not loss.requires_grad:
             raise RuntimeError(
                 "the loss of training_step does not require a gradient: it does not depend on a trainable parameter, "
-                "or was detached on the way"
+                "or was detached on the way, as what an attribute of the module holds is when a step ends"
             )
         if walk.shared.plan.recording:
             check_escape([loss.grad_fn, *walk.glue_nodes()], self.leaf_names())

@@ -40,6 +40,12 @@ class GradientCutError(RuntimeError):
     @classmethod
     def at(cls, call: Call) -> GradientCutError:
         """The error for a graph that is cut at ``call``."""
+        if call.is_over:
+            return cls(
+                f"a backward pass went through unit {call.unit.name!r} after the training_step that called it, or its "
+                "backward, had ended, and its graph with it. Run the backward of a loss in the training_step that has "
+                "made it, and pass retain_graph=True if another one follows there."
+            )
         return cls(
             f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
             "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). With manual optimization "

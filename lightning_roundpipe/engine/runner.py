@@ -10,8 +10,8 @@ caller with its own traceback; a KeyboardInterrupt in the calling thread does th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping
+from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -131,7 +131,7 @@ class Engine:
             MeetingError: if micro-batches do not meet for the same.
             ValueError: if preset costs do not match the calls.
         """
-        started = time.perf_counter()
+        started = perf_counter()
         before = self._pool.bytes_moved
         table = self._current_table()
         trace = Trace(self._pool) if self.trace else None
@@ -152,7 +152,7 @@ class Engine:
             report.partition,
             len(request.microbatches),
             report.num_off_plan,
-            (time.perf_counter() - started - report.planning_s) * 1e3,
+            (perf_counter() - started - report.planning_s) * 1e3,
             bytes_up,
             bytes_down,
             report.saved_bytes,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -205,9 +205,9 @@ class Step:
             gradients = self._gradients_at_home()
         self._patches.put_gradients_back()
         self.report.note_segment(plan, schedule, planned, self._clock, self._trace)
-        started = time.perf_counter()
+        started = perf_counter()
         self.report.replanned |= plans.note_step(key, planned, count)
-        self.report.planning_s += time.perf_counter() - started
+        self.report.planning_s += perf_counter() - started
         if request.meets:
             resources.replicas.end_step()
         return gradients

@@ -10,8 +10,8 @@ Waits are timed by the host, everything else by the stamps of its device. A :cla
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
 from ..planning.schedule import Action, Schedule
@@ -27,9 +27,9 @@ class Clock:
     """Times in ms since it was made, from stamps of devices and from :func:`time.perf_counter`."""
 
     def __init__(self, pool: DevicePool) -> None:
-        self._started = time.perf_counter()
+        self._started = perf_counter()
         # A device is idle between steps, so that its first stamp is reached when it is made.
-        self._origins = [((time.perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices]
+        self._origins = [((perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices]
 
     def host_ms(self, time_s: float) -> float:
         """``time_s`` is of :func:`time.perf_counter`."""
@@ -78,7 +78,7 @@ class Trace:
     def waited(self, index: int, started: float, what: str) -> None:
         """A micro-batch has waited until now."""
         device, stage = self._where[index]
-        self._waits.append((device, started, time.perf_counter(), stage, index, what))
+        self._waits.append((device, started, perf_counter(), stage, index, what))
 
     def spans(self, clock: Clock) -> Iterator[Span]:
         """Everything noted since :meth:`begin`."""
@@ -110,14 +110,14 @@ class TracedTurnstile(Turnstile):
 
     def _noted(self, wait: Callable[[Action], bool], action: Action) -> bool:
         self._trace.move(action, self.device_of(action))
-        started = time.perf_counter()
+        started = perf_counter()
         has_waited = wait(action)
         if has_waited:
             self._trace.waited(self._trace.index_of(action.microbatch_index), started, "its turn on the device")
         return has_waited
 
     def await_position(self, microbatch_index: int, other: int, position: int) -> bool:
-        started = time.perf_counter()
+        started = perf_counter()
         has_waited = super().await_position(microbatch_index, other, position)
         if has_waited:
             index, awaited = self._trace.index_of(microbatch_index), self._trace.index_of(other)
@@ -135,7 +135,7 @@ class TracedGlueLock(GlueLock):
     def _take(self) -> None:
         if self._lock.acquire(blocking=False):
             return
-        started = time.perf_counter()
+        started = perf_counter()
         super()._take()
         state = current()
         if state is not None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class VirtualDevice(Device):
         return self._busy
 
     def stamp(self) -> float:
-        return time.perf_counter()
+        return perf_counter()
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3

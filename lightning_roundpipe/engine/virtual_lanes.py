@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Clock:
 
     def now_ms(self) -> float:
         """The time; it never goes back."""
-        return time.perf_counter() * 1e3
+        return perf_counter() * 1e3
 
     def wait_until(self, time_ms: float, interrupt: threading.Event) -> None:
         """Returns at ``time_ms`` or later, or when ``interrupt`` is set."""

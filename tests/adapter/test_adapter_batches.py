@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from transformers import BatchEncoding
 
 from lightning_roundpipe import BatchSplitError
@@ -147,6 +148,96 @@ def test_transfer_hooks_run_once_on_the_whole_batch(small: Any, fit_both: Any, a
     assert ours.module.calls == plain.module.calls
     assert len(plain.module.calls) == 9
     assert_same_training(plain, ours)
+
+
+def _samples(loader: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(x, y) for xs, ys in loader for x, y in zip(xs, ys, strict=True)][:5]
+
+
+class Samples(Dataset[Any]):
+    """Gives what is in a list."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+# name: (makes a loader of samples or of batches that were made before, micro-batches of each)
+PREMADE: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "samples": (lambda loader: Loader(_samples(loader)), 1),
+    "a data set of samples": (lambda loader: DataLoader(Samples(_samples(loader)), batch_size=None), 1),
+    "dicts of a sample": (lambda loader: Loader([{"x": x, "y": y} for x, y in _samples(loader)]), 1),
+    "rows of one sample": (lambda loader: DataLoader(Samples(_samples(loader))), 1),
+    "batches": (lambda loader: Loader(list(loader)), 3),
+    "a data set of batches": (lambda loader: DataLoader(Samples(list(loader)), batch_size=None), 3),
+    "a sampler of batches": (
+        lambda loader: DataLoader(
+            TensorDataset(*loader.dataset.tensors),
+            sampler=BatchSampler(SequentialSampler(loader.dataset), 8, False),
+            batch_size=None,
+        ),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREMADE)
+def test_samples_and_batches_that_the_loader_does_not_make(
+    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
+) -> None:
+    """Entries of a data set as they are, be they samples without a batch dimension, or whole batches; in training, and
+    in two loaders of the evaluation after each other."""
+    make, num_microbatches = PREMADE[name]
+
+    class Takes(small):
+        def take(self, batch: Any) -> Tensor:
+            x, y = batch.values() if isinstance(batch, dict) else batch
+            return F.cross_entropy(self(x), y)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.take(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log("val", self.take(batch) * (1 + dataloader_idx), batch_size=1 if num_microbatches == 1 else None)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            counts.append(getattr(self.trainer.strategy, "last_step", None))
+
+    counts: list[Any] = []
+    plain, ours = fit_both(Takes, make(make_loader()), val_loader=[make(make_loader(12)), make(make_loader(24))])
+    assert_same_training(plain, ours)
+    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
+    assert len(plain.trainer.callback_metrics) == 2
+    assert {step.num_microbatches for step in counts if step is not None} == {num_microbatches}
+
+
+@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+@pytest.mark.parametrize("sequence", [tuple, list], ids=["tuple", "list"])
+def test_loaders_of_single_rows_after_each_other(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, sequence: Callable[[Any], Any], run: str
+) -> None:
+    class Takes(small):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            assert batch[0].shape == ((6,) if dataloader_idx == 2 else (1, 6))
+            self.log("loss", self.loss(batch) + dataloader_idx + batch_idx, batch_size=1)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            return self(batch[0]) + dataloader_idx + batch_idx
+
+    results = []
+    for kind in ("plain", "roundpipe"):
+        loaders = sequence([make_loader(3, 1), make_loader(2, 1), Loader(_samples(make_loader()))])
+        trainer, quiet = make_trainer(kind), {} if run == "predict" else {"verbose": False}
+        results.append(getattr(trainer, run)(Takes(), loaders, **quiet))
+    assert [len(result) for result in results[0]] == ([3, 2, 5] if run == "predict" else [1, 1, 1])
+    assert_alike(results[1], results[0])
 
 
 UNSPLITTABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
@@ -335,22 +426,58 @@ def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_tra
     assert_alike(ours.module.given, plain.module.given)
 
 
-WRONG_RETURNS = {
+WRONG_RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "dict without loss": lambda loss: {"value": loss},
+    "loss of None": lambda loss: {"loss": None},
+    "empty dict": lambda loss: {},
     "float": lambda loss: loss.item(),
+    "zero": lambda loss: 0,
     "string": lambda loss: "loss",
+    "tuple": lambda loss: (loss, 1),
+    "list": lambda loss: [loss],
+    "object": lambda loss: Opaque(loss, loss),
 }
+# Of manual optimization, which takes any dict.
+WRONG_MANUAL_RETURNS = [name for name in WRONG_RETURNS if name.split()[0] not in ("dict", "loss", "empty")]
 
 
-@pytest.mark.parametrize("kind", WRONG_RETURNS)
-def test_wrong_returns_raise_as_in_plain(small: Any, make_trainer: Any, make_loader: Any, kind: str) -> None:
+@pytest.mark.parametrize("rows", [8, 1], ids=["several micro-batches", "one micro-batch"])
+@pytest.mark.parametrize(
+    ("is_automatic", "kind"),
+    [*((True, kind) for kind in WRONG_RETURNS), *((False, kind) for kind in WRONG_MANUAL_RETURNS)],
+)
+def test_wrong_returns_raise_as_in_plain(
+    small: Any, make_trainer: Any, make_loader: Any, kind: str, is_automatic: bool, rows: int
+) -> None:
+    """The same error with the same words."""
+
+    class Returns(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = is_automatic
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return WRONG_RETURNS[kind](self.loss(batch).detach())
+
+    said = []
+    for trainer in (make_trainer("plain"), make_trainer()):
+        with pytest.raises(MisconfigurationException, match="training_step") as raised:
+            trainer.fit(Returns(), make_loader(8, rows))
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("loss", [1.0, "loss", [torch.tensor(1.0)]], ids=["float", "string", "list"])
+def test_a_loss_in_a_dict_that_is_no_tensor(small: Any, make_trainer: Any, make_loader: Any, loss: Any) -> None:
+    """Plain Lightning divides it and fails somewhere."""
+
     class Returns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return WRONG_RETURNS[kind](self.loss(batch))
+            return {"loss": loss}
 
-    for trainer in (make_trainer("plain"), make_trainer()):
-        with pytest.raises(MisconfigurationException, match="training_step"):
-            trainer.fit(Returns(), make_loader())
+    kind = type(loss).__name__
+    with pytest.raises(MisconfigurationException, match=f"'loss' is of type {kind}: it must be a tensor"):
+        make_trainer().fit(Returns(), make_loader())
 
 
 def test_loss_of_one_element(small: Any, fit_both: Any, assert_same_training: Any) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from tests.compatibility.rows import compat, compat_each
 
@@ -280,3 +281,79 @@ def test_weight_averaging_callback(small: Any, fit_both: Any, make_loader: Any, 
     runs = fit_both(small, max_epochs=4, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=2)])
     plain, ours = (dict(run.module.state_dict()) for run in runs)
     assert_alike(ours, plain)
+
+
+class Remembers(L.Callback):
+    """A callback with a state, and a look at what it is given when that is restored."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 5}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen.append(state_dict)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Any) -> None:
+        self.seen.append(sorted(checkpoint["state_dict"]) == sorted(pl_module.state_dict()))
+
+
+@pytest.fixture
+def checkpoint_path(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Path:
+    """A checkpoint of a run with a callback that has a state."""
+    trainer = make_trainer("plain", callbacks=[Remembers()])
+    trainer.fit(small(), make_loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    return tmp_path / "trained.ckpt"
+
+
+RUNS: dict[str, Callable[..., Any]] = {
+    "fit": lambda trainer, *args, **kwargs: trainer.fit(*args, **kwargs),
+    "validate": lambda trainer, *args, **kwargs: trainer.validate(*args, verbose=False, **kwargs),
+    "test": lambda trainer, *args, **kwargs: trainer.test(*args, verbose=False, **kwargs),
+    "predict": lambda trainer, *args, **kwargs: trainer.predict(*args, **kwargs),
+}
+
+
+@pytest.mark.parametrize("is_connected", [False, True], ids=["by the trainer", "by hand first"])
+@pytest.mark.parametrize("run", RUNS)
+def test_callbacks_are_restored_in_every_run(
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    assert_alike: Any,
+    checkpoint_path: Path,
+    run: str,
+    is_connected: bool,
+) -> None:
+    """Also where a module was connected, and restored, before it has a trainer: experiment managers do that."""
+
+    class Evaluates(small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.loss(batch))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    seen, results, states = [], [], []
+    for kind in ("plain", "roundpipe"):
+        module, callback = Evaluates(), Remembers()
+        trainer = make_trainer(kind, callbacks=[callback], max_epochs=2, profiler="simple")
+        if is_connected:
+            trainer.strategy.connect(module)
+            trainer.state.fn = TrainerFn(run)
+            connector = trainer._checkpoint_connector
+            connector.resume_start(checkpoint_path)
+            connector.restore_model()
+            connector.restore_callbacks()
+            connector.resume_end()
+        results.append(RUNS[run](trainer, module, make_loader(), ckpt_path=checkpoint_path))
+        seen.append(callback.seen)
+        states.append(dict(module.state_dict()))
+    assert {"number": 5} in seen[0] or run != "fit"
+    assert seen[1] == seen[0]
+    assert_alike(results[1], results[0])
+    assert_alike(states[1], states[0])

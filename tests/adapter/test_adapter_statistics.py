@@ -11,7 +11,7 @@ import lightning.pytorch.accelerators.cpu
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.callbacks import DeviceStatsMonitor, device_stats_monitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -102,3 +102,36 @@ def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, ma
     assert all("device0.unit_runs" in figures for figures in seen)
     assert len(seen) == 3
     assert not any("device" in name for name in accelerator.get_device_stats("cpu"))
+
+
+@pytest.mark.parametrize("cpu_stats", [None, True, False])
+def test_the_host_is_asked_as_plain_lightning_asks_it(
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_stats: bool | None,
+) -> None:
+    """As often, and by the function that users may have replaced."""
+    asked: list[str] = []
+    logged: dict[str, set[str]] = {"plain": set(), "roundpipe": set()}
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            names = (name.split("/")[-1] for name in metrics)
+            logged[asked_by].update(name for name in names if not name.startswith("device"))
+
+    def figures() -> dict[str, float]:
+        asked.append(asked_by)
+        return {"cpu_percent": 5.0}
+
+    monkeypatch.setattr(lightning.pytorch.accelerators.cpu, "get_cpu_stats", figures)
+    monkeypatch.setattr(device_stats_monitor, "_PSUTIL_AVAILABLE", True)
+    for asked_by in ("plain", "roundpipe"):
+        callbacks = [DeviceStatsMonitor(cpu_stats=cpu_stats)]
+        trainer = make_trainer(asked_by, logger=Logger(tmp_path), log_every_n_steps=1, callbacks=callbacks)
+        trainer.fit(small(), make_loader())
+    assert asked.count("plain") == (0 if cpu_stats is False else 6)
+    assert asked.count("roundpipe") == asked.count("plain")
+    assert logged["roundpipe"] == logged["plain"]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, VirtualLink
+from tests.adapter.conftest import Small
 from tests.compatibility.rows import compat, compat_each
 
 
@@ -179,17 +183,84 @@ def test_deepcopy_while_training(small: Any, fit_both: Any, assert_alike: Any, m
     assert not torch.equal(ours.head.weight, runs[1].module.head.weight)
 
 
-def test_a_pickled_trainer_trains(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    """Before its first run: after one, plain Lightning's own optimizer wrappers do not pickle either."""
+@pytest.mark.parametrize("is_used", [False, True], ids=["before a run", "after a run"])
+def test_a_pickled_trainer_trains(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, is_used: bool
+) -> None:
     results = []
     for kind in ("plain", "roundpipe"):
-        trainer = pickle.loads(pickle.dumps(make_trainer(kind)))
+        trainer = make_trainer(kind)
+        if is_used:
+            trainer.fit(small(), make_loader())
+            trainer.fit_loop.max_epochs = 2
+        trainer = pickle.loads(pickle.dumps(trainer))
         module = small()
         trainer.fit(module, make_loader())
-        assert trainer.global_step == 3
-        results.append(module.state_dict())
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6)
+        assert trainer.global_step == (6 if is_used else 3)
+        results.append(dict(module.state_dict()))
+    assert_alike(results[1], results[0])
+
+
+class Validates(Small):
+    """At the top of a file, so that it can be pickled."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+
+class Keeps(L.Callback):
+    """Refers to everything that it is given, and copies it at the end of a hook."""
+
+    def __init__(self, hook: str, take_copy: Callable[[Any], Any]) -> None:
+        self.hook = hook
+        self.take_copy = take_copy
+        self.kept: Any = None
+        self.copies: list[Any] = []
+
+    def note(self, hook: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.kept = trainer, pl_module
+        if hook == self.hook and not self.copies:
+            self.copies = [self.take_copy(one) for one in (trainer, pl_module, trainer.model, self)]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.note("batch", trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.note("validation", trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.note("end", trainer, pl_module)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("hook", ["batch", "validation", "end", "after"])
+@pytest.mark.parametrize("take_copy", [_pickled, _saved, copy.deepcopy], ids=["pickle", "save", "deepcopy"])
+def test_trainers_modules_and_callbacks_are_copied(
+    make_trainer: Any, make_loader: Any, tmp_path: Path, hook: str, take_copy: Callable[[Any], Any]
+) -> None:
+    """While a run is going on, and when it is over: everything that plain Lightning lets users copy."""
+    for kind in ("plain", "roundpipe"):
+        module, keeps = Validates(), Keeps(hook, take_copy)
+        callbacks = [keeps, ModelCheckpoint(tmp_path / kind)]
+        trainer = make_trainer(kind, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, make_loader(), make_loader())
+        if hook == "after":
+            keeps.note("after", trainer, module)
+            for callback in trainer.callbacks:
+                take_copy(callback)
+            assert torch.equal(keeps.copies[2].head.weight, module.head.weight)
+        assert [type(one) for one in keeps.copies] == [L.Trainer, Validates, Validates, Keeps]
+        assert keeps.copies[1].head.weight is not module.head.weight
 
 
 def test_strategy_pickles_and_copies() -> None:
@@ -314,3 +385,36 @@ def test_attributes_written_in_a_step(small: Any, fit_both: Any) -> None:
     for name, value in plain.module.state_dict().items():
         torch.testing.assert_close(ours.module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert ours.module.hidden.grad_fn is None
+
+
+def _no_clock(*args: Any) -> float:
+    raise AssertionError("the clock of the process was asked")
+
+
+CLOCKS: dict[str, Callable[..., float]] = {"stands still": lambda *args: 7.0, "is not to be asked": _no_clock}
+CLOCK_OPTIONS: dict[str, dict[str, Any]] = {
+    "aliases": {},
+    "copies": {"virtual_copies": True},
+    "timed link": {"virtual_copies": VirtualLink(1.0, 0.01)},
+    "trace": {"trace": "trace.json"},
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("options", CLOCK_OPTIONS)
+def test_a_replaced_clock(
+    fit_both: Any,
+    make_loader: Any,
+    assert_same_training: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: str,
+    options: str,
+) -> None:
+    """Tests of users replace the functions of ``time``: nothing here looks them up when it needs them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("perf_counter", "perf_counter_ns", "sleep"):
+        monkeypatch.setattr(time, name, CLOCKS[clock])
+    monkeypatch.setattr(time, "monotonic", CLOCKS["stands still"])  # Lightning's loops ask it
+    plain, ours = fit_both(Validates, val_loader=make_loader(), ours={"options": CLOCK_OPTIONS[options]})
+    assert_same_training(plain, ours)

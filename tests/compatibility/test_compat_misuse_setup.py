@@ -203,13 +203,14 @@ def test_no_hint_where_it_would_be_wrong(make_trainer: Any, make_loader: Any, re
 @pytest.mark.parametrize(
     ("wrong", "error", "match"),
     [
-        (lambda loss: float(loss), MisconfigurationException, "returned float: return a loss tensor, a dict with"),
-        (lambda loss: {"los": loss}, MisconfigurationException, "dict without a loss under the key 'loss'"),
-        (lambda loss: (loss, 1), MisconfigurationException, "returned tuple"),
+        (lambda loss: loss.item(), MisconfigurationException, "must return a Tensor, a dict, or None"),
+        (lambda loss: {"los": loss}, MisconfigurationException, "the 'loss' key needs to be present"),
+        (lambda loss: {"loss": loss.item()}, MisconfigurationException, "'loss' is of type float: it must be a tensor"),
+        (lambda loss: (loss, 1), MisconfigurationException, "must return a Tensor, a dict, or None"),
         (lambda loss: loss.repeat(2), ValueError, r"loss of shape \(2,\): it must be a scalar"),
         (lambda loss: loss.detach(), RuntimeError, "does not require a gradient"),
     ],
-    ids=["float", "dict", "tuple", "vector", "detached"],
+    ids=["float", "dict", "float in a dict", "tuple", "vector", "detached"],
 )
 def test_wrong_results(assert_refused: Any, wrong: Any, error: Any, match: str) -> None:
     assert_refused(with_step(lambda self, batch, batch_idx: wrong(self.loss(batch))), match, error)
