@@ -20,7 +20,6 @@ from .loaders import Readings
 from .loss_weight import LossWeights, predicts_next_token
 from .options import RoundPipeOptions
 from .packed import find_packed, num_sequences_of, split_packed
-from .single_rows import may_be_one_row
 
 Split = Callable[[Any, int], Any]
 
@@ -102,8 +101,6 @@ class BatchSplitter:
         """
         if self._split is not None:
             return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
-        if may_be_one_row(batch, self._module):
-            return self._weighed((batch,), (1,), None)
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
             predicts_next, _ = predicts_next_token(self._module, batch)

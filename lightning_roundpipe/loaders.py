@@ -52,11 +52,11 @@ class Readings:
         return known[1:]
 
     def _source(self, loader: Any) -> BatchSource:
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is None:
+            return BatchSource(is_item=getattr(loader, "batch_size", None) is None)
         if not isinstance(loader, DataLoader):
             return UNKNOWN
-        sampler = loader.batch_sampler
-        if sampler is None:
-            return BatchSource(is_item=True)
         size = getattr(sampler, "batch_size", None)
         if not isinstance(size, int) or size < 1:
             return BatchSource(is_collated=self._is_collated(loader))

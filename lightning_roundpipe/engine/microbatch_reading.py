@@ -70,7 +70,7 @@ class BatchSource:
         sizes: numbers of samples that its DataLoader may have put into it, the usual one first; empty if unknown.
         is_collated: whether it is as torch's ``default_collate`` has made it: every sequence holds columns.
         is_joined: whether the entries of the root come from a loader each.
-        is_item: whether it is one item of a data set, which may be a single sample.
+        is_item: whether its loader makes no batches: it is an item of a data set, which may be a single sample.
     """
 
     sizes: tuple[int, ...] = ()
@@ -321,11 +321,13 @@ def _signature(node: Node) -> Any:
 
 
 def _may_be_sample(root: Node, cut: list[Node]) -> bool:
-    """Whether an item of a data set may be one sample: a vector, or one array beside numbers."""
-    if len(cut) > 1 or not is_array(cut[0].value):
+    """Whether an item may be one sample: nothing but vectors and numbers, or one array beside numbers."""
+    if not all(is_array(node.value) for node in cut):
         return False
+    if all(node.value.ndim == 1 for node in cut):
+        return True
     leaves = [child for child in root.children if not child.children and child.kind is None]
-    return cut[0].value.ndim == 1 or any(leaf.rows is None and leaf.value is not None for leaf in leaves)
+    return len(cut) == 1 and any(leaf.rows is None and leaf.value is not None for leaf in leaves)
 
 
 def _is_floating(array: Any) -> bool:

@@ -351,7 +351,7 @@ def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> 
     assert seen[0].sizes == sizes
     assert seen[0].is_collated is is_collated
     assert seen[0].is_joined is (kind == "of one size together")
-    assert seen[0].is_item is (kind == "of whole batches")
+    assert seen[0].is_item is (kind in ("of whole batches", "of no class of torch"))
 
 
 def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_loader: Any) -> None:

@@ -135,6 +135,7 @@ WHOLE: dict[str, tuple[Any, BatchSource]] = {
     "packed, lengths in a tensor": ({"ids": whole(1, 48), "lengths": torch.tensor([20, 28])}, of(2)),
     "a data loader of single samples": ((rows(3, 8, 8), rows(3)), of(1)),
     "a vector of a data set": (rows(32), BatchSource(is_item=True)),
+    "vectors of a data set": ({"x": rows(32), "weight": rows(32), "id": 5}, BatchSource(is_item=True)),
     "a sample of a data set": ((rows(3, 8, 8), 5), BatchSource(is_item=True)),
     "a list of one tensor, from nowhere": ([rows(8, 3)], BatchSource()),
 }
