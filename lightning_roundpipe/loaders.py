@@ -62,7 +62,7 @@ class Readings:
             return BatchSource(is_collated=self._is_collated(loader))
         sizes = [size]
         try:
-            remainder = len(sampler.sampler) % size  # type: ignore[attr-defined]
+            remainder = len(sampler.sampler) % size
         except (AttributeError, TypeError, NotImplementedError):
             remainder = 0  # of unknown length: the last batch must be told by its rows
         if remainder and not getattr(sampler, "drop_last", False):
