@@ -19,7 +19,7 @@ from .engine.outputs import brought_home
 from .loaders import Readings
 from .loss_weight import LossWeights, predicts_next_token
 from .options import RoundPipeOptions
-from .packed import find_packed, num_sequences_of, split_packed
+from .packed import find_packed, sizes_of, split_packed
 
 Split = Callable[[Any, int], Any]
 
@@ -84,7 +84,7 @@ class BatchSplitter:
         self._cuts_packed = options.split_batch == "packed"
         given = options.split_batch if callable(options.split_batch) else None
         self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
-        self._counts_rows = options.loss_weight in ("auto", "samples")
+        self._loss_weight = options.loss_weight
         self._warned: set[str] = set()
 
     def of(self, kind: str, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
@@ -103,9 +103,10 @@ class BatchSplitter:
             return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
-            predicts_next, _ = predicts_next_token(self._module, batch)
+            predicts_next = predicts_next_token(self._module)
             parts = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next)
-            return self._weighed(tuple(parts), num_sequences_of(parts), 1)
+            # A mean over a row is over its tokens; where labels tell, they weigh.
+            return self._weighed(tuple(parts), sizes_of(parts, in_tokens=self._loss_weight == "auto"), 1)
         if packed is not None:
             self._warn(
                 "packed",
@@ -130,7 +131,7 @@ class BatchSplitter:
     ) -> tuple[tuple[Any, ...], tuple[int, ...], int | None]:
         microbatches = _checked(split, split(batch, num_microbatches), batch)
         sizes, is_certain = _sizes_of(microbatches, source)
-        if not is_certain and self._counts_rows and len(microbatches) > 1:
+        if not is_certain and self._loss_weight in ("auto", "samples") and len(microbatches) > 1:
             self._warn(
                 "rows",
                 f"how many samples the {len(microbatches)} micro-batches of {_name(split)} have cannot be told, and "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, default_collate
 
 from .engine.microbatch_reading import UNKNOWN, BatchSource, Role
@@ -46,10 +48,21 @@ class Readings:
         else:
             is_joined = not (len(loaders) == 1 and combined.iterables is loaders[0])
         known = self._known.get((kind, index))
-        if known is None or any(old is not new for old, new in zip(known[0], loaders, strict=True)):
+        if known is None or [*map(id, known[0])] != [*map(id, loaders)]:
             known = loaders, _joined(map(self._source, loaders), is_joined), {}
             self._known[kind, index] = known
-        return known[1:]
+        _, source, held = known
+        if len(source.sizes) > 1 and len(loaders) == 1:
+            source = replace(source, sizes=self._sizes(source.sizes, loaders[0], kind, rest, held))
+        return source, held
+
+    def _sizes(
+        self, sizes: tuple[int, ...], loader: Any, kind: str, rest: Sequence[Any], held: Mapping[str, Role]
+    ) -> tuple[int, ...]:
+        """Of the usual size and that of the last batch, the one that this batch has."""
+        if rest and is_param_in_hook_signature(getattr(self._module, kind), "batch_idx", min_args=2):
+            return sizes[1:] if rest[0] == len(loader) - 1 else sizes[:1]
+        return sizes if held else sizes[:1]
 
     def _source(self, loader: Any) -> BatchSource:
         sampler = getattr(loader, "batch_sampler", None)
@@ -57,17 +70,7 @@ class Readings:
             return BatchSource(is_item=getattr(loader, "batch_size", None) is None)
         if not isinstance(loader, DataLoader):
             return UNKNOWN
-        size = getattr(sampler, "batch_size", None)
-        if not isinstance(size, int) or size < 1:
-            return BatchSource(is_collated=self._is_collated(loader))
-        sizes = [size]
-        try:
-            remainder = len(sampler.sampler) % size
-        except (AttributeError, TypeError, NotImplementedError):
-            remainder = 0  # of unknown length: the last batch must be told by its rows
-        if remainder and not getattr(sampler, "drop_last", False):
-            sizes.append(remainder)
-        return BatchSource(tuple(sizes), is_collated=self._is_collated(loader))
+        return BatchSource(_sizes_of(sampler), is_collated=self._is_collated(loader))
 
     def _is_collated(self, loader: DataLoader[Any]) -> bool:
         """Whether a batch comes to the step in the form that ``default_collate`` gives."""
@@ -76,6 +79,23 @@ class Readings:
         datamodule: Any = self._module.trainer.datamodule  # type: ignore[attr-defined]
         owners = [owner for owner in (self._module, datamodule) if owner is not None]
         return not any(is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in owners)
+
+
+def _sizes_of(sampler: Any) -> tuple[int, ...]:
+    """The usual size of a batch, and that of the last one if it differs; none if it is not known."""
+    if isinstance(sampler, (list, tuple)):
+        sizes = {len(batch) for batch in sampler}
+        return (max(sizes),) if len(sizes) == 1 else ()
+    size = getattr(sampler, "batch_size", None)
+    if not isinstance(size, int) or size < 1:
+        return ()
+    try:
+        total = len(sampler.sampler)
+    except (AttributeError, TypeError, NotImplementedError):
+        return (size,)  # of unknown length: the last batch must be told by its rows
+    if getattr(sampler, "drop_last", False) or not total % size:
+        return (size,)
+    return (size, total % size) if total > size else (total,)
 
 
 def _joined(sources: Iterable[BatchSource], is_joined: bool) -> BatchSource:

@@ -79,11 +79,12 @@ class LogCapture:
 
         return log
 
-    def replay(self, weights: Sequence[float], batch_size: int | None) -> None:
+    def replay(self, weights: Sequence[float], sizes: Sequence[int], batch_size: int | None) -> None:
         """Makes the merged calls, on the thread that Lightning expects them on.
 
         Args:
             weights: of the micro-batches, for means.
+            sizes: rows of the micro-batches.
             batch_size: rows of the whole batch, for calls that give none; None leaves it to Lightning.
         """
         single = len(self._calls) == 1
@@ -93,9 +94,10 @@ class LogCapture:
                 self._metrics.show_batch_value(first.value)
             kwargs = dict(first.kwargs)
             if not single:
-                sizes = [call.kwargs.get("batch_size") for _, call in group]
-                given = [size for size in sizes if size is not None]
-                if len(given) == len(group):
+                given = [call.kwargs["batch_size"] for _, call in group if call.kwargs.get("batch_size") is not None]
+                if len(given) == len(group) and _is_of_the_batch(given, sizes, batch_size):
+                    merged = _merge(group, [weights[index] for index, _ in group])
+                elif len(given) == len(group):
                     kwargs["batch_size"] = sum(given)
                     merged = _merge(group, [float(size) for size in given])
                 else:
@@ -143,6 +145,11 @@ class LogCapture:
                 seen[call.name] = seen.get(call.name, 0) + 1
                 groups.setdefault((call.name, seen[call.name]), []).append((index, call))
         return list(groups.values())
+
+
+def _is_of_the_batch(given: Sequence[int], sizes: Sequence[int], batch_size: int | None) -> bool:
+    """Whether a ``batch_size`` that is logged is a constant of the whole batch, as ``self.hparams.batch_size`` is."""
+    return batch_size is not None and len(set(given)) == 1 and given[0] >= batch_size > max(sizes)
 
 
 def _place_of_call() -> str:

@@ -7,22 +7,39 @@ so where integer labels have some, ``"auto"`` counts the others. Without any -10
 weights are the same.
 
 A model that predicts the next token compares position ``i`` with label ``i + 1``: the first label of a row counts for
-nothing. The class of a Hugging Face model tells whether it does so; else labels of the shape of ``input_ids`` do, as in
-the convention of Hugging Face.
+nothing. The class of a Hugging Face model tells whether it does so; else labels of the shape of ``input_ids`` are taken
+for such, as in the convention of Hugging Face. What is not certain is said as a warning.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_info
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+
+from .engine.microbatch_containers import tensors_in
 
 IGNORED_LABEL = -100
 
-_PREDICT_NEXT = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "ForImageTextToText")
+_MEANINGS = {
+    "samples": "means over samples",
+    "label_tokens": "means over the labels that are not -100",
+    "causal_label_tokens": "means over the labels that are not -100, without the first of each row",
+    "sum": "sums: every micro-batch counts fully, and a logged loss is best logged with reduce_fx='sum'",
+}
+
+
+class Decision(NamedTuple):
+    """What ``"auto"`` has chosen, why, and whether that is certain."""
+
+    rule: str
+    why: str
+    is_certain: bool = True
 
 
 class LossWeights:
@@ -37,6 +54,7 @@ class LossWeights:
         self._module = module
         self._loss_weight = loss_weight
         self._is_announced = False
+        self._by_class: tuple[Decision | None] | None = None
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
@@ -73,43 +91,109 @@ class LossWeights:
     def _rule_for(self, microbatches: Sequence[Any]) -> str:
         """What ``"auto"`` means for these micro-batches."""
         if any(_entry(microbatch, "num_items_in_batch") is not None for microbatch in microbatches):
-            self._announce("sums: every micro-batch counts fully", "the batch has 'num_items_in_batch'", "sum")
-            return "sum"
-        labels = [_entry(microbatch, "labels") for microbatch in microbatches]
-        if not all(isinstance(entry, Tensor) and _is_integer(entry) for entry in labels):
+            decision = Decision("sum", "the batch has 'num_items_in_batch', by which the loss is divided")
+        elif not any(map(_has_ignored_labels, microbatches)):
+            self._look_elsewhere(microbatches)
             return "samples"
-        if not any(bool((entry == IGNORED_LABEL).any()) for entry in labels):
-            return "samples"
-        predicts_next, why = predicts_next_token(self._module, microbatches[0])
-        rule = "causal_label_tokens" if predicts_next else "label_tokens"
-        first = ", without the first of each row" if predicts_next else ""
-        self._announce(f"means over the labels that are not -100{first}", f"some are -100, and {why}", rule)
-        return rule
-
-    def _announce(self, what: str, why: str, rule: str) -> None:
+        else:
+            decision = self.decision(microbatches)
         if not self._is_announced:
             self._is_announced = True
-            rank_zero_info(
-                f"loss_weight='auto' takes losses for {what} (loss_weight={rule!r}), because {why}. If the loss is a "
-                "mean over samples, use loss_weight='samples'"
+            announce = rank_zero_info if decision.is_certain else rank_zero_warn
+            announce(
+                f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), "
+                f"because {decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}"
             )
+        return decision.rule
+
+    def decision(self, microbatches: Sequence[Any]) -> Decision:
+        """What weighs micro-batches with labels of which some are -100."""
+        if self._by_class is None:
+            self._by_class = (_decided_by_class(self._module),)
+        if self._by_class[0] is not None:
+            return self._by_class[0]
+        labels, tokens = _entry(microbatches[0], "labels"), _entry(microbatches[0], "input_ids")
+        if tokens is None or labels.shape != tokens.shape:
+            return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
+        firsts = [_entry(microbatch, "labels")[..., :1] for microbatch in microbatches]
+        return Decision(
+            "causal_label_tokens",
+            "labels have the shape of input_ids, and some are -100; with loss_weight='label_tokens' the first of each "
+            "row would count as well",
+            is_certain=not any(bool((first != IGNORED_LABEL).any()) for first in firsts),
+        )
+
+    def _look_elsewhere(self, microbatches: Sequence[Any]) -> None:
+        """Says once that something else than ``labels`` has -100 in it."""
+        if self._is_announced:
+            return
+        for path, tensor in tensors_in(microbatches[0], "batch"):
+            if _is_integer(tensor) and tensor.dtype is not torch.bool and bool((tensor == IGNORED_LABEL).any()):
+                self._is_announced = True
+                rank_zero_warn(
+                    f"{path} holds -100, as labels do that a loss leaves out, but loss_weight='auto' counts samples, "
+                    "because it looks at an entry 'labels' of the batch only. If the loss is a mean over the others, "
+                    "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'"
+                )
+                return
 
 
-def predicts_next_token(module: nn.Module, batch: Any) -> tuple[bool, str]:
-    """Whether the loss compares a position with the label of the next one, and what tells so, in words."""
-    labels, tokens = _entry(batch, "labels"), _entry(batch, "input_ids")
-    if not isinstance(labels, Tensor) or not isinstance(tokens, Tensor) or labels.shape != tokens.shape:
-        return False, "labels have another shape than input_ids"
-    transformers = sys.modules.get("transformers")
-    model_class = getattr(transformers, "PreTrainedModel", ())
+def _decided_by_class(module: nn.Module) -> Decision | None:
+    """What the Hugging Face model in ``module`` computes, None if there is none with a loss."""
+    model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    heads: list[nn.Module] = []
+    inside: set[nn.Module] = set()
     for part in module.modules():
-        name = type(part).__name__
-        if not isinstance(part, model_class) or not ("For" in name or name.endswith(_PREDICT_NEXT)):
-            continue
-        if name.endswith(_PREDICT_NEXT) and not getattr(part.config, "is_encoder_decoder", False):
-            return True, f"{name} compares a position with the label of the next one"
-        return False, f"{name} compares a position with its own label"
-    return True, "labels have the shape of input_ids"
+        if part not in inside and isinstance(part, model_class) and _has_loss(part):
+            heads.append(part)
+            inside.update(part.modules())
+    trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
+    decisions = [_decided_by_head(head) for head in trained or heads]
+    if not decisions:
+        return None
+    if len({decision.rule for decision in decisions}) > 1:
+        whys = "; but ".join(decision.why for decision in decisions)
+        return Decision(decisions[0].rule, whys, is_certain=False)
+    return decisions[0]
+
+
+def _has_loss(model: Any) -> bool:
+    name = type(model).__name__
+    return "For" in name or "LMHead" in name or getattr(model.config, "is_encoder_decoder", False)
+
+
+def _decided_by_head(model: Any) -> Decision:
+    """What the loss of a Hugging Face model with a head is a mean over."""
+    name = type(model).__name__
+    if name.endswith("ForCTC"):
+        reduction = getattr(model.config, "ctc_loss_reduction", "mean")
+        return Decision("sum" if reduction == "sum" else "samples", f"{name} has ctc_loss_reduction={reduction!r}")
+    if name.endswith("ForPreTraining"):
+        return Decision("label_tokens", f"{name} adds up means over different things", is_certain=False)
+    if _shifts_labels(model):
+        return Decision("causal_label_tokens", f"some are -100, and {name} compares a position with the next label")
+    return Decision("label_tokens", f"some are -100, and {name} compares a position with its own label")
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the forward compares a position with the label of the next one: by what it calls, or names."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    code = inspect.unwrap(type(model).forward).__code__
+    if "loss_function" in code.co_names:
+        return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+    return any(name.startswith("shift") for name in code.co_varnames)
+
+
+def predicts_next_token(module: nn.Module) -> bool:
+    """Whether the loss of ``module`` compares a position with the label of the next one, as far as its class tells."""
+    decision = _decided_by_class(module)
+    return decision is None or decision.rule == "causal_label_tokens"
+
+
+def _has_ignored_labels(microbatch: Any) -> bool:
+    labels = _entry(microbatch, "labels")
+    return isinstance(labels, Tensor) and _is_integer(labels) and bool((labels == IGNORED_LABEL).any())
 
 
 def _entry(batch: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ crosses it: the label of the first token of a sequence must be -100 where the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,10 +71,8 @@ def find_packed(batch: Any) -> Packed | None:
 def _bounds_in(key: str, value: Any, length: int) -> tuple[int, ...]:
     """The boundaries that an entry tells of, none if it does not."""
     if key.startswith(_BOUNDARIES):
-        if is_array(value) or is_sequence(value):
-            found = tuple(int(bound) for bound in value)
-            return found if found[:1] == (0,) and found[-1:] == (length,) else ()
-        return ()
+        found = _numbers(value)
+        return found if found[:1] == (0,) and found[-1:] == (length,) else ()
     if key not in ("position_ids", "seq_idx") or not isinstance(value, Tensor) or tuple(value.shape) != (1, length):
         return ()
     step = 1 if key == "position_ids" else 0
@@ -81,6 +80,14 @@ def _bounds_in(key: str, value: Any, length: int) -> tuple[int, ...]:
     if key == "position_ids" and bool(value[0, starts].any()):
         return ()  # positions that do not begin at 0: padding, not sequences
     return (*starts, length)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """The integers in a list, or in an array with at most one dimension of more than 1; none in anything else."""
+    if is_array(value) and value.ndim and max(value.shape) == math.prod(value.shape):
+        value = value.reshape(-1).tolist()
+    is_list = isinstance(value, (list, tuple)) and all(type(entry) is int for entry in value)
+    return tuple(value) if is_list else ()
 
 
 def split_packed(batch: Mapping[Any, Any], packed: Packed, num_microbatches: int, *, predicts_next: bool) -> list[Any]:
@@ -109,8 +116,11 @@ def split_packed(batch: Mapping[Any, Any], packed: Packed, num_microbatches: int
     ]
 
 
-def num_sequences_of(microbatches: list[Any]) -> tuple[int, ...]:
-    """Sequences in each row that :func:`split_packed` gave."""
+def sizes_of(microbatches: list[Any], *, in_tokens: bool) -> tuple[int, ...]:
+    """How many sequences, or tokens, each row has that :func:`split_packed` gave."""
+    if in_tokens:
+        rows = (next(part[key] for key in _TOKENS if isinstance(part.get(key), Tensor)) for part in microbatches)
+        return tuple(int(row.shape[1]) for row in rows)
     found = map(find_packed, microbatches)
     return tuple(1 if packed is None else packed.num_sequences for packed in found)
 
@@ -129,8 +139,9 @@ def _cut(key: str, value: Any, packed: Packed, first: int, last: int) -> Any:
     """What a part with the sequences from ``first`` up to ``last`` has of an entry."""
     start, end, length = packed.bounds[first], packed.bounds[last], packed.num_tokens
     if key.startswith(_BOUNDARIES):
-        part = value[first : last + 1]
-        return part - part[0] if is_array(part) else rebuild(value, [bound - part[0] for bound in part])
+        if is_array(value):
+            return value[..., first : last + 1] - packed.bounds[first]
+        return rebuild(value, [bound - packed.bounds[first] for bound in value[first : last + 1]])
     if key.startswith(_LONGEST):
         bounds = packed.bounds[first : last + 1]
         longest = max(after - before for before, after in pairwise(bounds))

@@ -380,7 +380,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             lambda b: self._attempt(name, step, b, loss_scale),
         )
         batches.bring_back(step.batch)
-        logs.replay(batches.weights, batches.batch_size)
+        logs.replay(batches.weights, batches.sizes, batches.batch_size)
         self.last_step = replace(result, outputs=[], gradients={})
         if name == "training_step" and self._host_report is not None:
             self._host_report.note_step(self.engine.working_copies.expected_bytes)

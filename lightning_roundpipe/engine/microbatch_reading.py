@@ -49,6 +49,10 @@ _WAYS_OUT = (
 )
 
 
+# A tuple of so many numbers may be a size, a shape or a box.
+_MOST_NUMBERS = 4
+
+
 class BatchSplitError(ValueError):
     """The rows of a batch cannot be told with certainty; the message names the leaf and the ways out."""
 
@@ -169,7 +173,7 @@ def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
     if len(found) > 1:
         raise _undecided([f"{rows} rows ({_describe(fit.cut[0])})" for rows, fit in found.items()])
     rows, fit = next(iter(found.items()))
-    _check_source(rows, fit, source)
+    _check_source(rows, fit, source, held)
     for node in root.children if source.is_joined else (root,):
         if isinstance(node.value, list) and node.kind in ("array", "container") and node.path not in held:
             if len(node.value) == 1:  # a sample or a column: uncut it is right in both readings
@@ -184,23 +188,46 @@ def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
 
 def _settled(root: Node, rows: int, fit: _Fit, held: dict[str, Role]) -> Reading:
     """The reading that ``fit`` gives; it is held from now on."""
+    _decide_by_siblings(root, fit)
     if fit.open:
-        raise _undecided([f"{role.value} ({_describe(fit.open[0])})" for role in (Role.SAMPLES, Role.COLUMNS)])
-    is_data = any(is_array(node.value) and (node.value.ndim > 1 or _is_floating(node.value)) for node in fit.cut)
-    if fit.single and not is_data:
-        return Reading(root, 1)
+        node = fit.open[0]
+        other = Role.SHARED if node.kind == "scalar" else Role.COLUMNS
+        raise _undecided([f"{role.value} ({_describe(node)})" for role in (Role.SAMPLES, other)])
+    arrays = [node.value for node in fit.cut if is_array(node.value)]
+    is_data = any(array.ndim > 1 or _is_floating(array) for array in arrays)
+    shapes = {tuple(array.shape[1:]) for array in arrays}
+    tokens = [node for node in fit.single if node.value.ndim > 1 and not _is_floating(node.value)]
+    if (fit.single and not is_data) or any(tuple(node.value.shape[1:]) not in shapes for node in tokens):
+        return Reading(root, 1)  # data of one row beside what belongs to it: lengths, images in a text
     if rows > 1:
         held.update(fit.roles)
     return Reading(root, rows, roles=fit.roles)
 
 
-def _check_source(rows: int, fit: _Fit, source: BatchSource) -> None:
-    """Refuses rows that cannot be the samples of the DataLoader: nodes of graphs, points, time."""
-    if not source.sizes or rows <= 1:
+def _decide_by_siblings(root: Node, fit: _Fit) -> None:
+    """What a function like ``zip(*batch)`` makes is all of one kind: one column of samples decides for the others."""
+    columns = {child.path: child for child in root.children if is_sequence(child.value)}
+    certain = {path for path in columns if fit.roles.get(path) is Role.SAMPLES} - {node.path for node in fit.open}
+    kinds = {type(columns[path].value) for path in certain}
+    for node in [node for node in fit.open if node.path in columns and type(node.value) in kinds]:
+        fit.open.remove(node)
+        inside = {id(part) for part in _walk(node)}
+        fit.roles = {path: role for path, role in fit.roles.items() if not path.startswith(f"{node.path}[")}
+        fit.roles[node.path] = Role.SAMPLES
+        fit.cut = [*(part for part in fit.cut if id(part) not in inside), node]
+        fit.single = [part for part in fit.single if id(part) not in inside]
+
+
+def _check_source(rows: int, fit: _Fit, source: BatchSource, held: Mapping[str, Role]) -> None:
+    """Refuses rows that may not be the samples of the DataLoader: nodes of graphs, points, time.
+
+    Fewer rows may be what a ``collate_fn`` has left of the samples, if two arrays agree, or earlier batches were whole.
+    """
+    if not source.sizes or rows <= 1 or source.is_collated:
         return
-    size = source.sizes[0]
+    size = max(source.sizes)
     named = f"its DataLoader gives {size} samples per batch, but {_describe(fit.cut[0])} has {rows} rows"
-    if rows > size:
+    if rows > size or (len(fit.cut) == 1 and rows < size and fit.cut[0].path not in held):
         raise BatchSplitError(f"cannot split the batch into micro-batches: {named}. {_WAYS_OUT}")
     for node in fit.cut:
         if is_array(node.value) and node.value.ndim > 1 and node.value.shape[1] == size:
@@ -254,16 +281,20 @@ class _Fitting:
             return samples if held is Role.SAMPLES else columns
         if depth == 0 and self._source.is_joined:
             return columns
-        is_root = depth == (1 if self._source.is_joined else 0)
+        is_root, is_tuple = depth == (1 if self._source.is_joined else 0), isinstance(node.value, tuple)
+        if node.kind == "scalar" and is_tuple and not is_root and self._rows <= _MOST_NUMBERS:
+            samples.open.append(node)  # labels, or a size such as (height, width)
+        if is_root and is_tuple and node.kind not in ("text", "object"):
+            return columns
         if node.kind not in ("array", "container"):
-            return columns if is_root and isinstance(node.value, tuple) and node.kind == "scalar" else samples
+            return samples
         if self._source.is_collated or (is_root and not self._is_known):
             return columns
         if isinstance(columns, Node) or not columns.cut:
             return samples
-        if (is_root and isinstance(node.value, tuple)) or not _are_alike(node):
+        if not _are_alike(node):
             return columns
-        if (isinstance(node.value, tuple) or is_root) and self._are_columns(node, depth):
+        if (is_tuple or is_root) and self._are_columns(node, depth):
             columns.open.insert(0, node)
             return columns
         return samples

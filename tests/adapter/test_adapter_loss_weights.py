@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_roundpipe.loss_weight import LossWeights
+
 
 class Loader:
     """An iterable of ready-made batches."""
@@ -126,7 +128,7 @@ def test_auto_counts_labels_where_some_are_ignored(
 
 
 def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, caplog: Any
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any
 ) -> None:
     class Learns(Tokens, small):
         def token_loss(self, batch: Any) -> Tensor:
@@ -135,10 +137,9 @@ def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
 
     for batch in token_loader.batches:
         batch["input_ids"] = batch["labels"].clamp(min=0)
-    with caplog.at_level("INFO"):
+    with pytest.warns(UserWarning, match=r"without the first of each row \(loss_weight='causal_label_tokens'\)"):
         plain, ours = fit_both(Learns, token_loader)
     assert_same_training(plain, ours)
-    assert "without the first of each row (loss_weight='causal_label_tokens')" in caplog.text
 
 
 def test_auto_counts_samples_where_no_label_is_ignored(
@@ -175,3 +176,60 @@ def test_a_function_that_gives_zero_everywhere_is_an_error(small: Any, make_trai
 
     with pytest.raises(ValueError, match=r"nothing gave 0 for all 3 micro-batches"):
         make_trainer(options={"loss_weight": nothing}).fit(small(), make_loader())
+
+
+def test_ignored_labels_in_another_place_are_warned_of(small: Any, make_trainer: Any, token_loader: Loader) -> None:
+    class Learns(Tokens, small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    loader = Loader([(batch["x"], batch["labels"]) for batch in token_loader.batches])
+    with pytest.warns(UserWarning, match=r"batch\[1\] holds -100.*counts samples.*loss_weight='samples'"):
+        make_trainer().fit(Learns(), loader)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES |= {"vocab_size": 24}
+CTC = {"conv_dim": (8,), "conv_kernel": (3,), "conv_stride": (2,), "num_feat_extract_layers": 1}
+CTC |= {**SIZES, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+LLAMA, BERT = ("LlamaForCausalLM", SIZES), ("BertForSequenceClassification", SIZES)
+GPT2 = ("GPT2LMHeadModel", {"vocab_size": 24, "n_embd": 16, "n_layer": 1, "n_head": 2})
+XLNET = ("XLNetLMHeadModel", {"vocab_size": 24, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16})
+# name: (class and sizes of each model, whether the first is frozen, rule, whether it is certain)
+CLASSES: dict[str, tuple[list[tuple[str, Any]], bool, str, bool]] = {
+    "shifts": ([LLAMA], False, "causal_label_tokens", True),
+    "shifts by default": ([GPT2], False, "causal_label_tokens", True),
+    "does not shift": ([XLNET], False, "label_tokens", True),
+    "masked": ([("BertForMaskedLM", SIZES)], False, "label_tokens", True),
+    "mean of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "mean"})], False, "samples", True),
+    "sum of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "sum"})], False, "sum", True),
+    "two means": ([("BertForPreTraining", SIZES)], False, "label_tokens", False),
+    "frozen beside it": ([BERT, LLAMA], True, "causal_label_tokens", True),
+    "two that disagree": ([BERT, LLAMA], False, "label_tokens", False),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
+    hf = pytest.importorskip("transformers")
+    given, is_frozen, rule, is_certain = CLASSES[kind]
+    models = [getattr(hf, name)(getattr(hf, name).config_class(**sizes)) for name, sizes in given]
+    if is_frozen:
+        models[0].requires_grad_(False)
+    labels = torch.tensor([[1, 2, -100]])
+    found = LossWeights(torch.nn.ModuleList(models), "auto").decision([{"labels": labels, "input_ids": labels}])
+    assert (found.rule, found.is_certain) == (rule, is_certain)
+    assert given[-1][0] in found.why
+
+
+def test_a_batch_size_that_is_logged_may_be_that_of_the_batch(small: Any, fit_both: Any, assert_alike: Any) -> None:
+    class Logs(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("constant", loss, batch_size=8, on_step=False, on_epoch=True)
+            self.log("rows", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True)
+            return loss
+
+    plain, ours = fit_both(Logs)
+    assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
+    assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]

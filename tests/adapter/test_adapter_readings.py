@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.loaders import Readings
-from lightning_roundpipe.packed import find_packed, num_sequences_of, split_packed
+from lightning_roundpipe.packed import find_packed, sizes_of, split_packed
 from tests.compatibility.huggingface import causal
 
 WIDTH = 6
@@ -148,10 +148,6 @@ def test_a_style_trains_as_in_plain_lightning_or_is_refused(
 
     data = [sample(index) for index in range(2 * batch_size + 1)]
     loader: Any = DataLoader(data, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
-    if (style, batch_size) == ("torchvision", 3):  # a tuple of 3 images with 3 rows: it may as well be (q, k, v)
-        with pytest.raises(BatchSplitError, match=r"batch\[0\], a tuple of 3 entries"):
-            fit_both(Learns, loader)
-        return
     plain, ours = fit_both(Learns, loader)
     assert_same_training(plain, ours)
 
@@ -166,6 +162,26 @@ REFUSED: dict[str, tuple[DataLoader[Any], str]] = {
     "graphs": (
         DataLoader([vectors(i, 2 + i) for i in range(8)], batch_size=4, collate_fn=graphs),  # type: ignore[arg-type]
         r"DataLoader gives 4 samples per batch, but batch\['x'\] of shape \(14, 6\) has 14 rows",
+    ),
+    "time first, as long as the last batch": (
+        DataLoader([vectors(i, 3) for i in range(7)], batch_size=4, collate_fn=lambda s: torch.stack(s, 1)),  # type: ignore[arg-type]
+        r"4 samples per batch, but batch of shape \(3, 4, 6\) has 3 rows",
+    ),
+    "points of clouds": (
+        DataLoader(
+            [(vectors(i, 5), vectors(i, 7)) for i in range(4)],
+            batch_size=2,
+            collate_fn=lambda s: tuple(torch.cat(c) for c in zip(*s, strict=True)),
+        ),  # type: ignore[arg-type]
+        r"batch\[1\] of shape \(14, 6\) does not fit",
+    ),
+    "edges": (
+        DataLoader(
+            [torch.randint(9, (2, 5)) for _ in range(8)],
+            batch_size=4,
+            collate_fn=lambda s: torch.cat(s, 1),
+        ),  # type: ignore[arg-type]
+        r"4 samples per batch, but batch of shape \(2, 20\) has 2 rows",
     ),
     "time first": (
         DataLoader([vectors(i, 5) for i in range(8)], batch_size=4, collate_fn=lambda s: torch.stack(s, 1)),  # type: ignore[arg-type]
@@ -276,13 +292,35 @@ def test_parts_of_a_packed_row_are_what_the_collator_makes_of_their_sequences(le
     parts = split_packed(batch, packed, count, predicts_next=True)
     assert len(parts) == min(count, len(lengths))
     start = 0
-    for part, number in zip(parts, num_sequences_of(parts), strict=True):
+    for part, number in zip(parts, sizes_of(parts, in_tokens=False), strict=True):
         expected = collator(data[start : start + number])
         assert part.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.equal(torch.as_tensor(part[key]), torch.as_tensor(value)), key
         start += number
     assert start == len(lengths)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3)])
+@pytest.mark.parametrize("split", [None, "packed"])
+def test_boundaries_may_have_a_dimension_for_the_batch(
+    small: Any, fit_both: Any, assert_same_training: Any, shape: tuple[int, ...], split: Any
+) -> None:
+    """And without labels every token weighs."""
+
+    class Learns(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = F.one_hot(batch["input_ids"], WIDTH).float()
+            return F.cross_entropy(self(x).flatten(0, 1), batch["targets"].flatten())
+
+    batch = {
+        "input_ids": tokens(1, 9)[None],
+        "targets": tokens(2, 9)[None],
+        "cu_seqlens": torch.tensor([0, 7, 9]).reshape(shape),
+    }
+    loader: Any = DataLoader([batch] * 2, batch_size=None)  # type: ignore[arg-type]
+    plain, ours = fit_both(Learns, loader, ours={"options": {"split_batch": split}})
+    assert_same_training(plain, ours)
 
 
 def test_a_label_that_crosses_a_cut_is_refused(make_trainer: Any) -> None:
@@ -317,21 +355,25 @@ class Ready:
 
 
 DATA = TensorDataset(vectors(0, 10), torch.arange(10) % 3)
-LOADERS: dict[str, tuple[Callable[[], Any], tuple[int, ...], bool]] = {
-    "of a data set": (lambda: DataLoader(DATA, batch_size=4), (4, 2), True),
-    "that drops the last batch": (lambda: DataLoader(DATA, batch_size=4, drop_last=True), (4,), True),
+# name: (loader, what is known of each batch, whether torch's default has collated it)
+LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]], bool]] = {
+    "of a data set": (lambda: DataLoader(DATA, batch_size=4), [(4,), (4,), (2,)], True),
+    "of a data set of fewer samples": (lambda: DataLoader(DATA, batch_size=16), [(10,)], True),
+    "that drops the last batch": (lambda: DataLoader(DATA, batch_size=4, drop_last=True), [(4,), (4,)], True),
     "with a batch sampler": (
         lambda: DataLoader(DATA, batch_sampler=torch.utils.data.BatchSampler(range(10), 4, False)),
-        (4, 2),
+        [(4,), (4,), (2,)],
         True,
     ),
-    "with a function": (lambda: DataLoader(DATA, batch_size=4, collate_fn=lambda s: s), (4, 2), False),
-    "of a stream": (lambda: DataLoader(Stream(), batch_size=4), (4,), True),
-    "of whole batches": (lambda: DataLoader(DATA, batch_size=None), (), False),
-    "of no class of torch": (lambda: Ready([(vectors(0, 4), torch.arange(4) % 3)]), (), False),
+    "with lists of indices": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), [(2,), (2,)], True),
+    "with lists of several sizes": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), [(), ()], True),
+    "with a function": (lambda: DataLoader(DATA, batch_size=5, collate_fn=lambda s: s), [(5,), (5,)], False),
+    "of a stream": (lambda: DataLoader(Stream(), batch_size=4), [(4,), (4,), (4,)], True),
+    "of whole batches": (lambda: DataLoader(DATA, batch_size=None), [()] * 10, False),
+    "of no class of torch": (lambda: Ready([(vectors(0, 4), torch.arange(4) % 3)]), [()], False),
     "of one size together": (
         lambda: CombinedLoader([DataLoader(DATA, batch_size=5), DataLoader(DATA, batch_size=5)], "min_size"),
-        (5,),
+        [(5,), (5,)],
         True,
     ),
 }
@@ -344,14 +386,28 @@ def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> 
 
     class Looks(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(Readings(self).of("training_step", ())[0])
+            seen.append(Readings(self).of("training_step", (batch_idx,))[0])
             return self(vectors(0, 2)).sum()
 
-    make_trainer(num_microbatches=1, max_steps=1).fit(Looks(), make())
-    assert seen[0].sizes == sizes
+    make_trainer(num_microbatches=1).fit(Looks(), make())
+    assert [source.sizes for source in seen] == sizes
     assert seen[0].is_collated is is_collated
     assert seen[0].is_joined is (kind == "of one size together")
     assert seen[0].is_item is (kind in ("of whole batches", "of no class of torch"))
+
+
+def test_loaders_may_become_more_between_epochs(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Grows(small):
+        def train_dataloader(self) -> Any:
+            loaders = {"a": make_loader()}
+            return loaders if self.trainer.current_epoch == 0 else {**loaders, "b": make_loader()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return sum(self.loss(part) for part in batch.values())
+
+    trainer = make_trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Grows())
+    assert trainer.global_step == 6
 
 
 def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_loader: Any) -> None:
