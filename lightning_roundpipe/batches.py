@@ -87,9 +87,13 @@ class BatchSplitter:
         self._loss_weight = options.loss_weight
         self._warned: set[str] = set()
 
-    def of(self, kind: str, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
+    def arrives(self, batch: Any) -> None:
+        """See :meth:`Readings.arrives`."""
+        self._readings.arrives(batch)
+
+    def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
         """What splits the batch of the step that is under way; arguments as of :meth:`Readings.of`."""
-        return functools.partial(self._split_batch, *self._readings.of(kind, rest))
+        return functools.partial(self._split_batch, *self._readings.of(kind, batch, rest))
 
     def _split_batch(self, source: BatchSource, held: dict[str, Role], batch: Any, num_microbatches: int) -> Batches:
         """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, default_collate
 
+from .engine.microbatch_containers import children_of
 from .engine.microbatch_reading import UNKNOWN, BatchSource, Role
-
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Readings:
@@ -26,13 +25,20 @@ class Readings:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
+        self._is_hooked = False
+        self._arrived: Any = None
         self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
 
-    def of(self, kind: str, rest: Sequence[Any]) -> tuple[BatchSource, dict[str, Role]]:
+    def arrives(self, batch: Any) -> None:
+        """Notes what a loader has given, before the transfer hooks of the user change it."""
+        self._arrived = None if isinstance(batch, Iterator) else _layout_of(batch)
+
+    def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> tuple[BatchSource, dict[str, Role]]:
         """The source of the batch that is under way, and what the batches before it have held.
 
         Args:
             kind: of the step, such as ``"training_step"``.
+            batch: that the step gets.
             rest: arguments of the step behind the batch. Where loaders are used one after the other, Lightning gives
                 the index of the loader last.
         """
@@ -50,8 +56,11 @@ class Readings:
         known = self._known.get((kind, index))
         if known is None or [*map(id, known[0])] != [*map(id, loaders)]:
             known = loaders, _joined(map(self._source, loaders), is_joined), {}
+            self._is_hooked = self._overrides("transfer_batch_to_device", "on_after_batch_transfer")
             self._known[kind, index] = known
         _, source, held = known
+        if source.is_collated and self._is_hooked:  # the hooks may have left the layout as it was
+            source = replace(source, is_collated=self._arrived == _layout_of(batch))
         if len(source.sizes) > 1 and len(loaders) == 1:
             source = replace(source, sizes=self._sizes(source.sizes, loaders[0], kind, rest, held))
         return source, held
@@ -73,12 +82,19 @@ class Readings:
         return BatchSource(_sizes_of(sampler), is_collated=self._is_collated(loader))
 
     def _is_collated(self, loader: DataLoader[Any]) -> bool:
-        """Whether a batch comes to the step in the form that ``default_collate`` gives."""
-        if loader.collate_fn is not default_collate:
-            return False
+        """Whether batches leave the loader in the form that ``default_collate`` gives, and are seen then."""
+        return loader.collate_fn is default_collate and not self._overrides("on_before_batch_transfer")
+
+    def _overrides(self, *hooks: str) -> bool:
         datamodule: Any = self._module.trainer.datamodule  # type: ignore[attr-defined]
         owners = [owner for owner in (self._module, datamodule) if owner is not None]
-        return not any(is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in owners)
+        return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+
+def _layout_of(value: Any) -> Any:
+    """The containers in a batch, with their lengths."""
+    children = children_of(value)
+    return None if children is None else (type(value), tuple((name, _layout_of(entry)) for name, entry in children))
 
 
 def _sizes_of(sampler: Any) -> tuple[int, ...]:

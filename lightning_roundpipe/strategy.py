@@ -298,6 +298,12 @@ class RoundPipeStrategy(SingleProcessStrategy):
             self._splitter = BatchSplitter(self._module, self.options)
         return self._splitter
 
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
+        self.splitter.arrives(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     # --- steps -------------------------------------------------------------------------------------------------
 
     @override
@@ -376,7 +382,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         batches, (logs, result) = self.retry.run(
             name,
             step.batch,
-            self.splitter.of(name, step.rest),
+            self.splitter.of(name, step.batch, step.rest),
             lambda b: self._attempt(name, step, b, loss_scale),
         )
         batches.bring_back(step.batch)

@@ -386,7 +386,7 @@ def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> 
 
     class Looks(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(Readings(self).of("training_step", (batch_idx,))[0])
+            seen.append(Readings(self).of("training_step", batch, (batch_idx,))[0])
             return self(vectors(0, 2)).sum()
 
     make_trainer(num_microbatches=1).fit(Looks(), make())
@@ -415,10 +415,14 @@ def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_lo
 
     class Looks(small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-            seen.append((dataloader_idx, Readings(self).of("validation_step", (batch_idx, dataloader_idx))[0].sizes))
+            seen.append(
+                (dataloader_idx, Readings(self).of("validation_step", batch, (batch_idx, dataloader_idx))[0].sizes)
+            )
 
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-            seen.append((dataloader_idx, Readings(self).of("predict_step", (batch_idx, dataloader_idx))[0].sizes))
+            seen.append(
+                (dataloader_idx, Readings(self).of("predict_step", batch, (batch_idx, dataloader_idx))[0].sizes)
+            )
 
     loaders = [make_loader(6, 3), make_loader(5, 5)]
     make_trainer(num_microbatches=1).fit(Looks(), make_loader(), loaders)
@@ -427,16 +431,41 @@ def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_lo
     assert seen == [(0, (3,)), (0, (3,)), (1, (5,))] * 3
 
 
-def test_a_transfer_hook_may_change_what_the_collate_function_made(small: Any, fit_both: Any) -> None:
+class Augments:
+    """Mixed into the small model: a hook that leaves the layout of a batch as it is, and one that does not."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, [view * 2 for view in batch[1]]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum((k + 1) * self(x).square().mean() for k, x in enumerate((batch[0], *batch[1])))
+
+
+def test_a_transfer_hook_that_keeps_the_layout_keeps_the_reading(
+    small: Any, fit_both: Any, assert_same_training: Any
+) -> None:
+    """Two columns of two views of two samples: whatever could be mistaken is."""
+
+    class Learns(Augments, small):
+        pass
+
+    data = [(vectors(i), [vectors(i + 9), vectors(i + 20)]) for i in range(5)]
+    plain, ours = fit_both(Learns, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+    assert_same_training(plain, ours)
+
+
+def test_a_transfer_hook_may_change_what_the_collate_function_made(
+    small: Any, fit_both: Any, assert_same_training: Any
+) -> None:
     class Stacks(small):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {"x": [x for x in batch[0]], "y": batch[1]}
+            return {"x": list(batch[0]), "y": batch[1]}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((torch.stack(batch["x"]), batch["y"]))
 
     plain, ours = fit_both(Stacks)
-    assert ours.trainer.global_step == plain.trainer.global_step
+    assert_same_training(plain, ours)
 
 
 @pytest.mark.parametrize("given", ["rows", 3])
