@@ -24,9 +24,9 @@ from torch._dynamo import OptimizedModule
 from .devices import Device
 from .glue import assign
 from .gradients import GradientStore
-from .protocol import Event, see
 from .transfer import Done, Edge, Transfer, num_bytes_of
 from .units import Unit, rebind
+from .weight_events import tell
 from .working_copies import WorkingCopies
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
@@ -212,7 +212,7 @@ class Replica:
         generations = [weights.generation(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
-        see(Event.UPLOAD, [master for master, _ in wanted.values()], self.unit.name, self, upload)
+        tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
 
     def drop_stale(self, weights: WorkingCopies) -> None:
@@ -255,14 +255,14 @@ class Replica:
             copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
-        see(Event.ACTIVATE, self.leaves.values(), self.unit.name, self)
+        tell("activate", self.leaves.values(), self.unit.name, self)
 
     def deactivate(self) -> None:
         """Ends the use of the replica; gradients that were not harvested are lost."""
         if not self.is_active:
             return
         self.is_active = False
-        see(Event.DEACTIVATE, self.leaves.values(), self.unit.name, self)
+        tell("deactivate", self.leaves.values(), self.unit.name, self)
         self.has_gradients = False
         self._sums.clear()
         for leaf in self.leaves:
@@ -354,7 +354,7 @@ class Replica:
         else:
             arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
             self.book_gradients(False, self.device.free(gradients, after=arriving))
-        see(Event.DOWNLOAD, masters, self.unit.name, self, arriving)
+        tell("download", masters, self.unit.name, self, arriving)
         return masters, arriving
 
     def harvest_now(self, store: GradientStore) -> None:
@@ -362,7 +362,7 @@ class Replica:
         if (harvested := self.harvest()) is not None:
             for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
                 store.add(master, gradient, (self.unit.order,))
-            see(Event.TAKE, harvested[0], self.unit.name, transfer=harvested[1])
+            tell("take", harvested[0], self.unit.name, transfer=harvested[1])
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from .casts import CastWatch, Use, in_doubt
-from .protocol import Event, see
 from .units import Unit
+from .weight_events import tell
 
 if TYPE_CHECKING:
     from .parameters import Replica
@@ -119,7 +119,7 @@ class WorkingCopies:
         generation = self.generation(master, dtype)
         with copy.lock:  # not the other one: different weights are converted at the same time
             if copy.generation != generation:
-                see(Event.REFRESH, (master,), place=dtype)
+                tell("refresh", (master,), place=dtype)
                 copy.data.copy_(master.detach())
                 copy.generation = generation
         return copy.data
