@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
+from .common.fingerprints import version_of
 from .engine.glue import current
-from .engine.offload import version_of
 from .engine.outputs import brought_home
 from .engine.patches import attribute_set
 

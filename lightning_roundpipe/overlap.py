@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
+from .common.sizes import num_bytes_of
 from .engine.host_memory import trained_by
 from .engine.optimizer import Updates, why_not_separable
 from .engine.optimizer_state import unguard
@@ -151,8 +152,7 @@ class OptimizerOverlap:
         return False
 
     def _is_worth_it(self, optimizer: Optimizer) -> bool:
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
-        return self._stale is not None or num_bytes >= MIN_BYTES
+        return self._stale is not None or num_bytes_of(trained_by(optimizer)) >= MIN_BYTES
 
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if self._is_scripted:  # what reads weights in C++ would not wait

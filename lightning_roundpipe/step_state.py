@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from .common.sizes import num_bytes_of
 from .engine.microbatch_containers import children_of, rebuild, tensors_in
 
 # Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
@@ -79,7 +80,7 @@ class _Buffer:
         self.name = name
         self._module, self._key, self._tensor = module, key, tensor
         self._version = _version(tensor)
-        is_copied = name in written.names or tensor.numel() * tensor.element_size() <= _MAX_COPIED_BYTES
+        is_copied = name in written.names or num_bytes_of([tensor]) <= _MAX_COPIED_BYTES
         self.copy = _clone(tensor) if is_copied else None
 
     def has_changed(self) -> bool:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..common.sizes import num_bytes_of
 from .devices import Device
 from .glue import assign
 from .gradients import GradientStore
-from .transfer import Done, Edge, Transfer, num_bytes_of
+from .transfer import Done, Edge, Transfer
 from .units import Unit, rebind
 from .weight_events import tell
 from .working_copies import WorkingCopies

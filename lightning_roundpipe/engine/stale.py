@@ -28,6 +28,7 @@ from collections.abc import Hashable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ..common.sizes import num_bytes_of
 from .pending import replaced, unwaited
 
 
@@ -112,8 +113,7 @@ class StaleWeights:
     @property
     def host_bytes(self) -> int:
         """What the snapshots take on the host."""
-        held = [tensor for s in self._snapshots.values() for tensor in (s.front, s.back) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return num_bytes_of(tensor for s in self._snapshots.values() for tensor in (s.front, s.back))
 
 
 def _mark_of(weight: nn.Parameter) -> Hashable:

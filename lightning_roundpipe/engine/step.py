@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..common.errors import StepAborted
 from ..planning.schedule import Schedule
-from .dispatch import StepAborted, Turnstile
+from .dispatch import Turnstile
 from .glue import GlueLock, GlueState
 from .glue_parameters import GlueParameters
 from .gradients import GradientStore

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..common.fingerprints import version_of
 from .devices import Device
 from .glue import GlueState, current
 from .glue_parameters import GlueParameters
-from .offload import version_of
 
 # Functions that take operands on several devices by design.
 _MOVES = frozenset({"to", "copy_", "cpu", "cuda", "type_as", "set_", "backward"})

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..common.sizes import num_bytes_of
 from .casts import CastWatch, Use, in_doubt
 from .units import Unit
 from .weight_events import tell
@@ -142,7 +143,7 @@ class WorkingCopies:
     def host_bytes(self) -> int:
         """What the working copies take on the host."""
         with self._lock:
-            return sum(copy.data.numel() * copy.data.element_size() for copy in self._copies.values())
+            return num_bytes_of(copy.data for copy in self._copies.values())
 
     @property
     def expected_bytes(self) -> int:

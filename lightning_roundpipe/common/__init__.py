@@ -1,0 +1,1 @@
+"""What every part may use: errors, fingerprints and sizes of tensors, autograd graphs. Imports torch alone."""
