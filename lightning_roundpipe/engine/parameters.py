@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..common.fingerprints import fingerprint_of
 from ..common.sizes import num_bytes_of
 from .devices import Device
 from .glue import assign
@@ -248,7 +249,7 @@ class Replica:
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
                 data = master.data
-                if _layout(leaf) != _layout(data):
+                if fingerprint_of(leaf).memory != fingerprint_of(data).memory:
                     leaf.data = data
         for copies in self._copies:
             for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
@@ -364,10 +365,6 @@ class Replica:
             for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
                 store.add(master, gradient, (self.unit.order,))
             tell("take", harvested[0], self.unit.name, transfer=harvested[1])
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
 def _structure_of(module: nn.Module) -> list[int]:

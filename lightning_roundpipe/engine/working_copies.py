@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..common.fingerprints import fingerprint_of
 from ..common.sizes import num_bytes_of
 from .casts import CastWatch, Use, in_doubt
 from .units import Unit
@@ -136,8 +137,7 @@ class WorkingCopies:
             values = self._samples.get(master)
             if values is None:
                 values = self._samples[master] = _sample(master)
-        now = (id(master), master.data_ptr(), master._version, master.shape, master.stride(), master.dtype)
-        return dtype, values, self._num_loops, *now
+        return dtype, values, self._num_loops, id(master), fingerprint_of(master)
 
     @property
     def host_bytes(self) -> int:
