@@ -35,8 +35,8 @@ from torch.nn.parameter import is_lazy
 
 from .batches import Batches
 from .common.fingerprints import Versions
+from .common.trees import tensors_in
 from .engine.glue import current
-from .engine.microbatch_containers import tensors_in
 from .engine.pool import DevicePool
 from .options import RoundPipeOptions
 from .whole_batches import WholeBatchHints

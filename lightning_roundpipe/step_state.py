@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from .common.fingerprints import Versions, version_of
 from .common.sizes import num_bytes_of
-from .engine.microbatch_containers import children_of, rebuild, tensors_in
+from .common.trees import mapped, tensors_in
 
 # Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
 _MAX_COPIED_BYTES = 2**20
@@ -35,7 +35,7 @@ class StepState:
     """
 
     def __init__(self, root: nn.Module, batch: Any, devices: Sequence[torch.device], written: WrittenBuffers) -> None:
-        self.batch = _copied(batch)
+        self.batch = mapped(batch, anew=object)
         self._written = written
         self._buffers = [_Buffer(*found, written) for found in _buffers_of(root)]
         self._weights = Versions(root.named_parameters())
@@ -144,9 +144,3 @@ def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None
 def _restorer_of(device: torch.device) -> Callable[[], None]:
     state = torch.cuda.get_rng_state(device)
     return lambda: torch.cuda.set_rng_state(state, device)
-
-
-def _copied(value: Any) -> Any:
-    """New containers with the same leaves."""
-    children = children_of(value)
-    return value if children is None else rebuild(value, [_copied(entry) for _, entry in children])

@@ -209,7 +209,8 @@ class Call:
         trained: for each parameter of the unit whether it required a gradient when glue called it.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
-        leaves, structure: the arguments, see :mod:`trees`; tensors are :class:`Offloaded` if the call is recomputed.
+        leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
+            are :class:`Offloaded` if the call is recomputed.
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.

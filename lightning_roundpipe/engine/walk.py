@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common import trees
 from ..common.sizes import num_bytes_of
 from ..planning.partition import StageKind
-from . import trees
 from .backward import BackwardRunner
 from .devices import Device
 from .forward import ForwardResult, ForwardRunner
