@@ -69,8 +69,9 @@ $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@mv docs/measurements/$*.json.part docs/measurements/$*.json
 	@cat docs/measurements/$*.json
 
-coverage: $(STAMP)  ## Run the tests; planning and engine must be covered to 90 percent
+coverage: $(STAMP)  ## Run the tests; planning, engine and common must be covered to 90 percent
 	$(BIN)/python -m pytest -q --cov=lightning_roundpipe/planning --cov=lightning_roundpipe/engine \
+	    --cov=lightning_roundpipe/common \
 	    --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
 
 clean:  ## Remove the environment and everything that was built

@@ -13,13 +13,13 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
+from .common.fingerprints import version_of
+from .common.trees import mapped
 from .engine.glue import current
-from .engine.offload import version_of
 from .engine.outputs import brought_home
 from .engine.patches import attribute_set
 
@@ -215,7 +215,7 @@ class MetricArguments:
                 known = self._brought[tensor] = (kind, tensor.to(device))
             return cast(Tensor, known[1])
 
-        return apply_to_collection(arguments, Tensor, brought)
+        return mapped(arguments, brought)
 
 
 def _glue_lock_held() -> contextlib.AbstractContextManager[None]:

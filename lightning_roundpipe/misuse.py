@@ -22,7 +22,6 @@ stepped by hand) are made inside :meth:`StepGuard.allowed`.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,8 +34,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .batches import Batches
+from .common.fingerprints import Versions
+from .common.trees import tensors_in
 from .engine.glue import current
-from .engine.microbatch_containers import tensors_in
 from .engine.pool import DevicePool
 from .options import RoundPipeOptions
 from .whole_batches import WholeBatchHints
@@ -67,7 +67,7 @@ class StepGuard:
         self._named: list[tuple[str, nn.Parameter]] = []
         self._weights: list[nn.Parameter] = []
         self._before = _Weights([], is_sampled=False)
-        self._gradients: dict[nn.Parameter, tuple[Tensor, int]] | None = None  # None: not watched
+        self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
         self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
 
@@ -199,7 +199,7 @@ class StepGuard:
         count = self._count
         changed = self._before.changed(with_samples=count > 1 or not self._aliases_host)
         if count == 1:  # glue may; the engine notices by the version
-            changed = [weight for weight in changed if not self._before.has_new_version(weight)]
+            changed = [weight for weight in changed if self._before.versions.has(weight, weight)]
         if not changed:
             return
         what = f"{kind}, or code that it calls, changes the weight {self._names(changed)} in place"
@@ -232,14 +232,13 @@ class StepGuard:
     def _note_gradients(self, kind: str) -> None:
         self._gradients = None
         if self._count > 1 and kind == "training_step" and not self._root.automatic_optimization:
-            self._gradients = {p: (p.grad, p.grad._version) for p in self._weights if p.grad is not None}
+            self._gradients = Versions((p, p.grad) for p in self._weights if p.grad is not None)
 
     def _check_complete_gradients(self) -> None:
         noted = self._gradients
         if noted is None:
             return
-        gradients = [(p, p.grad, *noted.get(p, (None, 0))) for p in self._weights if p.grad is not None]
-        written = [p for p, now, before, version in gradients if now is not before or now._version != version]
+        written = [p for p in self._weights if p.grad is not None and not noted.has(p, p.grad)]
         if written:
             raise MisconfigurationException(
                 f"training_step writes the gradient (.grad) of {self._names(written)}. It runs once per micro-batch, "
@@ -292,27 +291,16 @@ class _Weights:
 
     def __init__(self, weights: Sequence[nn.Parameter], *, is_sampled: bool) -> None:
         self._weights = weights
-        self._versions = _versions(weights)
+        self.versions = Versions((weight, weight) for weight in weights)
         self.samples = [_sample(weight) for weight in weights] if is_sampled else None
 
     def changed(self, *, with_samples: bool = True) -> list[nn.Parameter]:
         """The weights that are different now."""
-        found = []
-        if self._versions != _versions(self._weights):
-            found = [weight for weight in self._weights if self.has_new_version(weight)]
+        found = self.versions.written()
         if found or self.samples is None or not with_samples:
             return found
         pairs = zip(self._weights, self.samples, strict=True)
         return [weight for weight, sample in pairs if not torch.equal(_sample(weight), sample)]
-
-    def has_new_version(self, weight: nn.Parameter) -> bool:
-        """Whether ``weight``, one of them, was written in a way that its version shows."""
-        index = next(i for i, other in enumerate(self._weights) if other is weight)
-        return weight._version != self._versions[index]
-
-
-def _versions(weights: Sequence[Tensor]) -> list[int]:
-    return list(map(operator.attrgetter("_version"), weights))  # half the time of a loop
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -331,11 +319,11 @@ class _Shared:
     def __init__(self, microbatches: Sequence[Any]) -> None:
         first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
         known = set(map(id, second.values()))
-        self._found = [(name, t, t._version) for name, t in first.items() if id(t) in known and not t.is_inference()]
+        self._versions = Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)
 
     def changed(self) -> str | None:
         """The path of the first one that was written since."""
-        return next((name for name, tensor, version in self._found if tensor._version != version), None)
+        return next(iter(self._versions.written()), None)
 
 
 def check_has_data(root: nn.Module) -> None:

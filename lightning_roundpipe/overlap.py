@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .clipping import clipped_by
+from .common.fingerprints import Versions
+from .common.sizes import num_bytes_of
 from .engine.host_memory import trained_by
 from .engine.optimizer import Updates, why_not_separable
 from .engine.optimizer_state import unguard
@@ -106,9 +108,9 @@ class OptimizerOverlap:
             return
         weights = [weight for optimizer in module.trainer.optimizers for weight in trained_by(optimizer)]
         with self._stale.computing(weights):
-            before = [weight._version for weight in weights]
+            versions = Versions((weight, weight) for weight in weights)
             yield
-            changed = [w for w, version in zip(weights, before, strict=True) if w._version != version]
+            changed = versions.written()
         if changed:
             name = next((name for name, weight in module.named_parameters() if weight is changed[0]), "")
             raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
@@ -151,8 +153,7 @@ class OptimizerOverlap:
         return False
 
     def _is_worth_it(self, optimizer: Optimizer) -> bool:
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained_by(optimizer))
-        return self._stale is not None or num_bytes >= MIN_BYTES
+        return self._stale is not None or num_bytes_of(trained_by(optimizer)) >= MIN_BYTES
 
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if self._is_scripted:  # what reads weights in C++ would not wait

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .common.trees import rebuild
 from .engine.microbatch import BatchSplitError
-from .engine.microbatch_containers import is_array, is_replicated, is_sequence, rebuild
+from .engine.microbatch_containers import is_array, is_replicated, is_sequence
 from .loss_weight import IGNORED_LABEL
 
 _TOKENS = ("input_ids", "inputs_embeds")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from .engine.microbatch_containers import children_of, rebuild, tensors_in
+from .common.fingerprints import Versions, version_of
+from .common.sizes import num_bytes_of
+from .common.trees import mapped, tensors_in
 
 # Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
 _MAX_COPIED_BYTES = 2**20
@@ -33,20 +35,20 @@ class StepState:
     """
 
     def __init__(self, root: nn.Module, batch: Any, devices: Sequence[torch.device], written: WrittenBuffers) -> None:
-        self.batch = _copied(batch)
+        self.batch = mapped(batch, anew=object)
         self._written = written
         self._buffers = [_Buffer(*found, written) for found in _buffers_of(root)]
-        # By name; "" for tensors of the batch.
-        self._fixed: list[tuple[str, Tensor, int]] = [(name, p, _version(p)) for name, p in root.named_parameters()]
-        self._fixed += [("", tensor, _version(tensor)) for _, tensor in tensors_in(batch)]
+        self._weights = Versions(root.named_parameters())
+        self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
         self._put_back = [_metric_state(module) for module in root.modules() if isinstance(module, Metric)]
         self._put_back += _generator_states(devices)
 
     def lost(self) -> str | None:
         """What has changed since and cannot be put back, in words; None if everything can."""
-        for name, tensor, version in self._fixed:
-            if _version(tensor) != version:
-                return f"the weight {name!r}" if name else "a tensor of the batch"
+        for name in self._weights.written():
+            return f"the weight {name!r}"
+        if self._batch_tensors.written():
+            return "a tensor of the batch"
         for buffer in self._buffers:
             if buffer.has_changed() and buffer.copy is None:
                 return f"the buffer {buffer.name!r}"
@@ -78,25 +80,20 @@ class _Buffer:
     def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor, written: WrittenBuffers) -> None:
         self.name = name
         self._module, self._key, self._tensor = module, key, tensor
-        self._version = _version(tensor)
-        is_copied = name in written.names or tensor.numel() * tensor.element_size() <= _MAX_COPIED_BYTES
+        self._version = version_of(tensor)
+        is_copied = name in written.names or num_bytes_of([tensor]) <= _MAX_COPIED_BYTES
         self.copy = _clone(tensor) if is_copied else None
 
     def has_changed(self) -> bool:
         """Whether it is another tensor now, or was written in place."""
-        return self._module._buffers.get(self._key) is not self._tensor or _version(self._tensor) != self._version
+        return self._module._buffers.get(self._key) is not self._tensor or version_of(self._tensor) != self._version
 
     def put_back(self, values: Tensor) -> None:
         """The same tensor again, with these values."""
         self._module._buffers[self._key] = self._tensor
-        if _version(self._tensor) != self._version:
+        if version_of(self._tensor) != self._version:
             with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
                 self._tensor.copy_(values)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor was written. Tensors made in inference mode do not count that."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -147,9 +144,3 @@ def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None
 def _restorer_of(device: torch.device) -> Callable[[], None]:
     state = torch.cuda.get_rng_state(device)
     return lambda: torch.cuda.set_rng_state(state, device)
-
-
-def _copied(value: Any) -> Any:
-    """New containers with the same leaves."""
-    children = children_of(value)
-    return value if children is None else rebuild(value, [_copied(entry) for _, entry in children])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .footprint import tensor_bytes
+from ..common.sizes import num_bytes_of
 from .forward import add_changed, enter
 from .offload import Cargo
 from .parameters import Replica
@@ -68,7 +68,7 @@ class BackwardRunner:
         replica.add_up()
         ended = device.stamp()
         self.cargo.settle()
-        self.visits.rebook_backward(booked, tensor_bytes(call.input_gradients))
+        self.visits.rebook_backward(booked, num_bytes_of(call.input_gradients))
         return started, ended
 
     def _recompute(self, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..common.sizes import extent_of
+
 _ATEN = torch.ops.aten
 # Their backward only moves elements, so that it is exact in any dtype. Not expand: its backward adds up.
 _VIEWS = frozenset(
@@ -127,7 +129,7 @@ class CastWatch:
         if not self._is_cast(func, args, kwargs) or torch.is_grad_enabled() != self._has_grad_mode:
             self.note(key, Use.OTHER)
             return
-        start, stop = _extent(tensor)
+        start, stop = extent_of(tensor)
         known = self._cast.setdefault(key, [])
         is_again = any(start < other_stop and other_start < stop for other_start, other_stop in known)
         known.append((start, stop))
@@ -193,12 +195,3 @@ def _storage_of(tensor: Tensor) -> int | None:
         return None
     identity: int = tensor.untyped_storage()._cdata
     return identity
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First element of ``tensor`` in its storage, and the one after its last."""
-    start = int(tensor.storage_offset())
-    if not tensor.numel():
-        return start, start
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + last + 1

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .transfer import num_bytes_of, poison
+from ..common.sizes import num_bytes_of
+from .transfer import poison
 
 # A destination and its source, or parts of both of the same shape.
 Pair = tuple[Tensor, Tensor]

@@ -28,10 +28,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.sizes import num_bytes_of
 from .chunks import Pair, pieces_of
 from .cuda_driver import CudaDriver
 from .devices import Moved
-from .transfer import CHUNK_BYTES, Done, Edge, Lane, Transfer, num_bytes_of
+from .transfer import CHUNK_BYTES, Done, Edge, Lane, Transfer
 
 MAX_CHUNKS_IN_FLIGHT = 2
 

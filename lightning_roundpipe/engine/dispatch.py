@@ -17,17 +17,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ..common.errors import StepAborted
 from ..planning.schedule import Action, Schedule
 
 # Waits are cut into pieces of this length, so that a wake-up that got lost costs time and never the run.
 _RECHECK_S = 2.0
-
-
-class StepAborted(BaseException):
-    """Unwinds the threads of a step after another thread failed; never reaches the user.
-
-    A ``BaseException`` so that ``except Exception`` in user code does not swallow it.
-    """
 
 
 class PipelineStalled(RuntimeError):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .footprint import graph_bytes, tensor_bytes
-from .offload import Cargo, version_of
+from ..common.fingerprints import version_of
+from ..common.graphs import graph_bytes
+from ..common.sizes import num_bytes_of
+from .offload import Cargo
 from .parameters import Replica
 from .randomness import ForeignRandomness
 from .recompute import Call, Cut, Entry, Facts, Slot
@@ -93,7 +95,7 @@ class ForwardRunner:
                 done = self._attempt(call, replica, leaves, records, None, foreign=True)
             if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
                 unit.facts.clear()
-            facts = unit.facts[key] = _learn(replica, before, done, tensor_bytes(leaves))
+            facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves))
         call.facts = facts
         written = set(facts.buffers)
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
@@ -233,7 +235,7 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes:
             changed.append((master, name))
     num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
-    sizes = done.graph_bytes, tensor_bytes(slots.values()), input_bytes
+    sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
     return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes)
 
 

@@ -26,8 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import StepAborted
 from .containers import MISSING, content, follow
-from .dispatch import StepAborted
 from .outputs import brought_home
 from .randomness import derive_seed
 

@@ -25,11 +25,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..common.fingerprints import version_of
+from ..common.sizes import num_bytes_of
 from .devices import Device
 from .glue import GlueState
 from .gradients import GradientStore
-from .offload import version_of
-from .transfer import CHUNK_BYTES, Edge, Transfer, num_bytes_of
+from .transfer import CHUNK_BYTES, Edge, Transfer
 
 # Parameters from this size on have the sum of their gradients on the device.
 LARGE_BYTES = 2**20

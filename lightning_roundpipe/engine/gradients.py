@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .protocol import Event, see
 from .transfer import Edge, Transfer
+from .weight_events import tell
 
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
@@ -71,7 +71,7 @@ class GradientStore:
         if arriving is not None:
             for master, gradient in zip(masters, arriving.wait(Edge.GRADIENTS), strict=True):
                 self._add(master, gradient, source)
-            see(Event.TAKE, masters, transfer=arriving)
+            tell("take", masters, transfer=arriving)
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         parts = self._gradients.setdefault(master, {})

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .dispatch import StepAborted
+from ..common.errors import StepAborted
 from .glue import current
 
 _CLOSURE_ENDS = "the end of the closure"

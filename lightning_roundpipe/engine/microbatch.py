@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.engine.microbatch_containers import children_of, rebuild
+from lightning_roundpipe.common.trees import mapped, rebuild
 from lightning_roundpipe.engine.microbatch_merge import merge_batch, merge_outputs
 from lightning_roundpipe.engine.microbatch_reading import (
     UNKNOWN,
@@ -103,19 +103,6 @@ def batch_rows(batch: Any, source: BatchSource = UNKNOWN) -> int | None:
         return None
 
 
-def _with_own_mappings(value: Any) -> Any:
-    """``value``, which micro-batches share, with mappings of its own: steps take entries out of them and put some in.
-
-    The last micro-batch has the original, so that what it does to it stays, as after one call.
-    """
-    children = children_of(value)
-    if children is None:
-        return value
-    entries = [_with_own_mappings(entry) for _, entry in children]
-    is_same = all(own is entry for own, (_, entry) in zip(entries, children, strict=True))
-    return value if is_same and not isinstance(value, Mapping) else rebuild(value, entries)
-
-
 def _cut(node: Node, reading: Reading, bounds: Sequence[tuple[int, int]]) -> list[Any]:
     """Return the parts of a node for each (start, length) in ``bounds``."""
     value, role = node.value, reading.roles.get(node.path)
@@ -126,7 +113,9 @@ def _cut(node: Node, reading: Reading, bounds: Sequence[tuple[int, int]]) -> lis
     if any(_is_cut(child, reading) for child in node.children):
         parts = [_cut(child, reading, bounds) for child in node.children]
         return [rebuild(value, entries) for entries in zip(*parts, strict=True)]
-    return [*(_with_own_mappings(value) for _ in bounds[1:]), value]
+    # Micro-batches share the value, but for mappings: steps take entries out of them and put some in. The last one has
+    # the originals, so that what it does to them stays, as after one call.
+    return [*(mapped(value, anew=Mapping) for _ in bounds[1:]), value]
 
 
 def _is_cut(node: Node, reading: Reading) -> bool:

@@ -1,17 +1,16 @@
-"""The containers that a batch or a step output may be made of: one way to look into them, one way to rebuild them."""
+"""What the entries of a batch or a step output are: rows, samples, constants."""
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from ..common.trees import children_of
 
 _REPLICATED = (
     *(type(None), bool, int, float, complex, str, bytes, Enum),
@@ -58,62 +57,6 @@ def why_not_split(value: Any) -> str:
     return "" if is_array(value) or is_replicated(value) else "its rows are unknown"
 
 
-def children_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return (path suffix, entry) for each entry of a container, ``None`` if the value is not one."""
-    if is_replicated(value) or isinstance(value, PackedSequence):
-        return None
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", entry) for key, entry in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", entry) for name, entry in zip(value._fields, value, strict=True)]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in fields(value))
-        return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]
-    return None
-
-
-def rebuild(template: Any, entries: Sequence[Any]) -> Any:
-    """Return a container like ``template`` that holds ``entries``, in the order of :func:`children_of`."""
-    if isinstance(template, Mapping):
-        return _rebuild_mapping(template, dict(zip(template, entries, strict=True)))
-    if type(template) is list:
-        return list(entries)
-    if isinstance(template, list):
-        result = copy.copy(template)
-        result[:] = entries
-        return result
-    if isinstance(template, tuple):
-        if hasattr(template, "_make"):
-            return template._make(entries)
-        return type(template)(entries)
-    result = copy.copy(template)
-    names = [field.name for field in fields(template) if hasattr(template, field.name)]
-    for name, entry in zip(names, entries, strict=True):
-        object.__setattr__(result, name, entry)  # also for frozen dataclasses and fields with init=False
-    return result
-
-
-def _rebuild_mapping(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(template) is dict:
-        return items
-    if isinstance(template, UserDict):
-        result: Any = copy.copy(template)
-        result.data = items
-        return result
-    if not isinstance(template, dict):
-        try:
-            return type(template)(items)  # type: ignore[call-arg]
-        except TypeError:
-            pass
-    # Subclasses of dict keep what else they carry, such as a default factory. Item by item: some forbid update().
-    result = copy.copy(template)
-    for key, entry in items.items():
-        result[key] = entry
-    return result
-
-
 def _kind(value: Any) -> tuple[Any, ...]:
     """Classify an entry of a sequence: the entries of a per-sample sequence are of one kind."""
     if is_array(value):
@@ -135,12 +78,3 @@ def common_kind(values: Iterable[Any]) -> str | None:
     """
     kinds = {_kind(value) for value in values if value is not None}
     return str(next(iter(kinds))[0]) if len(kinds) == 1 else None
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested containers, with the way to it."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-        return
-    for suffix, entry in children_of(value) or ():
-        yield from tensors_in(entry, path + suffix)

@@ -11,14 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.engine.microbatch_containers import (
-    children_of,
-    common_kind,
-    is_array,
-    is_sequence,
-    rebuild,
-    rows_of,
-)
+from ..common.trees import children_of, rebuild
+from .microbatch_containers import common_kind, is_array, is_sequence, rows_of
 
 
 @dataclass(frozen=True)

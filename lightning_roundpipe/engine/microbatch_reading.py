@@ -33,14 +33,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lightning_roundpipe.engine.microbatch_containers import (
-    children_of,
-    common_kind,
-    is_array,
-    is_sequence,
-    rows_of,
-    why_not_split,
-)
+from ..common.trees import children_of
+from .microbatch_containers import common_kind, is_array, is_sequence, rows_of, why_not_split
 
 _WAYS_OUT = (
     "Split such batches yourself with RoundPipeStrategy(split_batch=fn), or with a method "

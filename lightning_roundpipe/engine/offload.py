@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.fingerprints import UNKNOWN, version_of
+from ..common.sizes import num_bytes_of
 from .devices import Device
 from .memory import Ahead
-from .transfer import Done, Edge, Transfer, num_bytes_of
-
-_UNKNOWN = -1  # version of inference tensors
+from .transfer import Done, Edge, Transfer
 
 
 class Offloaded:
@@ -93,11 +93,6 @@ def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
     return Offloaded(transfer, tensor.shape)
 
 
-def version_of(tensor: Tensor) -> int:
-    """The version counter, or -1 for inference tensors, which have none."""
-    return _UNKNOWN if tensor.is_inference() else tensor._version
-
-
 class _Arrival(NamedTuple):
     """A tensor on its way to a worker.
 
@@ -147,7 +142,7 @@ class Cargo:
         self._is_new = False
         self._leaving.clear()
         # Glue may change inference tensors before the next call, and nothing would tell: they are brought anew.
-        self._drop([key for key, arrival in self._arrivals.items() if arrival.version == _UNKNOWN])
+        self._drop([key for key, arrival in self._arrivals.items() if arrival.version == UNKNOWN])
 
     def drop(self, values: Iterable[Any] | None = None) -> None:
         """What was brought is not needed any more: what came of ``values``, or everything."""

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
-from . import trees
+from ..common.trees import mapped
 from .devices import Device
-from .microbatch_containers import children_of, rebuild
 from .transfer import Transfer
 
 
@@ -39,7 +37,7 @@ class Results:
                 sent[id(tensor)] = self._send(tensor, worker_of(tensor))
             return sent[id(tensor)]
 
-        self._output = _mapped(output, send)
+        self._output = mapped(output, send)
 
     def _send(self, tensor: Tensor, worker: Device | None) -> Tensor:
         """``tensor`` without its graph, which begins to travel if it has to."""
@@ -51,7 +49,7 @@ class Results:
 
     def arrive(self) -> Any:
         """The value, after a wait for what travels."""
-        return _mapped(self._output, self._received) if self._arriving else self._output
+        return mapped(self._output, self._received) if self._arriving else self._output
 
     def _received(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._arriving:
@@ -64,31 +62,4 @@ class Results:
 
 def brought_home(value: Any) -> Any:
     """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
-    return _mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor], above: tuple[Any, ...] = ()) -> Any:
-    """``value`` with every tensor in it changed; what holds no tensor that changes is kept as it is.
-
-    Args:
-        above: containers that it is in; one that holds itself is not entered twice.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    children = None if isinstance(value, PackedSequence) else children_of(value)
-    if children is not None:
-        if any(value is container for container in above):
-            return value
-        entries = [entry for _, entry in children]
-        changed = [_mapped(entry, change, (*above, value)) for entry in entries]
-        return value if _are_same(entries, changed) else rebuild(value, changed)
-    leaves: list[Any] = []
-    structure = trees.flatten(value, leaves)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value
-    changed = [_mapped(leaf, change, (*above, value)) for leaf in leaves]
-    return value if _are_same(leaves, changed) else trees.unflatten(structure, changed)
-
-
-def _are_same(left: list[Any], right: list[Any]) -> bool:
-    return all(a is b for a, b in zip(left, right, strict=True))
+    return mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())

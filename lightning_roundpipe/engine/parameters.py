@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..common.fingerprints import fingerprint_of
+from ..common.sizes import num_bytes_of
 from .devices import Device
 from .glue import assign
 from .gradients import GradientStore
-from .protocol import Event, see
-from .transfer import Done, Edge, Transfer, num_bytes_of
+from .transfer import Done, Edge, Transfer
 from .units import Unit, rebind
+from .weight_events import tell
 from .working_copies import WorkingCopies
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
@@ -212,7 +214,7 @@ class Replica:
         generations = [weights.generation(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
-        see(Event.UPLOAD, [master for master, _ in wanted.values()], self.unit.name, self, upload)
+        tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
 
     def drop_stale(self, weights: WorkingCopies) -> None:
@@ -247,7 +249,7 @@ class Replica:
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
                 data = master.data
-                if _layout(leaf) != _layout(data):
+                if fingerprint_of(leaf).memory != fingerprint_of(data).memory:
                     leaf.data = data
         for copies in self._copies:
             for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
@@ -255,14 +257,14 @@ class Replica:
             copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
-        see(Event.ACTIVATE, self.leaves.values(), self.unit.name, self)
+        tell("activate", self.leaves.values(), self.unit.name, self)
 
     def deactivate(self) -> None:
         """Ends the use of the replica; gradients that were not harvested are lost."""
         if not self.is_active:
             return
         self.is_active = False
-        see(Event.DEACTIVATE, self.leaves.values(), self.unit.name, self)
+        tell("deactivate", self.leaves.values(), self.unit.name, self)
         self.has_gradients = False
         self._sums.clear()
         for leaf in self.leaves:
@@ -354,7 +356,7 @@ class Replica:
         else:
             arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
             self.book_gradients(False, self.device.free(gradients, after=arriving))
-        see(Event.DOWNLOAD, masters, self.unit.name, self, arriving)
+        tell("download", masters, self.unit.name, self, arriving)
         return masters, arriving
 
     def harvest_now(self, store: GradientStore) -> None:
@@ -362,11 +364,7 @@ class Replica:
         if (harvested := self.harvest()) is not None:
             for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
                 store.add(master, gradient, (self.unit.order,))
-            see(Event.TAKE, harvested[0], self.unit.name, transfer=harvested[1])
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+            tell("take", harvested[0], self.unit.name, transfer=harvested[1])
 
 
 def _structure_of(module: nn.Module) -> list[int]:

@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .protocol import Event, see
+from .weight_events import tell
 
 
 class Failure:
@@ -93,7 +93,7 @@ class Share:
 
     def begin(self) -> None:
         """From now on whoever looks at the weights waits."""
-        see(Event.UPDATE, self.parameters)
+        tell("update", self.parameters)
         for parameter in self.parameters:
             _shares[id(parameter)] = self
             _classify(parameter)
@@ -104,7 +104,7 @@ class Share:
         Args:
             is_undone: whether they are what they were before.
         """
-        see(Event.NOT_UPDATED if is_undone else Event.UPDATED, self.parameters)
+        tell("not_updated" if is_undone else "updated", self.parameters)
         for parameter in self.parameters:
             if _shares.get(id(parameter)) is self:
                 del _shares[id(parameter)]

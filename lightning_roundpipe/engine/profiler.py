@@ -21,12 +21,12 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..common.sizes import num_bytes_of
 from ..planning.costs import CallCost, CostProfile
-from .devices import Device
+from .runs import Run
 from .units import Unit
 
 # Backward without recomputation over forward, of matrix products: two products instead of one.
@@ -40,36 +40,6 @@ _MAX_PENDING = 4
 
 # A call: its unit, and how many calls of it come before.
 Key = tuple[Unit, int]
-
-
-class Run(NamedTuple):
-    """What was noted about one run of a unit, or of glue in the backward.
-
-    Attributes:
-        device: where it ran.
-        kind: "F" or "B".
-        name: of the unit; or what kind of glue.
-        start, end: stamps of the device.
-        stage: the stage it ran in; -1 for none.
-        position: the call in the plan; None for calls off the plan and for glue.
-        kept: whether the graph is kept between forward and backward; if not, a "B" run holds the forward as well.
-        learned: whether the call was the first one of its kind.
-        input_bytes, output_bytes: of the call's tensor arguments and results.
-        graph_bytes: of the call's graph besides; 0 where it was not looked at.
-    """
-
-    device: Device
-    kind: str
-    name: str
-    start: Any
-    end: Any
-    stage: int
-    position: int | None = None
-    kept: bool = False
-    learned: bool = False
-    input_bytes: int = 0
-    output_bytes: int = 0
-    graph_bytes: int = 0
 
 
 class _RunningMedian:
@@ -297,4 +267,4 @@ def _multiplied_weights(module: nn.Module) -> int:
 
 
 def _gradient_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return num_bytes_of(p for p in module.parameters() if p.requires_grad)

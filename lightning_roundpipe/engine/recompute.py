@@ -19,7 +19,7 @@ numbers, which buffers it writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from .offload import version_of
-from .profiler import Run
+from ..common.fingerprints import version_of
+from ..common.graphs import walk_graph
+from .runs import Run
 from .units import Unit
 
 Slot = Hashable
@@ -214,7 +215,8 @@ class Call:
         trained: for each parameter of the unit whether it required a gradient when glue called it.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
-        leaves, structure: the arguments, see :mod:`trees`; tensors are :class:`Offloaded` if the call is recomputed.
+        leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
+            are :class:`Offloaded` if the call is recomputed.
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.
@@ -227,7 +229,7 @@ class Call:
         local: slots of the kept graph.
         relays: per relay of the forward, whether its hooks changed the output; None before the forward.
         gradients: gradients that have arrived per slot.
-        ran: what was noted about the forward, see :class:`profiler.Run`.
+        ran: what was noted about the forward, see :class:`Run`.
         booked: bytes of a kept graph on the books of its device.
         versions: of the weights at the end of the segment that it was made in; None in that segment.
         is_over: whether its backward has passed for good.
@@ -364,18 +366,6 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
         if isinstance(node, _CUT_NODE):
             return cast(Any, node).call  # type: ignore[no-any-return]
     return None
-
-
-def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
-    """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
-    seen: set[Any] = set()
-    todo = [node for node in roots if node is not None]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..common.sizes import extent_of, num_bytes_of
+
 # Shares of less are not worth their own call of the optimizer.
 SHARE_BYTES = 16 * 2**20
 
@@ -16,8 +18,9 @@ def tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Paramete
     extents = []
     for weight in weights:
         if weight.numel() and weight.layout is torch.strided:
-            length = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
-            extents.append((weight.data_ptr(), weight.data_ptr() + length * weight.element_size(), weight))
+            first, stop = extent_of(weight)
+            start = weight.data_ptr()
+            extents.append((start, start + (stop - first) * weight.element_size(), weight))
     groups: list[list[nn.Parameter]] = []
     end = 0
     for start, stop, weight in sorted(extents, key=lambda extent: extent[0]):
@@ -48,5 +51,5 @@ def shares_of(
             shares.append([])
             num_bytes = 0
         shares[-1].extend(fresh)
-        num_bytes += sum(p.numel() * p.element_size() for p in fresh)
+        num_bytes += num_bytes_of(fresh)
     return shares

@@ -15,58 +15,60 @@ step, and nothing else, runs with the fronts in the place of the data of the wei
 The update that is under way meanwhile works on the data that was there before.
 
 Whoever writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it. The
-*mark* of a weight (address, version, layout) tells; then the front is made anew of the weight, which is waited for, as
-in the very first step. A write through ``.data`` leaves no mark. It is in the snapshot that the next update makes, like
-everything that happens to a weight, and so is computed with two steps later.
+fingerprint of a weight tells; then the front is made anew of the weight, which is waited for, as in the very first
+step. A write through ``.data`` leaves no trace in it. It is in the snapshot that the next update makes, like everything
+that happens to a weight, and so is computed with two steps later.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from ..common.fingerprints import Fingerprint, fingerprint_of
+from ..common.sizes import num_bytes_of
 from .pending import replaced, unwaited
 
 
 class _Snapshots:
     """Front and back of one weight; see [Note: stale weights].
 
-    Each has the mark that the weight had when the snapshot was made; None where there is none.
+    Each has the fingerprint of the weight when the snapshot was made; None where there is none.
     """
 
     def __init__(self) -> None:
         self.front: Tensor | None = None
         self.back: Tensor | None = None
-        self._front_mark: Hashable = None
-        self._back_mark: Hashable = None
-        self._updated: Hashable = None  # mark of the weight since the last update
+        self._front_of: Fingerprint | None = None
+        self._back_of: Fingerprint | None = None
+        self._updated: Fingerprint | None = None  # the weight since the last update
         self._is_one_behind = False
 
     def renew(self, weight: nn.Parameter) -> None:
         """Makes the front anew, if anybody but an update has written the weight; waits for the weight then."""
         with unwaited():
-            mark = _mark_of(weight)
-        if self.front is not None and self._is_one_behind and mark == self._updated:
+            now = fingerprint_of(weight)
+        if self.front is not None and self._is_one_behind and now == self._updated:
             return
         self.front = _filled(self.front, weight.detach())
-        self._front_mark = self._updated = mark
+        self._front_of = self._updated = now
         self._is_one_behind = True
 
-    def turn(self, before: Hashable, after: Hashable) -> None:
-        """An update begins, and raises the mark of the weight: the front becomes what the weight was before it."""
-        if self._back_mark == before:
+    def turn(self, before: Fingerprint, after: Fingerprint) -> None:
+        """An update begins, and raises the version of the weight: the front becomes what the weight was before it."""
+        if self._back_of == before:
             self.front, self.back = self.back, self.front
-            self._front_mark, self._back_mark = self._back_mark, self._front_mark
-        self._is_one_behind = self._front_mark == before
+            self._front_of, self._back_of = self._back_of, self._front_of
+        self._is_one_behind = self._front_of == before
         self._updated = after
 
     def refill(self, data: Tensor) -> None:
         """Makes the back anew, of the weight's data after the update."""
         self.back = _filled(self.back, data)
-        self._back_mark = self._updated
+        self._back_of = self._updated
 
 
 class StaleWeights:
@@ -97,11 +99,11 @@ class StaleWeights:
     def turning(self) -> Iterator[None]:
         """Around the moment at which an update begins and the versions of its weights are raised."""
         with unwaited():
-            before = [_mark_of(weight) for weight in self._snapshots]
+            before = [fingerprint_of(weight) for weight in self._snapshots]
         yield
         with unwaited():
-            for (weight, snapshots), mark in zip(self._snapshots.items(), before, strict=True):
-                snapshots.turn(mark, _mark_of(weight))
+            for (weight, snapshots), then in zip(self._snapshots.items(), before, strict=True):
+                snapshots.turn(then, fingerprint_of(weight))
 
     def refill(self, weight: nn.Parameter, data: Tensor) -> None:
         """The update of ``weight`` is done, and has made ``data``; called by its thread, before anybody else knows."""
@@ -112,12 +114,7 @@ class StaleWeights:
     @property
     def host_bytes(self) -> int:
         """What the snapshots take on the host."""
-        held = [tensor for s in self._snapshots.values() for tensor in (s.front, s.back) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def _mark_of(weight: nn.Parameter) -> Hashable:
-    return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
+        return num_bytes_of(tensor for s in self._snapshots.values() for tensor in (s.front, s.back))
 
 
 def _filled(known: Tensor | None, data: Tensor) -> Tensor:

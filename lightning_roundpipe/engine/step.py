@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..common.errors import StepAborted
 from ..planning.schedule import Schedule
-from .dispatch import StepAborted, Turnstile
+from .dispatch import Turnstile
 from .glue import GlueLock, GlueState
 from .glue_parameters import GlueParameters
 from .gradients import GradientStore
@@ -27,7 +28,6 @@ from .loading import Loader
 from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
 from .microbatch_thread import MicrobatchThreads
 from .pool import DevicePool
-from .protocol import see_end
 from .report import Report
 from .requests import StepRequest
 from .resources import Resources
@@ -37,6 +37,7 @@ from .threads import run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
+from .weight_events import tell
 
 
 class Step:
@@ -107,7 +108,7 @@ class Step:
             self._resources.replicas.end_step()
             self._glue_parameters.drop()
             self._resources.pool.close()
-            see_end(succeeded)
+            tell("step_ended" if succeeded else "step_failed")
 
     # --- segments and meetings -----------------------------------------------------------------------------------
 

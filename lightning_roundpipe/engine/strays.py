@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from ..common import trees
+from ..common.fingerprints import version_of
 from .devices import Device
 from .glue import GlueState, current
 from .glue_parameters import GlueParameters
-from .offload import version_of
 
 # Functions that take operands on several devices by design.
 _MOVES = frozenset({"to", "copy_", "cpu", "cuda", "type_as", "set_", "backward"})
@@ -72,7 +72,8 @@ class StrayOperands(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves: list[Any] = []
+        structure = trees.flatten((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         writes = name in _WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
         if writes:
@@ -91,7 +92,7 @@ class StrayOperands(TorchFunctionMode):
         moved = {id(stray): (stray, self._move(stray, target, place)) for stray in strays}
         versions = {key: version_of(there) for key, (_, there) in moved.items()}
         given = [moved[id(leaf)][1] if id(leaf) in moved else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(given, structure)
+        args, kwargs = trees.unflatten(structure, given)
         result = func(*args, **kwargs)
         for key, (tensor, there) in moved.items():
             if version_of(there) != versions[key] or (name in _WRITES_UNSEEN and not tensor.requires_grad):

@@ -20,7 +20,7 @@ from .devices import Device
 from .dispatch import Turnstile
 from .glue import GlueLock, current
 from .pool import DevicePool
-from .profiler import Run
+from .runs import Run
 
 
 class Clock:

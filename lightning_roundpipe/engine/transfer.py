@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..common.sizes import num_bytes_of
+
 # An activation waits for two of these at most: 2.5 ms at 25 GB/s.
 CHUNK_BYTES = 32 * 2**20
 
@@ -149,11 +151,6 @@ class DirectLane(Lane):
             after.wait(Edge.OFFLOADED)
         self.num_bytes += num_bytes_of(sources)
         return Done([t.detach().to(self._destination, copy=True) for t in sources])
-
-
-def num_bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of all elements of ``tensors``."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def poison(tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import trees
+from ..common import trees
 from .compiling import UnitCompiler, without_flags
 from .glue import GlueLock, GlueState, UnitWrites, assign, read
 from .parameters import Replica
@@ -31,7 +31,7 @@ class UnitResult:
     """What one execution of a unit gave.
 
     Attributes:
-        leaves, structure: the returned value, see :mod:`trees`.
+        leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
         slots: every tensor that left the unit, by slot.
         written: plain attributes that the unit wrote: (copy or other module, name, value).
         num_draws: random operators that ran, where they were watched.
@@ -70,8 +70,7 @@ class UnitRunner:
         """Raises:
         RuntimeError: if the unit put something into a list or dict that it was given: glue would not see it.
         """
-        now: list[Any] = []
-        trees.flatten((args, kwargs), now)
+        now = trees.leaves_of((args, kwargs))
         if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
             raise RuntimeError(
                 f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
@@ -95,7 +94,7 @@ class UnitRunner:
         if self.compiler is not None and call.facts is not None:
             leaves, originals = without_flags(leaves)
         (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
-        num_side = _num_leaves(side) if call.facts is None else 0
+        num_side = len(trees.leaves_of(side)) if call.facts is None else 0
         previous = self._set_side(call, replica, side)
         writes = UnitWrites()
         call.relayed = {}
@@ -214,9 +213,7 @@ class _Relay:
             return None  # a recomputation, and the hook was registered after the forward
         if recorded is not None and not recorded[order]:
             call.relays.append(False)
-            leaves: list[Any] = []
-            trees.flatten(output, leaves)
-            _relay_slots(call, order, leaves)
+            _relay_slots(call, order, trees.leaves_of(output))
             return None
         changed, result = self._run_hooks(runner, call, order, args, kwargs, output)
         call.relays.append(changed)
@@ -262,12 +259,6 @@ def _is_flagged(call: Call, slot: Slot) -> bool:
     if call.facts is not None:
         return slot in call.facts.flagged
     return call.relayed[slot].requires_grad
-
-
-def _num_leaves(tree: Any) -> int:
-    leaves: list[Any] = []
-    trees.flatten(tree, leaves)
-    return len(leaves)
 
 
 def _is_list_of_weights(module: nn.Module, name: str) -> bool:

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..common.sizes import num_bytes_of
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Forward pre-hooks of these types compute a parameter-dependent attribute outside the module's own forward: the
 # module runs as glue, where that is ordinary autograd.
@@ -32,7 +34,6 @@ _LEGACY_NORMS = ("SpectralNorm", "WeightNorm")
 _MAX_SHARE = 0.5
 
 _PLAIN = frozenset({bool, int, float, str})
-
 UnitClasses = Sequence[type[nn.Module] | str]
 
 
@@ -80,7 +81,7 @@ class Unit:
 
     def weight_bytes(self) -> int:
         """Bytes of all its parameters."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+        return num_bytes_of(self.module.parameters())
 
 
 class UnitTable:

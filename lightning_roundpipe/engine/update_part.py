@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.fingerprints import version_of
 from .optimizer_state import GuardedState
 from .stale import StaleWeights
 
@@ -126,7 +127,7 @@ def _is_of_torch(optimizer: Any) -> bool:
 def _mark(value: Any) -> Any:
     """Something that is equal as long as nobody writes ``value``."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, (list, tuple)):
         return [id(item) for item in value]
     return value if isinstance(value, (bool, int, float, str)) else id(value)

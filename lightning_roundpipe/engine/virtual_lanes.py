@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common.sizes import num_bytes_of
 from .chunks import Pair, copy_all, pairs_of, pieces_of, stored
 from .devices import Device, Moved
-from .transfer import Done, Edge, Lane, Transfer, num_bytes_of
+from .transfer import Done, Edge, Lane, Transfer
 
 
 class TransferGivenUp(RuntimeError):

@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common import trees
+from ..common.sizes import num_bytes_of
 from ..planning.partition import StageKind
-from . import trees
 from .backward import BackwardRunner
 from .devices import Device
-from .footprint import tensor_bytes
 from .forward import ForwardResult, ForwardRunner
 from .glue import GlueState, read
 from .meetings import Attendance
 from .offload import Offloaded
 from .parameters import Replica
-from .profiler import Run
 from .randomness import derive_seed
 from .recompute import Call, Flushing, PendingGradients, check_versions, versions_of
+from .runs import Run
 from .seen_gradients import take_accumulated
 from .step_context import StepContext
 from .unit_run import UnitRunner, autocast_state
@@ -249,7 +249,7 @@ class Walk:
             self.shared.await_buffers(unit, position, self.slot)
         device = self.device
         counts = self.shared.is_measured or device.counts_activations
-        input_bytes = tensor_bytes(leaves) if counts else 0
+        input_bytes = num_bytes_of(leaves) if counts else 0
         with device.computing():
             replica = self._replica(call, learns=facts is None)
             call.facts = facts
@@ -261,7 +261,7 @@ class Walk:
             done = self._forward.run(call, replica, leaves, records=records, key=key, full=self._replica)
             ended = device.stamp()
             self._cargo.settle()
-            output_bytes = tensor_bytes(done.outputs.values()) if counts else 0
+            output_bytes = num_bytes_of(done.outputs.values()) if counts else 0
             replica = done.replica
             self._visits.rebook_forward(call, input_bytes, booked, has_learned=facts is None)
             if changes_buffers and call.kept and device.aliases_host:

@@ -33,9 +33,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..common.fingerprints import fingerprint_of
+from ..common.sizes import num_bytes_of
 from .casts import CastWatch, Use, in_doubt
-from .protocol import Event, see
 from .units import Unit
+from .weight_events import tell
 
 if TYPE_CHECKING:
     from .parameters import Replica
@@ -119,7 +121,7 @@ class WorkingCopies:
         generation = self.generation(master, dtype)
         with copy.lock:  # not the other one: different weights are converted at the same time
             if copy.generation != generation:
-                see(Event.REFRESH, (master,), place=dtype)
+                tell("refresh", (master,), place=dtype)
                 copy.data.copy_(master.detach())
                 copy.generation = generation
         return copy.data
@@ -135,14 +137,13 @@ class WorkingCopies:
             values = self._samples.get(master)
             if values is None:
                 values = self._samples[master] = _sample(master)
-        now = (id(master), master.data_ptr(), master._version, master.shape, master.stride(), master.dtype)
-        return dtype, values, self._num_loops, *now
+        return dtype, values, self._num_loops, id(master), fingerprint_of(master)
 
     @property
     def host_bytes(self) -> int:
         """What the working copies take on the host."""
         with self._lock:
-            return sum(copy.data.numel() * copy.data.element_size() for copy in self._copies.values())
+            return num_bytes_of(copy.data for copy in self._copies.values())
 
     @property
     def expected_bytes(self) -> int:

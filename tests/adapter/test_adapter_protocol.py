@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe import misuse, overlap, workers
-from lightning_roundpipe.engine import pending, protocol, shares, update_part
-from lightning_roundpipe.engine.protocol import Event, ProtocolError, UnitState
+from lightning_roundpipe.engine import pending, shares, update_part
 from lightning_roundpipe.engine.virtual import LazyLink
+from tests.engine.protocol_checker import Event, ProtocolError, UnitState, following
 
 JOIN_S = 60.0
 MakeTrainer = Callable[..., L.Trainer]
@@ -116,7 +116,7 @@ def test_a_training_keeps_the_protocol(
     for mode in ("off", "exact"):
         module, loader = Validated(), make_loader()
         options = {"optimizer_overlap": mode, "virtual_copies": WAYS[way]}
-        with protocol.following() as checker:
+        with following() as checker:
             make_trainer(options=options, max_epochs=2, **settings).fit(module, loader, loader)
         trained[mode] = values_of(module)
     assert_equal(trained["exact"], trained["off"])
@@ -154,7 +154,7 @@ def test_a_stale_training_keeps_the_protocol(
     module, seen = Watched(), []
     held = Held(monkeypatch, lambda weights: True)
     options = {"optimizer_overlap": "stale", "virtual_copies": WAYS[way]}
-    with protocol.following() as checker:
+    with following() as checker:
         callbacks = [LetGo(held, None)]
         trainer = make_trainer(options=options, num_microbatches=1, callbacks=callbacks, precision=precision)
         trainer.fit(module, make_loader())
@@ -168,7 +168,7 @@ def test_an_update_goes_on_after_the_optimizer_step(
 ) -> None:
     module, states = small(), []
     held = Held(monkeypatch, lambda weights: True)
-    with protocol.following() as checker:
+    with following() as checker:
 
         def look() -> None:
             states.append({state for weight in module.parameters() for state in checker.states_of(weight)})
@@ -199,7 +199,7 @@ def test_the_next_forward_begins_before_the_last_update_has_ended(
     seen: list[bool] = []
     module, plain = Watched(), small()
     held = Held(monkeypatch, lambda weights: any(weight is module.head.weight for weight in weights))
-    with protocol.following() as checker:
+    with following() as checker:
         make_trainer(callbacks=[LetGo(held, None)], num_microbatches=1).fit(module, make_loader())
     assert seen == [False, False, True]
     make_trainer(options={"optimizer_overlap": "off"}, num_microbatches=1).fit(plain, make_loader())
@@ -215,7 +215,7 @@ def test_without_its_wait_a_pending_weight_is_noticed_by_the_checker(
     trainer = make_trainer(options={"virtual_copies": WAYS[way]}, callbacks=[LetGo(held, "on_before_backward")])
     what = "uploading it" if way == "lazy" else "running it on a device"
     message = f"unit '.*': {what}, during 'updating': an upload waits for the refresh"
-    with pytest.raises(ProtocolError, match=message), protocol.following():
+    with pytest.raises(ProtocolError, match=message), following():
         trainer.fit(small(), make_loader())
 
 
@@ -257,7 +257,7 @@ def test_a_failed_step_breaks_no_rule(way: str, small: Any, make_trainer: MakeTr
 
     module = Failing()
     options = {"virtual_copies": WAYS[way]}
-    with protocol.following() as checker:
+    with following() as checker:
         module.fails = True
         with pytest.raises(RuntimeError, match="in the backward"):
             make_trainer(options=options).fit(module, make_loader())

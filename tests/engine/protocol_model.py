@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_roundpipe.engine.protocol import Ordering
+from tests.engine.protocol_checker import Ordering
 
 Cell = tuple[str, int]  # what, of which unit
 Name = tuple[str, int, int]  # what, for which unit, in which step

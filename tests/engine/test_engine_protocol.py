@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import protocol
-from lightning_roundpipe.engine.protocol import RULES, Event, Ordering, Protocol, ProtocolError, UnitState
+from lightning_roundpipe.engine import weight_events
 from lightning_roundpipe.engine.transfer import Transfer
+from tests.engine.protocol_checker import RULES, Event, Ordering, Protocol, ProtocolError, UnitState, following
 from tests.engine.protocol_model import Name, Operation, Settings, Violation, explore, lanes_of
 
 MODES = ("off", "exact", "stale", "paper")
@@ -281,8 +281,8 @@ def test_a_working_copy_of_a_snapshot_leaves_the_master_updating() -> None:
 def test_an_end_without_a_beginning_is_noted_and_raised_when_nobody_follows_any_more() -> None:
     weight = nn.Parameter(torch.zeros(2))
     message = "a weight of no unit: the end of its update, not during 'updating'"
-    with pytest.raises(ProtocolError, match=message), protocol.following() as checker:
-        protocol.see(Event.UPDATED, [weight])
-    assert protocol.observer is None
-    protocol.see(Event.UPDATED, [weight])
+    with pytest.raises(ProtocolError, match=message), following() as checker:
+        weight_events.tell("updated", [weight])
+    assert weight_events.observer is None
+    weight_events.tell("updated", [weight])
     assert len(checker.violations) == 1

@@ -1,4 +1,4 @@
-"""Bytes of tensors, and of what autograd keeps of them for the backward."""
+"""Autograd graphs: their nodes, and the bytes that they keep for the backward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from .recompute import walk_graph
 
-
-def tensor_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the tensors among ``values``."""
-    return sum([x.numel() * x.element_size() for x in values if isinstance(x, Tensor)])
+def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
+    seen: set[Any] = set()
+    todo = [node for node in roots if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def graph_bytes(outputs: Iterable[Tensor], besides: Iterable[Any]) -> int:

@@ -9,24 +9,14 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
     on devices uploading -> on device, and again, on any number of devices
     gradient   gradients downloading -> gradients ready, until the next update
 
-The paper's five orderings (:class:`Ordering`) say which of these exclude each other. Who waits for whom here:
+The paper's five orderings (:class:`Ordering`) say which of these exclude each other. How the engine keeps each of them
+is in docs/architecture.md, "Who may touch weights when".
 
-1. ``UPLOADED_BEFORE_REFRESHED``. A working copy is made at most once per step, and a step ends when nothing is on its
-   way any more (``Step.run``): the next refresh comes in a later step.
-2. ``REFRESHED_BEFORE_UPLOADED``. ``WorkingCopies.source`` gives what to upload after it was made. It reads the master,
-   and so waits for its update ([Note: pending weights] in :mod:`pending`); so does ``Replica.activate``, where a
-   replica aliases its masters.
-3. ``DOWNLOADED_BEFORE_TAKEN``. ``GradientStore`` waits for ``Edge.GRADIENTS``.
-4. ``TAKEN_BEFORE_DOWNLOADED``. Every download has memory of its own. While an update reads the gradient of a weight, no
-   next one comes, as the unit runs after the update. Stale steps do not wait for the update: there
-   ``RoundPipeStrategy.backward`` does, before it hands out what has come home.
-5. ``COPIED_BETWEEN_UPDATES``. ``optimizer.step`` comes after the end of the step, on the same thread.
+Stale steps compute with snapshots, which nobody writes meanwhile: there an update excludes nothing but another one of
+the same weights.
 
-Stale steps compute with snapshots, which nobody writes meanwhile (see :mod:`stale`): there an update excludes nothing
-but another one of the same weights.
-
-Where :data:`observer` is set, as tests do with :func:`following`, it is told of every :class:`Event` and compares it
-with :data:`RULES`. Otherwise each call costs a comparison.
+:func:`following` sets the engine's hook (``weight_events.observer``) to a checker, which compares every :class:`Event`
+with :data:`RULES`.
 """
 
 from __future__ import annotations
@@ -40,7 +30,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .transfer import Transfer
+from lightning_roundpipe.engine import weight_events
+from lightning_roundpipe.engine.transfer import Transfer
 
 
 class UnitState(enum.Enum):
@@ -200,10 +191,29 @@ class Protocol:
         with self._lock:
             return self._record(weight, "").states
 
+    def observe(
+        self,
+        event: weight_events.Event,
+        weights: Iterable[nn.Parameter],
+        unit: str,
+        place: object,
+        transfer: Transfer | None,
+    ) -> None:
+        """The engine's hook; see ``weight_events.observer``."""
+        if event in ("step_ended", "step_failed"):
+            self.end_step(succeeded=event == "step_ended")
+        else:
+            self.see(Event[event.upper()], weights, unit, place, transfer)
+
     def see(
         self, event: Event, weights: Iterable[nn.Parameter], unit: str, place: object, transfer: Transfer | None
     ) -> None:
-        """See the function :func:`see`.
+        """Something happens to weights.
+
+        Args:
+            unit: its name, where it is known.
+            place: the replica, or the dtype of a working copy.
+            transfer: that brings them, or their gradients, one tensor per weight.
 
         Raises:
             ProtocolError: if the event is illegal now, and raising does no harm.
@@ -294,41 +304,6 @@ class Protocol:
             record.has_gradient = True
 
 
-# Who is told what happens; None is nobody.
-observer: Protocol | None = None
-
-
-def see(
-    event: Event,
-    weights: Iterable[nn.Parameter],
-    unit: str = "",
-    place: object = None,
-    transfer: Transfer | None = None,
-) -> None:
-    """Tells :data:`observer`, if there is one, what happens to weights now.
-
-    Args:
-        unit: its name, where it is known.
-        place: the replica, or the dtype of a working copy.
-        transfer: that brings them, or their gradients, one tensor per weight.
-
-    Raises:
-        ProtocolError: if it is illegal.
-    """
-    if observer is not None:
-        observer.see(event, weights, unit, place, transfer)
-
-
-def see_end(succeeded: bool) -> None:
-    """Tells :data:`observer`, if there is one, that a step has ended.
-
-    Raises:
-        ProtocolError: if something was left behind.
-    """
-    if observer is not None:
-        observer.end_step(succeeded)
-
-
 @contextlib.contextmanager
 def following() -> Iterator[Protocol]:
     """While open, a new checker is told what happens to weights in this process.
@@ -336,12 +311,11 @@ def following() -> Iterator[Protocol]:
     Raises:
         ProtocolError: when it is closed, the first violation, also if it was raised before.
     """
-    global observer
-    previous, observer = observer, Protocol()
-    checker = observer
+    previous, checker = weight_events.observer, Protocol()
+    weight_events.observer = checker.observe
     try:
         yield checker
     finally:
-        observer = previous
+        weight_events.observer = previous
     if checker.violations:
         raise checker.violations[0]

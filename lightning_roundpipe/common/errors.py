@@ -1,0 +1,10 @@
+"""Exceptions that several parts raise or catch; those of one part are where they are raised."""
+
+from __future__ import annotations
+
+
+class StepAborted(BaseException):
+    """Unwinds the threads of a step after another thread failed; never reaches the user.
+
+    A ``BaseException`` so that ``except Exception`` in user code does not swallow it.
+    """

@@ -1,0 +1,228 @@
+"""Nested arguments, results and batches: taken apart, changed, and put together again.
+
+- :func:`flatten` and :func:`unflatten` are for the arguments and results of units. They open what
+  ``torch.utils._pytree`` knows (tuples, lists, dicts, named tuples, whatever is registered there, such as Hugging
+  Face's ``ModelOutput``) and dataclasses. Any other object is a leaf.
+- :func:`children_of` and :func:`rebuild` are for batches and what steps return. They open one container, with the way
+  to each entry, and any mapping, list or tuple, also of a class that a unit's argument would be a leaf of.
+- :func:`mapped` opens both kinds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+_LEAF = None
+_POSITIONAL = object()
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.Size})
+
+
+# --- all leaves ------------------------------------------------------------------------------------------------------
+
+
+class _DataClassNode(NamedTuple):
+    """How dataclasses are opened: as ``torch.utils._pytree`` says it for other classes."""
+
+    flatten_fn: Callable[[Any], tuple[list[Any], Any]]
+    unflatten_fn: Callable[[list[Any], Any], Any]
+
+
+def _flatten_dataclass(tree: Any) -> tuple[list[Any], Any]:
+    names = _fields_of(tree)
+    entries = [getattr(tree, name) for name in names]
+    shell = _with_fields(tree, names, [None] * len(names))  # the structure must not keep tensors alive
+    return entries, (shell, names)
+
+
+def _unflatten_dataclass(entries: list[Any], context: tuple[Any, list[str]]) -> Any:
+    shell, names = context
+    return _with_fields(shell, names, entries)
+
+
+_DATACLASS = _DataClassNode(_flatten_dataclass, _unflatten_dataclass)
+
+
+def _node_of(tree: Any) -> Any:
+    """The functions that open ``tree`` and make such a container again; None for leaves."""
+    kind = type(tree)
+    if kind in _PLAIN:
+        return None
+    if (node := pytree.SUPPORTED_NODES.get(kind)) is not None:
+        return node
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return pytree.SUPPORTED_NODES[namedtuple]  # type: ignore[index]
+    return _DATACLASS if _is_instance_of_dataclass(tree) else None
+
+
+def flatten(tree: Any, leaves: list[Any]) -> Any:
+    """Appends the leaves of ``tree`` to ``leaves``; returns the structure for :func:`unflatten`."""
+    node = _node_of(tree)
+    if node is None:
+        leaves.append(tree)
+        return _LEAF
+    entries, context = node.flatten_fn(tree)
+    return node.unflatten_fn, context, [flatten(entry, leaves) for entry in entries]
+
+
+def unflatten(structure: Any, leaves: list[Any]) -> Any:
+    """The inverse of :func:`flatten`."""
+    return _build(structure, iter(leaves))
+
+
+def _build(structure: Any, leaves: Iterator[Any]) -> Any:
+    if structure is _LEAF:
+        return next(leaves)
+    make, context, parts = structure
+    return make([_build(part, leaves) for part in parts], context)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves that :func:`flatten` finds."""
+    leaves: list[Any] = []
+    flatten(tree, leaves)
+    return leaves
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], side: list[Any], leaves: list[Any]) -> Any:
+    """:func:`flatten` of the three, quick where there are only positional plain values."""
+    if not kwargs and not side and all(type(item) in _PLAIN for item in args):
+        leaves.extend(args)
+        return _POSITIONAL
+    return [flatten(part, leaves) for part in (args, kwargs, side)]
+
+
+def unflatten_call(structure: Any, leaves: list[Any]) -> Any:
+    """The inverse of :func:`flatten_call`: ``((args, kwargs), side)``."""
+    if structure is _POSITIONAL:
+        return (tuple(leaves), {}), []
+    rest = iter(leaves)
+    args, kwargs, side = [_build(part, rest) for part in structure]
+    return (args, kwargs), side
+
+
+# --- one container ---------------------------------------------------------------------------------------------------
+
+
+def children_of(value: Any) -> list[tuple[str, Any]] | None:
+    """(path suffix, entry) for each entry of a container; ``None`` if the value is not one."""
+    if isinstance(value, (Tensor, Enum, torch.Size, PackedSequence)):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", entry) for key, entry in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", entry) for name, entry in zip(value._fields, value, strict=True)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
+    if _is_instance_of_dataclass(value):
+        return [(f".{name}", getattr(value, name)) for name in _fields_of(value)]
+    return None
+
+
+def rebuild(template: Any, entries: Sequence[Any]) -> Any:
+    """A container like ``template`` that holds ``entries``, in the order of :func:`children_of`."""
+    if isinstance(template, Mapping):
+        return _rebuild_mapping(template, dict(zip(template, entries, strict=True)))
+    if type(template) is list:
+        return list(entries)
+    if isinstance(template, list):
+        result = copy.copy(template)
+        result[:] = entries
+        return result
+    if isinstance(template, tuple):
+        if hasattr(template, "_make"):
+            return template._make(entries)
+        return type(template)(entries)
+    return _with_fields(template, _fields_of(template), entries)
+
+
+def _rebuild_mapping(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(template) is dict:
+        return items
+    if isinstance(template, UserDict):
+        result: Any = copy.copy(template)
+        result.data = items
+        return result
+    if not isinstance(template, dict):
+        try:
+            return type(template)(items)  # type: ignore[call-arg]
+        except TypeError:
+            pass
+    # Subclasses of dict keep what else they carry, such as a default factory. Item by item: some forbid update().
+    result = copy.copy(template)
+    for key, entry in items.items():
+        result[key] = entry
+    return result
+
+
+def _is_instance_of_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields_of(instance: Any) -> list[str]:
+    return [field.name for field in fields(instance) if hasattr(instance, field.name)]
+
+
+def _with_fields(template: Any, names: Sequence[str], entries: Sequence[Any]) -> Any:
+    result = copy.copy(template)
+    for name, entry in zip(names, entries, strict=True):
+        object.__setattr__(result, name, entry)  # also for frozen dataclasses and fields with init=False
+    return result
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested containers, with the way to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for suffix, entry in children_of(value) or ():
+        yield from tensors_in(entry, path + suffix)
+
+
+def mapped(
+    value: Any,
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    *,
+    anew: type | tuple[type, ...] = (),
+    _above: tuple[Any, ...] = (),
+) -> Any:
+    """``value`` with every tensor in it changed. A container in which nothing changes is kept as it is.
+
+    Args:
+        value: any value; one that holds itself is not entered twice.
+        anew: containers of these classes are made anew even so.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    opened = None if any(value is container for container in _above) else _opened(value)
+    if opened is None:
+        return value
+    entries, make = opened
+    changed = [mapped(entry, change, anew=anew, _above=(*_above, value)) for entry in entries]
+    is_same = all(new is old for new, old in zip(changed, entries, strict=True))
+    return value if is_same and not isinstance(value, anew) else make(changed)
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The entries of a container, and what makes one like it of others; None for leaves."""
+    children = children_of(value)
+    if children is not None:
+        return [entry for _, entry in children], functools.partial(rebuild, value)
+    node = _node_of(value)
+    if node is None:
+        return None
+    entries, context = node.flatten_fn(value)
+    return entries, lambda changed: node.unflatten_fn(changed, context)
