@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, default_collate
 
-from .engine.microbatch_containers import children_of
+from .common.trees import children_of
 from .engine.microbatch_reading import UNKNOWN, BatchSource, Role
 
 

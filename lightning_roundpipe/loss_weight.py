@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from .engine.microbatch_containers import tensors_in
+from .common.trees import tensors_in
 
 IGNORED_LABEL = -100
 
