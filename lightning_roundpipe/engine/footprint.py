@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .recompute import walk_graph
+from .loose import walk_graph
 
 
 def tensor_bytes(values: Iterable[Any]) -> int:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .protocol import Event, see
-from .transfer import Edge, Transfer
+from .transfer import Done, Edge, Transfer
 
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
+_LOOSE: Source = ()
 
 
 @dataclass
@@ -31,6 +32,9 @@ class GradientStore:
 
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
+
+    Attributes:
+        loose: parameters of which :meth:`add_loose` has brought gradients.
     """
 
     def __init__(self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict) -> None:
@@ -38,6 +42,7 @@ class GradientStore:
         self._lock = threading.Lock()
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
+        self.loose: set[nn.Parameter] = set()
 
     def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
@@ -48,6 +53,13 @@ class GradientStore:
         """
         with self._lock:
             self._add(master, gradient, source)
+
+    def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
+        """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
+        micro-batches; does not change the tensors given."""
+        with self._lock:
+            self.loose.update(gradients)
+        self.add_later(list(gradients), Done(list(gradients.values())), _LOOSE, ordinal)
 
     def add_later(
         self, masters: Sequence[nn.Parameter], arriving: Transfer | None, source: Source, ordinal: int
@@ -75,6 +87,8 @@ class GradientStore:
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         parts = self._gradients.setdefault(master, {})
+        if source == _LOOSE and source not in parts:
+            gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
         parts[source] = _sum(parts.get(source), gradient)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
@@ -93,7 +107,7 @@ class GradientStore:
                 total = _sum(total, parts[source])
             assert total is not None
             dtype = dtypes.get(master)
-            is_of_one_unit = len({source[:1] for source in parts}) == 1 and () not in parts
+            is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
             if dtype is not None and is_of_one_unit and _overflows(total, dtype):
                 total = total.to(dtype).to(total.dtype)
             gradients[master] = total

@@ -79,7 +79,7 @@ class Engine:
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
         self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads)
-        self._glue_parameters = self._resources.glue_parameters
+        self._loose_parameters = self._resources.loose_parameters
         self.working_copies = self._replicas.weights
         self.trace = False
 
@@ -91,7 +91,7 @@ class Engine:
         """The weights in the order in which a step with this key needs them first: of glue, then unit by unit."""
         plan = self._plans.of(key)
         units = () if plan is None else dict.fromkeys(plan.sequence)
-        return [list(self._glue_parameters), *(list(unit.module.parameters()) for unit in units)]
+        return [list(self._loose_parameters), *(list(unit.module.parameters()) for unit in units)]
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the unit calls of one micro-batch in steps with this key, as far as they are known now.
