@@ -32,9 +32,6 @@ class GradientStore:
 
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
-
-    Attributes:
-        loose: parameters of which :meth:`add_loose` has brought gradients.
     """
 
     def __init__(self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict) -> None:
@@ -42,7 +39,6 @@ class GradientStore:
         self._lock = threading.Lock()
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
-        self.loose: set[nn.Parameter] = set()
 
     def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
@@ -57,8 +53,6 @@ class GradientStore:
     def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
         micro-batches; does not change the tensors given."""
-        with self._lock:
-            self.loose.update(gradients)
         self.add_later(list(gradients), Done(list(gradients.values())), _LOOSE, ordinal)
 
     def add_later(

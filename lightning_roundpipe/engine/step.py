@@ -210,9 +210,7 @@ class Step:
             self._glue_parameters.send_sums()
         else:
             self._glue_parameters.take_home()
-        gradients = self._store.take()
-        self._resources.loose_parameters |= self._store.loose
-        return gradients
+        return self._store.take()
 
     # --- threads -------------------------------------------------------------------------------------------------
 
