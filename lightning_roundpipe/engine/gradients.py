@@ -40,7 +40,7 @@ class GradientStore:
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
 
-    def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
+    def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
 
         Args:

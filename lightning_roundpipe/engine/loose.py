@@ -16,11 +16,15 @@ each cut leads to the anchor of its micro-batch, which is one of the leaves. So 
 The graph inside a unit belongs to its replica, and accumulates into the replica's leaves. A hook on a submodule may
 bring a parameter from elsewhere into it; the first call of the unit notes so (``Facts.has_loose``), and the leaves of
 such a graph are looked up and asked for as well.
+
+A function of the user may begin a backward of its own inside the engine's (reversible layers, Reformer): it asks for
+gradients too, and hands those of tensors that it has made itself to their ``.grad``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -29,7 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from .glue import current
+
 _LEAF_NODE: Any = vars(torch._C._functions)["AccumulateGrad"]
+_engine: Any = torch.autograd.Variable._execution_engine
 _others_lock = threading.Lock()
 
 
@@ -62,9 +69,14 @@ def run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
 
 
 class LooseGradients:
-    """What the backward of one micro-batch gives for leaves between units; see [Note: loose parameters]."""
+    """What the backward of one micro-batch gives for leaves between units; see [Note: loose parameters].
+
+    Attributes:
+        own: leaves of replicas on which units run that are called in the middle of the backward: they accumulate.
+    """
 
     def __init__(self) -> None:
+        self.own: set[Tensor] = set()
         self._edges: dict[Tensor, GradientEdge] = {}
         self._sums: dict[Tensor, Tensor] = {}
 
@@ -91,6 +103,21 @@ class LooseGradients:
             else:
                 _accumulate(leaf, gradient)
 
+    def run_nested_backward(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """``torch.autograd.backward``, called by user code in the middle of :meth:`run_backward`."""
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        leaves = list(leaves_behind(map(node_of, roots)))
+        found = torch.autograd.grad(roots, leaves, grad_tensors, retain_graph, create_graph, allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is None:
+                continue
+            if isinstance(leaf, nn.Parameter) and leaf not in self.own:
+                self._add(leaf, gradient)
+            else:
+                _accumulate(leaf, gradient)
+
     def _add(self, leaf: Tensor, gradient: Tensor) -> None:
         known = self._sums.get(leaf)
         self._sums[leaf] = gradient if known is None else known + gradient
@@ -99,6 +126,7 @@ class LooseGradients:
         """The backward has ended: parameter -> gradient, which autograd may hold elsewhere. Other leaves get theirs
         into ``.grad``. Nothing is kept of the graph."""
         self._edges = {}
+        self.own = set()
         sums, self._sums = self._sums, {}
         for leaf in [leaf for leaf in sums if not isinstance(leaf, nn.Parameter)]:
             with _others_lock:
@@ -120,6 +148,34 @@ def _captured(
         allow_unreachable=True, accumulate_grad=False,
     )  # fmt: skip
     return ((leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None)
+
+
+@contextlib.contextmanager
+def nested_backwards_followed() -> Iterator[None]:
+    """While open, a backward that user code runs inside one of the engine's does not accumulate into parameters."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        # In a backward that asks for gradients; torch has the same test, for its reentrant checkpoints.
+        is_nested = torch._C._current_graph_task_id() != -1 and not _engine.is_checkpoint_valid()
+        if not is_nested or kwargs.get("inputs") is not None:
+            original(*args, **kwargs)
+        elif (state := current()) is not None and state.loose is not None:
+            kwargs.pop("inputs", None)
+            state.loose.run_nested_backward(*args, **kwargs)
+        else:
+            raise RuntimeError(
+                "a function of the user runs a backward inside the backward of a step, on a thread of autograd, where "
+                "its gradients cannot be followed: make the module around it a unit with "
+                "RoundPipeStrategy(units=[TheClassAroundIt])"
+            )
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
 
 
 @contextlib.contextmanager

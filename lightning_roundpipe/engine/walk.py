@@ -301,6 +301,9 @@ class Walk:
         call.structure = trees.flatten_call(args, kwargs, [], leaves)
         with self.shared.lock.released(self.state), self.device.computing():
             replica = self._replica(call, learns=True)
+            replica.has_gradients = torch.is_grad_enabled()
+            replica.book_gradients(replica.has_gradients)
+            self._loose.own.update(replica.leaves)
             started = self.device.stamp()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
             self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._visits.stage))
@@ -375,9 +378,11 @@ class Walk:
         if self.shared.glue_is_user_code.is_set() or self.shared.lock.switches_flags:
             self.shared.lock.acquire(self.state)
         started = device.stamp()
+        self.state.loose = self._loose
         try:
             yield
         finally:
+            self.state.loose = None
             self.shared.lock.release(self.state)
         self.runs.append(Run(device, "B", what, started, device.stamp(), self._visits.stage))
 

@@ -130,6 +130,35 @@ class Checkpointed(Model):
         return checkpoint(lambda y: torch.tanh(y * self.scale) * self.scale, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
+class RunsItsOwnBackward(torch.autograd.Function):
+    """Computes again and differentiates in its backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x.detach()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.function(x)
+        result.backward(gradients[0])
+        return x.grad, None
+
+
+class Nested(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return RunsItsOwnBackward.apply(x, lambda y: torch.tanh(y * self.scale) * self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class NestedUnit(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = RunsItsOwnBackward.apply(self.units[0](x), self.units[1])  # type: ignore[no-untyped-call]
+        return y.square().mean()  # type: ignore[no-any-return]
+
+
 MODELS: list[type[Model]] = [
     Model,
     SeveralUses,
@@ -141,6 +170,8 @@ MODELS: list[type[Model]] = [
     AddedByHook,
     AddedByHookLater,
     Checkpointed,
+    Nested,
+    NestedUnit,
 ]
 
 
