@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_roundpipe.engine.loose import nested_backwards_followed
 from lightning_roundpipe.engine.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.virtual import LazyLink
@@ -310,3 +311,11 @@ def test_no_lock_is_held_in_a_backward_between_units() -> None:
         batch[0, 0] = index
     run.step(batches, function)
     assert not both.broken
+
+
+def test_a_nested_backward_that_cannot_be_followed_is_an_error() -> None:
+    """As on a thread of autograd, which belongs to no micro-batch."""
+    x = torch.ones(WIDTH, requires_grad=True)
+    y = RunsItsOwnBackward.apply(x, torch.tanh).sum()  # type: ignore[no-untyped-call]
+    with nested_backwards_followed(), pytest.raises(RuntimeError, match="make the module around it a unit"):
+        torch.autograd.grad(y, x)
