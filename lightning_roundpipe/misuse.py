@@ -8,8 +8,8 @@ where it runs on a copy. Looked at are
 - **weights**: their versions around every step. A write through ``.data`` leaves no trace in the version, so the first
   steps of a kind compare some elements of every weight as well. In the very first step the first micro-batch runs
   alone: what it changes is found behind the unit, or behind the user's step, that did it, before anything is trained.
-- **gradients**: the engine adds them up elsewhere. What user code writes to ``.grad`` would be taken for one of them.
-  With manual optimization it may look at those that are complete, but would change them once per micro-batch.
+- **gradients**: the engine adds them up elsewhere. In the step user code may look at those that are in ``.grad``, but
+  would change them once per micro-batch.
 - **tensors of the batch** that all micro-batches share, in the first steps: a change would happen M times.
 - **schedulers**, in automatic optimization: stepped in the step, they would be stepped M times.
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
@@ -156,6 +156,7 @@ class StepGuard:
                 return function(microbatch)
             call_unit = state.call_unit
             state.call_unit = self._watched(call_unit)
+            gradients = self._gradients_now()
             try:
                 with self.hints.watching_encoders():
                     output = function(microbatch)
@@ -163,7 +164,7 @@ class StepGuard:
                 state.call_unit = call_unit
             self._check_weights(kind)
             if kind == "training_step" and self._root.automatic_optimization:
-                self._check_gradients()
+                self._check_gradients(gradients)
             return output
 
         return first
@@ -220,9 +221,8 @@ class StepGuard:
         configs = self._root.trainer.lr_scheduler_configs
         return [getattr(config.scheduler, "last_epoch", None) for config in configs]
 
-    def _check_gradients(self) -> None:
-        written = [p for p in self._weights if p.grad is not None]
-        if written:
+    def _check_gradients(self, before: Versions[nn.Parameter]) -> None:
+        if written := self._written_since(before):
             raise MisconfigurationException(
                 f"training_step writes the gradient (.grad) of {self._names(written)}, by itself or by a backward of "
                 "its own. Gradients of the micro-batches are added up elsewhere while the step runs: change them in "
@@ -232,14 +232,17 @@ class StepGuard:
     def _note_gradients(self, kind: str) -> None:
         self._gradients = None
         if self._count > 1 and kind == "training_step" and not self._root.automatic_optimization:
-            self._gradients = Versions((p, p.grad) for p in self._weights if p.grad is not None)
+            self._gradients = self._gradients_now()
+
+    def _gradients_now(self) -> Versions[nn.Parameter]:
+        """What is in ``.grad`` of weights, and its version."""
+        return Versions((p, p.grad) for p in self._weights if p.grad is not None)
+
+    def _written_since(self, before: Versions[nn.Parameter]) -> list[nn.Parameter]:
+        return [p for p in self._weights if p.grad is not None and not before.has(p, p.grad)]
 
     def _check_complete_gradients(self) -> None:
-        noted = self._gradients
-        if noted is None:
-            return
-        written = [p for p in self._weights if p.grad is not None and not noted.has(p, p.grad)]
-        if written:
+        if self._gradients is not None and (written := self._written_since(self._gradients)):
             raise MisconfigurationException(
                 f"training_step writes the gradient (.grad) of {self._names(written)}. It runs once per micro-batch, "
                 f"so that the change is made {self._count} times: clip with self.clip_gradients(...), or call "

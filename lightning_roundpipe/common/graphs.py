@@ -11,14 +11,15 @@ from torch import Tensor
 
 def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:
     """The autograd nodes ``roots`` (None among them is left out) and all behind them."""
-    seen: set[Any] = set()
-    todo = [node for node in roots if node is not None]
+    todo = list(dict.fromkeys(node for node in roots if node is not None))
+    seen = set(todo)
     while todo:
         node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo.extend(following for following, _ in node.next_functions if following is not None)
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
 
 
 def graph_bytes(outputs: Iterable[Tensor], besides: Iterable[Any]) -> int:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..common.sizes import num_bytes_of
 from .forward import add_changed, enter
+from .loose import LooseGradients, run_backward
 from .offload import Cargo
 from .parameters import Replica
-from .recompute import Call, Slot, run_backward
+from .recompute import Call, Slot
 from .transfer import Edge
 from .unit_run import UnitRunner, autocast_as
 from .visits import Visits
@@ -26,6 +27,7 @@ class BackwardRunner:
     runner: UnitRunner
     cargo: Cargo
     visits: Visits
+    loose: LooseGradients
     anchor: Tensor
     autocast_device: str
 
@@ -43,6 +45,7 @@ class BackwardRunner:
         """
         device, name = replica.device, call.unit.name
         assert call.ran is not None
+        assert call.facts is not None
         replica.book_gradients(True)
         sizes = call.ran.input_bytes, call.ran.output_bytes, call.ran.graph_bytes
         slots = list(call.gradients)
@@ -64,7 +67,11 @@ class BackwardRunner:
                 f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
                 "do the same when it is called again with the same arguments."
             )
-        run_backward([local[slot] for slot in slots], gradients)
+        roots = [local[slot] for slot in slots]
+        if call.facts.has_loose:
+            self.loose.run_unit_backward(roots, gradients, replica.leaves)
+        else:
+            run_backward(roots, gradients)
         replica.add_up()
         ended = device.stamp()
         self.cargo.settle()

@@ -2,9 +2,10 @@
 
 [Note: checkpointing]
 Inside a unit ``torch.utils.checkpoint`` is a pass-through: the engine recomputes the unit as a whole, and a second
-recomputation would draw other random numbers. Around units, in glue, it stays: the units in its region are called
-again in the backward, and run inline. That is user code in the backward, so from then on glue is flushed under the
-glue lock.
+recomputation would draw other random numbers. Around units, in glue, it stays: what its region needs in the backward
+is computed again then, and units that are called for it run inline. That is user code in the backward, so from then on
+glue is flushed under the glue lock. A reentrant checkpoint would run a backward of its own, past the one of the engine
+(see [Note: loose parameters] in :mod:`loose`), so it becomes one that is not reentrant.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def checkpoints_passed_through(on_glue_checkpoint: Callable[[], None]) -> Iterat
     class PassThrough(function):  # type: ignore[misc,valid-type]
         @classmethod
         def apply(cls, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            if passes():
-                return run(*args)
-            return function.apply(run, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+            if current() is None:
+                return function.apply(run, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
     def pass_through(*args: Any, **kwargs: Any) -> Iterator[None]:
         if passes():

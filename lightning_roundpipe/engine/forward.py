@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from .loose import leaves_behind, node_of
 from .offload import Cargo
 from .parameters import Replica
 from .randomness import ForeignRandomness
@@ -95,7 +96,8 @@ class ForwardRunner:
                 done = self._attempt(call, replica, leaves, records, None, foreign=True)
             if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
                 unit.facts.clear()
-            facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves))
+            has_loose = records and self._has_loose(replica, done.unit.slots.values())
+            facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
         call.facts = facts
         written = set(facts.buffers)
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
@@ -106,6 +108,11 @@ class ForwardRunner:
         self._settle(call, done, records)
         done.outputs = _without_weights(done.unit.slots, replica)
         return done
+
+    def _has_loose(self, replica: Replica, results: Iterable[Tensor]) -> bool:
+        """Whether the graph of results leads to leaves that are neither the replica's nor the anchor."""
+        leaves = leaves_behind(node_of(result) for result in results if result.requires_grad)
+        return not leaves.keys() <= {self.anchor, *replica.leaves}
 
     def _settle(self, call: Call, done: ForwardResult, records: bool) -> None:
         """Decides what requires a gradient; frees what is not needed any more."""
@@ -222,7 +229,7 @@ def _snapshot(replica: Replica) -> Snapshot:
     return found
 
 
-def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int) -> Facts:
+def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
     changed = []
@@ -236,7 +243,7 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes:
     num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes)
+    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes, has_loose)
 
 
 def _restore(before: Snapshot) -> None:

@@ -67,6 +67,8 @@ class GlueState:
             been done.
         call_unit: runs a unit; None while the thread is inside one.
         meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
+        loose: takes the gradients of leaves while the engine walks the graph of user code, see
+            [Note: loose parameters] in :mod:`loose`; None otherwise.
     """
 
     def __init__(self, index: int, seed: int) -> None:
@@ -79,6 +81,7 @@ class GlueState:
         self.lock: GlueLock | None = None
         self.call_unit: Callable[..., Any] | None = None
         self.meet: Callable[..., Any] | None = None
+        self.loose: Any = None
 
 
 class GlueLock:

@@ -145,8 +145,8 @@ class GlueParameters:
             tracks: whether the result is part of the graph.
         """
         found = self._find(master, device, tracks)
-        # A hook on a submodule of a unit runs with the compute lane held, a recomputation inside a backward with the
-        # gradients of masters half collected: neither may wait for the device or let other glue in.
+        # A hook on a submodule of a unit runs with the compute lane held, a recomputation between units inside a walk
+        # of autograd: neither may wait for the device or let other glue in.
         may_wait = state is not None and state.lock is not None and state.call_unit is not None and not is_engine()
         if found is None and may_wait and id(master) not in self._opened:
             assert state is not None

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .transfer import Edge, Transfer
+from .transfer import Done, Edge, Transfer
 from .weight_events import tell
 
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
+_LOOSE: Source = ()
 
 
 @dataclass
@@ -39,7 +40,7 @@ class GradientStore:
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
 
-    def add(self, master: nn.Parameter, gradient: Tensor, source: Source = ()) -> None:
+    def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
 
         Args:
@@ -48,6 +49,11 @@ class GradientStore:
         """
         with self._lock:
             self._add(master, gradient, source)
+
+    def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
+        """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
+        micro-batches; does not change the tensors given."""
+        self.add_later(list(gradients), Done(list(gradients.values())), _LOOSE, ordinal)
 
     def add_later(
         self, masters: Sequence[nn.Parameter], arriving: Transfer | None, source: Source, ordinal: int
@@ -75,6 +81,8 @@ class GradientStore:
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         parts = self._gradients.setdefault(master, {})
+        if source == _LOOSE and source not in parts:
+            gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
         parts[source] = _sum(parts.get(source), gradient)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
@@ -93,7 +101,7 @@ class GradientStore:
                 total = _sum(total, parts[source])
             assert total is not None
             dtype = dtypes.get(master)
-            is_of_one_unit = len({source[:1] for source in parts}) == 1 and () not in parts
+            is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
             if dtype is not None and is_of_one_unit and _overflows(total, dtype):
                 total = total.to(dtype).to(total.dtype)
             gradients[master] = total

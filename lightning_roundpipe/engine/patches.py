@@ -6,7 +6,6 @@ import contextlib
 import functools
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from .glue import current
-from .pending import unwaited
 from .recompute import GradientCutError, note_hook, reached_cut
 from .units import Unit, UnitTable
 
@@ -75,46 +73,6 @@ def _interceptor(unit: Unit, traced: bool) -> Callable[..., Any]:
     if traced:  # a module compiled in place must call the engine, not compile it
         return torch.compiler.disable(forward)  # type: ignore[no-untyped-call,no-any-return]
     return forward
-
-
-@contextlib.contextmanager
-def gradients_aside(root: nn.Module) -> Iterator[Callable[[], dict[nn.Parameter, Tensor]]]:
-    """While open, the masters' ``.grad`` and their hooks are out of the way.
-
-    Parameters used in glue accumulate into an empty ``.grad``; hooks of the user must see the whole gradient once, in
-    :meth:`Strategy.backward`, not the parts that arrive during the step. Yields a function that takes what has
-    accumulated in any ``.grad`` since.
-    """
-    parameters = list(root.parameters())
-    with unwaited():  # to put a gradient aside does not disturb the update that reads it
-        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in gradients:
-            parameter.grad = None
-    hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
-    post_hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks]
-    for parameter, _ in hooks:
-        parameter._backward_hooks = None
-    for parameter, _ in post_hooks:
-        parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks where autograd looks
-
-    def take() -> dict[nn.Parameter, Tensor]:
-        with unwaited():
-            found = {p: p.grad for p in parameters if p.grad is not None}
-            for parameter in found:
-                parameter.grad = None
-        return found
-
-    try:
-        yield take
-    finally:
-        take()
-        with unwaited():
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-        for parameter, hook in hooks:
-            parameter._backward_hooks = hook
-        for parameter, post_hook in post_hooks:
-            parameter._post_accumulate_grad_hooks = post_hook
 
 
 @contextlib.contextmanager

@@ -25,10 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import walk_graph
+from .loose import LooseGradients
 from .runs import Run
 from .units import Unit
 
@@ -58,13 +59,6 @@ class GradientCutError(RuntimeError):
 
 class UnitEscapeError(RuntimeError):
     """A tensor left a unit on a way that the engine cannot follow."""
-
-
-def run_backward(roots: list[Any], gradients: list[Tensor], *, retain_graph: bool = False) -> None:
-    """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward."""
-    _engine_run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 class Flushing:
@@ -183,6 +177,8 @@ class Facts:
         graph_bytes: what the local graph held, besides parameters, arguments and results.
         output_bytes: of all slots.
         input_bytes: of the tensor arguments then.
+        has_loose: whether the local graph leads to leaves that are not the replica's, see [Note: loose parameters] in
+            :mod:`loose`.
     """
 
     flagged: frozenset[Slot]
@@ -194,6 +190,7 @@ class Facts:
     graph_bytes: int
     output_bytes: int
     input_bytes: int
+    has_loose: bool
 
     def bytes_for(self, input_bytes: int) -> tuple[int, int]:
         """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.
@@ -318,10 +315,14 @@ class PendingGradients:
     """Gradients that wait at the inputs of calls, until the glue graph is flushed.
 
     Several consumers of a glue tensor add up here, so that its producers are walked once.
+
+    Args:
+        loose: runs the backward, and takes the gradients of leaves.
     """
 
-    def __init__(self, flushing: Flushing) -> None:
+    def __init__(self, flushing: Flushing, loose: LooseGradients) -> None:
         self._flushing = flushing
+        self._loose = loose
         self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
 
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
@@ -341,17 +342,17 @@ class PendingGradients:
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Pushes what waits through the glue graph, down to the cuts and to parameters used in glue."""
+        """Pushes what waits through the glue graph, down to the cuts and to loose parameters."""
         if not self._waiting:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
         self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
-        """``torch.autograd.backward`` on glue; the graph is kept, because other calls flush through it too."""
+        """Pushes gradients through the glue graph."""
         self._flushing.active = True
         try:
-            run_backward(roots, gradients, retain_graph=True)
+            self._loose.run_backward(roots, gradients)
         finally:
             self._flushing.active = False
 

@@ -18,7 +18,6 @@ class Resources:
     """What the steps of an engine have in common.
 
     Attributes:
-        glue_parameters: parameters that turned out to be used in glue.
         glue_is_user_code: set when glue has a backward that runs user code.
         switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
     """
@@ -30,6 +29,5 @@ class Resources:
     compiler: UnitCompiler | None
     exempt: tuple[type, ...]
     num_threads: int | None
-    glue_parameters: set[nn.Parameter] = field(default_factory=set)
     glue_is_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)

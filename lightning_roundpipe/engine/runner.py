@@ -79,7 +79,6 @@ class Engine:
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
         self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads)
-        self._glue_parameters = self._resources.glue_parameters
         self.working_copies = self._replicas.weights
         self.trace = False
 
@@ -88,10 +87,13 @@ class Engine:
         return self._plans.of(key)
 
     def order_of(self, key: Hashable) -> list[list[nn.Parameter]]:
-        """The weights in the order in which a step with this key needs them first: of glue, then unit by unit."""
+        """The weights in the order in which a step with this key needs them: those beside its units, which user code
+        may use at any time, then unit by unit."""
         plan = self._plans.of(key)
         units = () if plan is None else dict.fromkeys(plan.sequence)
-        return [list(self._glue_parameters), *(list(unit.module.parameters()) for unit in units)]
+        groups = [list(unit.module.parameters()) for unit in units]
+        in_units = {parameter for group in groups for parameter in group}
+        return [[p for p in self._root.parameters() if p not in in_units], *groups]
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the unit calls of one micro-batch in steps with this key, as far as they are known now.

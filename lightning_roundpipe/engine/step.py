@@ -32,7 +32,7 @@ from .report import Report
 from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan, StepContext
-from .step_patches import StepPatches
+from .step_patches import patch
 from .threads import run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
@@ -67,7 +67,6 @@ class Step:
         self._error_lock = threading.Lock()
         self._place = Place(request.key)
         self._clock = Clock(resources.pool)
-        self._patches = StepPatches(resources, table, sees_gradients=request.meets and count > 1)
         # How the micro-batches go on after a meeting, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
@@ -170,7 +169,6 @@ class Step:
         weighted = [self._threads.root(walk, loss, share) for loss, share in roots if share != 0.0]
         roots.clear()
         if weighted:
-            self._patches.put_gradients_aside()
             self._lock.release(walk.state)
             walk.backward(weighted, retain_graph=retain_graph)
         return self._stand(walk, collective)
@@ -188,23 +186,18 @@ class Step:
         weights.begin_step(request.key, training=request.training)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
-            if not request.meets:
-                self._patches.put_gradients_aside()
-            self._patches.open(stack)
+            patch(stack, resources, self._table)
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
                 (walk,) = self._run_schedule(*recording, range(1))
-                self._note_strays()
                 training = walk.has_backward if request.meets else request.training
                 plan, first = plans.record(key, walk, count, training), 1
             schedule, planned = None, []
             if first < count:
                 schedule = plans.schedule(plan.partition.num_stages, count - first)
                 planned = self._run_schedule(plan, schedule, range(first, count))
-            self._note_strays()
             gradients = self._gradients_at_home()
-        self._patches.put_gradients_back()
         self.report.note_segment(plan, schedule, planned, self._clock, self._trace)
         started = perf_counter()
         self.report.replanned |= plans.note_step(key, planned, count)
@@ -218,18 +211,7 @@ class Step:
             self._glue_parameters.send_sums()
         else:
             self._glue_parameters.take_home()
-        for index in sorted(self._walks):
-            walk = self._walks[index]
-            for parameter, gradient in walk.glue_gradients.items():
-                self._store.add(parameter, gradient)
-            walk.glue_gradients = {}
         return self._store.take()
-
-    def _note_strays(self) -> None:
-        """Parameters that turned out to be used in glue; from now on their gradients are taken in order."""
-        for parameter, gradient in self._patches.take_strays().items():
-            self._resources.glue_parameters.add(parameter)
-            self._store.add(parameter, gradient)
 
     # --- threads -------------------------------------------------------------------------------------------------
 
@@ -255,7 +237,6 @@ class Step:
             seed=request.seed,
             autocast_device=request.autocast_device,
             gradients=self._store,
-            glue_parameters=resources.glue_parameters,
             glue_is_user_code=resources.glue_is_user_code,
             compiler=resources.compiler,
             meets=request.meets,
@@ -318,7 +299,6 @@ class Step:
             state.meet = None
         self._walks.clear()
         self._outcomes.clear()
-        self._patches.put_gradients_back()
 
 
 def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:

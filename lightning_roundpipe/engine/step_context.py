@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from ..planning.partition import Partition, StageKind
 from .compiling import UnitCompiler
 from .dispatch import Turnstile
@@ -55,7 +53,6 @@ class StepContext:
     seed: int
     autocast_device: str
     gradients: GradientStore
-    glue_parameters: set[nn.Parameter]
     glue_is_user_code: threading.Event
     compiler: UnitCompiler | None = None
     meets: bool = False

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
-
-from torch import Tensor, nn
 
 from .checkpointing import checkpoints_passed_through
 from .glue import noting_writes
+from .loose import hooks_out_of_the_way, nested_backwards_followed
 from .parametrizations import parametrizations_apart, power_iterations_once
-from .patches import gradients_aside, guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
+from .patches import guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .resources import Resources
-from .seen_gradients import gradients_seen
 from .units import UnitTable
 
 
-class StepPatches:
-    """What a segment of a step changes outside itself.
-
-    Args:
-        sees_gradients: whether user code may look at gradients of earlier backwards.
-    """
-
-    def __init__(self, resources: Resources, table: UnitTable, *, sees_gradients: bool) -> None:
-        self._resources = resources
-        self._table = table
-        self._sees_gradients = sees_gradients
-        self._aside = contextlib.ExitStack()
-        self._lock = threading.Lock()
-        self._take: Callable[[], dict[nn.Parameter, Tensor]] = dict
-
-    def open(self, stack: contextlib.ExitStack) -> None:
-        """A segment begins, which ends when ``stack`` is closed; but for gradients that are aside."""
-        resources = self._resources
-        stack.enter_context(intercepted(self._table))
-        stack.enter_context(noting_writes())
-        stack.enter_context(guarded_grad())
-        stack.enter_context(noting_hooks(resources.replicas.note_hook))
-        stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
-        stack.enter_context(process_settings_kept())
-        stack.enter_context(parametrizations_apart())
-        stack.enter_context(power_iterations_once())
-        stack.enter_context(intra_op_threads(resources.num_threads))
-
-    def put_gradients_aside(self) -> None:
-        """Before the first backward of a segment; see [Note: gradients that are seen] in :mod:`seen_gradients`."""
-        with self._lock:
-            if self._take is dict:
-                if self._sees_gradients:
-                    self._aside.enter_context(gradients_seen(self._resources.root.parameters()))
-                self._take = self._aside.enter_context(gradients_aside(self._resources.root))
-                self._aside.callback(setattr, self, "_take", dict)
-
-    def take_strays(self) -> dict[nn.Parameter, Tensor]:
-        """What has accumulated in any ``.grad`` since they were put aside."""
-        return self._take()
-
-    def put_gradients_back(self) -> None:
-        """The segment is over."""
-        self._aside.close()
+def patch(stack: contextlib.ExitStack, resources: Resources, table: UnitTable) -> None:
+    """A segment of a step begins, which ends when ``stack`` is closed."""
+    stack.enter_context(intercepted(table))
+    stack.enter_context(noting_writes())
+    stack.enter_context(guarded_grad())
+    stack.enter_context(nested_backwards_followed())
+    stack.enter_context(noting_hooks(resources.replicas.note_hook))
+    stack.enter_context(hooks_out_of_the_way(resources.root.parameters()))
+    stack.enter_context(checkpoints_passed_through(resources.glue_is_user_code.set))
+    stack.enter_context(process_settings_kept())
+    stack.enter_context(parametrizations_apart())
+    stack.enter_context(power_iterations_once())
+    stack.enter_context(intra_op_threads(resources.num_threads))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..common import trees
 from ..common.sizes import num_bytes_of
@@ -30,13 +30,13 @@ from .backward import BackwardRunner
 from .devices import Device
 from .forward import ForwardResult, ForwardRunner
 from .glue import GlueState, read
+from .loose import LooseGradients, node_of
 from .meetings import Attendance
 from .offload import Offloaded
 from .parameters import Replica
 from .randomness import derive_seed
 from .recompute import Call, Flushing, PendingGradients, check_versions, versions_of
 from .runs import Run
-from .seen_gradients import take_accumulated
 from .step_context import StepContext
 from .unit_run import UnitRunner, autocast_state
 from .units import Unit
@@ -56,7 +56,6 @@ class Walk:
     Attributes:
         attendance: how its thread and that of the step wait for each other.
         runs, num_off_plan: what was noted in this segment.
-        glue_gradients: of parameters that glue uses.
         has_backward: whether its backward has begun in this segment.
     """
 
@@ -67,7 +66,6 @@ class Walk:
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     attendance: Attendance = field(default_factory=Attendance)
-    glue_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     num_off_plan: int = 0
     has_backward: bool = False
 
@@ -75,7 +73,8 @@ class Walk:
         self._called: list[Unit] = []
         self._carried: list[weakref.ref[Call]] = []
         self._flushing = Flushing()
-        self._pending = PendingGradients(self._flushing)
+        self._loose = LooseGradients()
+        self._pending = PendingGradients(self._flushing, self._loose)
         self._anchor = torch.zeros((), requires_grad=True)
         shared = self.shared
         seed_of = functools.partial(derive_seed, shared.seed, self.index)
@@ -84,7 +83,9 @@ class Walk:
         self._cargo = self._visits.cargo
         weights = shared.replicas.weights
         self._forward = ForwardRunner(self._runner, self._cargo, self._anchor, weights, saves_kept=shared.meets)
-        self._backward = BackwardRunner(self._runner, self._cargo, self._visits, self._anchor, shared.autocast_device)
+        self._backward = BackwardRunner(
+            self._runner, self._cargo, self._visits, self._loose, self._anchor, shared.autocast_device
+        )
         self.state.call_unit = self.call_unit
         self._begin()
 
@@ -302,6 +303,7 @@ class Walk:
             replica = self._replica(call, learns=True)
             replica.has_gradients = torch.is_grad_enabled()
             replica.book_gradients(replica.has_gradients)
+            self._loose.own.update(replica.leaves)
             started = self.device.stamp()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
             self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._visits.stage))
@@ -329,6 +331,7 @@ class Walk:
         self._visits.move_to(fused)
         self._in_backward = self.has_backward = True
         self.calls[:0] = self._living()
+        self._loose.look_up([*(node_of(root) for root, _ in roots), *self.glue_nodes()])
         with self._glue_backward("loss"):
             self._pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
         roots.clear()
@@ -344,6 +347,8 @@ class Walk:
                     else:
                         self._visits.forget(call)
             self._flush()
+            if loose := self._loose.take():
+                self.shared.gradients.add_loose(loose, self.index)
         finally:
             self.calls += kept[::-1]
 
@@ -367,24 +372,18 @@ class Walk:
 
     @contextlib.contextmanager
     def _glue_backward(self, what: str) -> Any:
-        """Around backward through glue. With the glue lock where parameters are used in glue: their ``.grad`` is
-        shared by all micro-batches until it is taken."""
+        """Around backward through glue. With the glue lock where that runs glue again, or depends on flags of
+        parameters that each micro-batch has for itself."""
         device = self.device
-        parameters = self.shared.glue_parameters
-        if not parameters and not self.shared.glue_is_user_code.is_set():
-            started = device.stamp()
-            yield
-        else:
+        if self.shared.glue_is_user_code.is_set() or self.shared.lock.switches_flags:
             self.shared.lock.acquire(self.state)
-            started = device.stamp()
-            try:
-                yield
-                for parameter in parameters:
-                    if (gradient := take_accumulated(parameter)) is not None:
-                        known = self.glue_gradients.get(parameter)
-                        self.glue_gradients[parameter] = gradient if known is None else known + gradient
-            finally:
-                self.shared.lock.release(self.state)
+        started = device.stamp()
+        self.state.loose = self._loose
+        try:
+            yield
+        finally:
+            self.state.loose = None
+            self.shared.lock.release(self.state)
         self.runs.append(Run(device, "B", what, started, device.stamp(), self._visits.stage))
 
     def _backward_call(self, call: Call) -> None:
@@ -426,6 +425,7 @@ class Walk:
             self._visits.forget(call)
         self.calls.clear()
         self._pending.clear()
+        self._loose.take()
         self._visits.clear()
         self.state.call_unit = None
         self.shared.turnstile.retire(self.slot)

@@ -356,8 +356,6 @@ def test_entries_that_a_step_puts_into_its_batch(
 @compat(
     "LightningModule hook",
     "training_step (reads gradients)",
-    "differs",
-    "`.grad` is None in the step: read it in a hook, such as `on_train_batch_start` or `on_before_zero_grad`",
 )
 def test_gradients_of_the_step_before(small: Any, fit_both: Any, assert_alike: Any) -> None:
     class Reads(small):
@@ -380,7 +378,19 @@ def test_gradients_of_the_step_before(small: Any, fit_both: Any, assert_alike: A
 
     plain, ours = fit_both(make, max_epochs=2)
     assert_alike(ours.module.norms, plain.module.norms)
-    assert in_steps == [{(False, True), (True, False)}, {(False, True), (True, True)}]
+    assert in_steps == [{(False, True), (True, False)}] * 2
+
+
+@compat("LightningModule hook", "training_step (discards gradients)")
+def test_gradients_discarded_in_a_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    """Of two batches that are accumulated only the second one counts."""
+
+    class Discards(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.zero_grad()
+            return super().training_step(batch, batch_idx)
+
+    assert_same_training(*fit_both(Discards, accumulate_grad_batches=2))
 
 
 @compat(

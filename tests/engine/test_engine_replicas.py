@@ -104,7 +104,9 @@ def test_submodules_that_the_user_compiled_compute_with_the_replica(how: str) ->
     for _ in range(2):
         result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
         torch.testing.assert_close([result.gradients[p] for p in model.parameters()], list(wanted))
-    assert engine._glue_parameters == set()  # gradients of masters that glue, or such a unit, computed with
+    facts = [facts for unit in engine._current_table().units.values() for facts in unit.facts.values()]
+    assert [one.has_loose for one in facts] == [False] * len(facts)  # no unit computed with masters
+    assert facts
 
 
 def test_what_was_freed_in_inference_mode_may_be_unfrozen() -> None:

@@ -1,0 +1,321 @@
+"""Parameters that user code uses between units: their gradients, and that nothing else sees of them during the step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_roundpipe.engine.loose import nested_backwards_followed
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.virtual import LazyLink
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+WIDTH, ROWS, COUNT = 4, 2, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Model(nn.Module):
+    """Two units, and two parameters beside them, of which one is used by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units[1](self.between(self.units[0](x))).square().mean()
+
+
+class SeveralUses(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale) + self.scale.square().sum()
+
+
+class Tied(Model):
+    """A weight of a unit that is used outside of it as well."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.units[1].inner.weight)
+
+
+class OneGradientForTwo(Model):
+    """Autograd gives both parameters the same tensor, which is not even a dense one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.scale + self.unused).sum()
+
+
+class Sparse(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * F.embedding(torch.tensor([3, 1]), self.table, sparse=True)
+
+
+class SwitchedOff(Model):
+    """A parameter that was trained when it was used, and is not when the backward begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused.requires_grad_(True)
+        loss = super().forward(x) + self.unused.sum()
+        self.unused.requires_grad_(False)
+        return loss
+
+
+class Reaching(Block):
+    """A unit that computes with a parameter which is not its own."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.hidden = [lambda: scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.hidden[0]()
+
+
+class HiddenInUnit(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Reaching(self.scale) for _ in range(2))
+
+
+class AddedByHook(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units[1].inner.register_forward_hook(self.steer)
+
+    def steer(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + self.scale.square()
+
+
+class AddedByHookLater(Model):
+    """From its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+    def begin(self, step: int) -> None:
+        if step == 1:
+            self.units[1].inner.register_forward_hook(lambda *call: call[-1] * self.unused)
+
+
+class Checkpointed(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y * self.scale) * self.scale, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class RunsItsOwnBackward(torch.autograd.Function):
+    """Computes again and differentiates in its backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x.detach()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.function(x)
+        result.backward(gradients[0])
+        return x.grad, None
+
+
+class Nested(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return RunsItsOwnBackward.apply(x, lambda y: torch.tanh(y * self.scale) * self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class NestedUnit(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = RunsItsOwnBackward.apply(self.units[0](x), self.units[1])  # type: ignore[no-untyped-call]
+        return y.square().mean()  # type: ignore[no-any-return]
+
+
+MODELS: list[type[Model]] = [
+    Model,
+    SeveralUses,
+    Tied,
+    OneGradientForTwo,
+    Sparse,
+    SwitchedOff,
+    HiddenInUnit,
+    AddedByHook,
+    AddedByHookLater,
+    Checkpointed,
+    Nested,
+    NestedUnit,
+]
+
+
+def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FUSED, 1, 2), (StageKind.BACKWARD, 0, 1)]
+    return Partition(2, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+class Run:
+    """Steps of a model on two devices."""
+
+    def __init__(self, model: nn.Module, copies: bool = False) -> None:
+        self.model = model
+        pool = DevicePool([torch.device("cpu")] * 2, link=LazyLink() if copies else None)
+        self.engine = Engine(model, pool, plan, num_threads=1)
+
+    def step(self, batches: list[Tensor], function: Callable[[Tensor], Tensor] | None = None) -> StepResult:
+        weights = [1 / len(batches)] * len(batches)
+        request = StepRequest(function or self.model, batches, weights, "train", 0, loss_of=lambda loss: loss)
+        return self.engine.run(request)
+
+
+def batches_of(seed: int) -> list[Tensor]:
+    return list(torch.randn(COUNT, ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_gradients_are_those_of_plain_autograd(kind: type[Model], copies: bool) -> None:
+    """Parameters without a gradient there have none here."""
+    model = kind()
+    run = Run(model, copies)
+    for step in range(3):
+        getattr(model, "begin", lambda step: None)(step)
+        found = run.step(batches_of(step)).gradients
+        for batch in batches_of(step):
+            (model(batch) / COUNT).backward()
+        wanted = {p: p.grad for p in model.parameters() if p.grad is not None}
+        model.zero_grad()
+        assert found.keys() == wanted.keys()
+        for parameter, gradient in wanted.items():
+            torch.testing.assert_close(found[parameter].to_dense(), gradient.to_dense())
+
+
+@pytest.mark.parametrize("kind", [SeveralUses, Tied, HiddenInUnit], ids=lambda kind: kind.__name__)
+def test_gradients_are_the_same_in_every_run(kind: type[Model]) -> None:
+    model = kind()
+    first, second = (Run(model) for _ in range(2))
+    for step in range(3):
+        found = [run.step(batches_of(step)).gradients for run in (first, second)]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_gradients_of_two_parameters_do_not_share_memory() -> None:
+    """Scaling and clipping change them in place."""
+    gradients = Run(model := OneGradientForTwo()).step(batches_of(0)).gradients
+    before = gradients[model.scale].clone()
+    gradients[model.unused].mul_(7.0)
+    torch.testing.assert_close(gradients[model.scale], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_gradients_and_hooks_of_parameters_are_left_alone(kind: type[Model]) -> None:
+    model = kind()
+    seen: list[bool] = []
+    called: list[str] = []
+    before = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[parameter] = torch.full_like(parameter, 7.0)
+        parameter.register_hook(lambda gradient, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: called.append(name))
+
+    def function(batch: Tensor) -> Tensor:
+        loss = model(batch)
+        seen.append(all(parameter.grad is gradient for parameter, gradient in before.items()))
+        return loss  # type: ignore[no-any-return]
+
+    run = Run(model)
+    for step in range(2):
+        run.step(batches_of(step), function)
+    assert seen == [True] * 2 * COUNT
+    assert called == []
+    for parameter, gradient in before.items():
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, torch.full_like(parameter, 7.0), rtol=0, atol=0)
+
+
+def test_leaves_that_are_no_parameters_have_their_gradient() -> None:
+    """One of each micro-batch, as an argument of a unit and beside it, and one that all of them share."""
+    model = Model()
+    shared = torch.ones(WIDTH, requires_grad=True)
+    leaves: dict[int, Tensor] = {}
+
+    def function(batch: Tensor) -> Tensor:
+        leaf = leaves[int(batch[0, 0])] = batch.clone().requires_grad_()
+        return model(leaf) + (leaf * shared).square().mean()  # type: ignore[no-any-return]
+
+    batches = batches_of(0)
+    for index, batch in enumerate(batches):
+        batch[0, 0] = index
+    Run(model).step(batches, function)
+    found = {index: leaf.grad for index, leaf in leaves.items()} | {COUNT: shared.grad}
+    shared.grad = None
+    for batch in batches:
+        (function(batch) / COUNT).backward()
+    torch.testing.assert_close(found, {index: leaf.grad for index, leaf in leaves.items()} | {COUNT: shared.grad})
+
+
+def test_no_lock_is_held_in_a_backward_between_units() -> None:
+    """Two micro-batches are in the middle of one at the same time, between different units."""
+    model = Model()
+    run = Run(model)
+    run.step(batches_of(0))
+    both = threading.Barrier(2, timeout=60)
+
+    def function(batch: Tensor) -> Tensor:
+        index = int(batch[0, 0])
+        x = model.between(model.units[0](batch))
+        if index == 0:
+            x.register_hook(meet)
+        loss = model.units[1](x).square().mean()
+        if index == 1:
+            loss.register_hook(meet)
+        return loss  # type: ignore[no-any-return]
+
+    def meet(gradient: Tensor) -> None:
+        both.wait()
+
+    batches = batches_of(1)
+    for index, batch in enumerate(batches):
+        batch[0, 0] = index
+    run.step(batches, function)
+    assert not both.broken
+
+
+def test_a_nested_backward_that_cannot_be_followed_is_an_error() -> None:
+    """As on a thread of autograd, which belongs to no micro-batch."""
+    x = torch.ones(WIDTH, requires_grad=True)
+    y = RunsItsOwnBackward.apply(x, torch.tanh).sum()  # type: ignore[no-untyped-call]
+    with nested_backwards_followed(), pytest.raises(RuntimeError, match="make the module around it a unit"):
+        torch.autograd.grad(y, x)
