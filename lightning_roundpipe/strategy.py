@@ -217,6 +217,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             stale = self._updates.begin(self._module, self.optimizers)
             self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
+        self.engine.open()
 
     @override
     def model_to_device(self) -> None:

@@ -10,6 +10,7 @@ caller with its own traceback; a KeyboardInterrupt in the calling thread does th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from .requests import StepRequest, StepResult
 from .resources import Resources
 from .step import Step
 from .step_context import Plan
+from .step_patches import classes_patched
 from .tracing import Trace
 from .unit_run import relay_hooks
 from .units import UnitClasses, UnitTable
@@ -82,6 +84,7 @@ class Engine:
         self._glue_parameters = self._resources.glue_parameters
         self.working_copies = self._replicas.weights
         self.trace = False
+        self._open = contextlib.ExitStack()
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
@@ -114,8 +117,18 @@ class Engine:
         self._plans.forget(key)
         self._current_table().forget_facts()
 
+    def open(self) -> None:
+        """What every step needs stays in place from now on until :meth:`close`: see [Note: patches] in
+        :mod:`step_patches`. Without this each step installs and removes it."""
+        self._open.close()
+        self._open.enter_context(classes_patched())
+
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
+        self._open.close()
+        self._forget()
+
+    def _forget(self) -> None:
         self._replicas.clear()
         self._plans.clear()
         self._resources.switches.clear()
@@ -164,7 +177,7 @@ class Engine:
         """The units; found anew when modules came or went."""
         modules = [id(module) for module in self._root.modules()]
         if self._table is None or modules != self._modules:
-            self.close()
+            self._forget()
             self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
             self._modules = modules
         return self._table

@@ -2,7 +2,7 @@
 
 A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
 started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
-no weight is on its way, patches of the process are undone, and the thread that runs the step has everything for
+no weight is on its way, the patches of a segment are undone, and the thread that runs the step has everything for
 itself.
 """
 
@@ -32,7 +32,7 @@ from .report import Report
 from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan, StepContext
-from .step_patches import StepPatches
+from .step_patches import StepPatches, classes_patched
 from .threads import run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
@@ -59,6 +59,9 @@ class Step:
             self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
         count = len(request.microbatches)
         self._states = [GlueState(i, request.seed) for i in range(count)]
+        for state in self._states:
+            state.on_module_hook = resources.replicas.note_hook
+            state.on_checkpoint = resources.glue_is_user_code.set
         self._walks: dict[int, Walk] = {}
         self._alive: list[threading.Thread] = []
         self._turnstile: Turnstile | None = None
@@ -95,7 +98,8 @@ class Step:
             lists.hand_out(self._states, self._lock)
             for state in self._states:
                 state.lock = self._lock
-            self._run_segments(lambda arrival: arrival is None)
+            with classes_patched():
+                self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
             self.report.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
