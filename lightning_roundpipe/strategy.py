@@ -227,7 +227,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Writes what was asked for and forgets the engine; no thread is alive between steps."""
+        """Writes what was asked for and forgets the engine, whose threads end."""
         try:
             self._updates.finish()
         finally:

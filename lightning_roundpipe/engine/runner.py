@@ -3,8 +3,8 @@
 [Note: one step]
 The first step with a new key (train, validate, ...) runs its first micro-batch alone on one device and records which
 units it calls in which order; the plan made from that drives everything after, until a better one is made between two
-steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: threads are started for it
-and joined before it ends, on every path. The first exception stops the others at their next wait and is raised to the
+steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: its threads have nothing to do
+when it ends, on every path; they end with it, or stay as long as the engine is open. The first exception stops the others at their next wait and is raised to the
 caller with its own traceback; a KeyboardInterrupt in the calling thread does the same.
 """
 
@@ -84,6 +84,7 @@ class Engine:
         self._glue_parameters = self._resources.glue_parameters
         self.working_copies = self._replicas.weights
         self.trace = False
+        self._is_open = False
         self._open = contextlib.ExitStack()
 
     def plan_of(self, key: Hashable) -> Plan | None:
@@ -118,13 +119,16 @@ class Engine:
         self._current_table().forget_facts()
 
     def open(self) -> None:
-        """What every step needs stays in place from now on until :meth:`close`: see [Note: patches] in
-        :mod:`step_patches`. Without this each step installs and removes it."""
+        """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do replacements
+        of classes: see [Note: patches] in :mod:`step_patches`. Otherwise nothing is left between two steps."""
         self._open.close()
+        self._open.callback(self._resources.workers.close)
         self._open.enter_context(classes_patched())
+        self._is_open = True
 
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
+        self._is_open = False
         self._open.close()
         self._forget()
 
@@ -152,6 +156,8 @@ class Engine:
         try:
             step.run()
         finally:
+            if not self._is_open:
+                self._resources.workers.close()
             if trace is not None:
                 trace.close()
         moved = zip(self._pool.bytes_moved, before, strict=True)

@@ -1,7 +1,7 @@
 """One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
 
-A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
-started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
+A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads begin
+in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two segments they all stand still:
 no weight is on its way, the patches of a segment are undone, and the thread that runs the step has everything for
 itself.
 """
@@ -33,7 +33,7 @@ from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan, StepContext
 from .step_patches import StepPatches, classes_patched
-from .threads import run_threads
+from .threads import Worker, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
@@ -63,7 +63,7 @@ class Step:
             state.on_module_hook = resources.replicas.note_hook
             state.on_checkpoint = resources.glue_is_user_code.set
         self._walks: dict[int, Walk] = {}
-        self._alive: list[threading.Thread] = []
+        self._workers: list[Worker] = []
         self._turnstile: Turnstile | None = None
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
@@ -265,28 +265,29 @@ class Step:
         )
         self._turnstile = turnstile
         turnstile.join(len(indices))
-        new: list[threading.Thread] = []
-        waiting: list[Callable[[], None]] = []
+        num_known = len(self._workers)
+        go_on: list[Callable[[], None]] = []
         for slot, index in enumerate(indices):
             known = self._walks.get(index)
             if known is None:
-                new.append(self._thread_of(index, slot, shared))
+                self._workers.append(resources.workers.take())
+                walk = self._walk_of(index, slot, shared)
+                go_on.append(functools.partial(self._threads.begin, self._workers[-1], walk, self._fail))
             else:
                 known.begin_segment(slot, shared)
-                waiting.append(functools.partial(known.attendance.resume, self._outcomes[index]))
+                go_on.append(functools.partial(known.attendance.resume, self._outcomes[index]))
         loader.begin()
         walks = [self._walks[index] for index in indices]
-        self._alive += new
-        run_threads(new, waiting, [walk.attendance.halted for walk in walks], self._fail)
+        run_threads(self._workers[num_known:], go_on, [walk.attendance.halted for walk in walks], self._fail)
         self._raise_error()
         return walks
 
-    def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
+    def _walk_of(self, index: int, slot: int, shared: StepContext) -> Walk:
         state = self._states[index]
         walk = self._walks[index] = Walk(index, slot, shared, state)
         if self._request.meets:
             state.meet = functools.partial(self._meet, index)
-        return self._threads.thread_of(walk, self._fail)
+        return walk
 
     # --- failures ------------------------------------------------------------------------------------------------
 
@@ -308,15 +309,13 @@ class Step:
                 del error
 
     def _stop(self) -> None:
-        """Ends the threads that still wait at a meeting, and waits for all."""
-        alive = [thread for thread in self._alive if thread.is_alive()]
-        if alive:
+        """Lets the micro-batches that still stand at a meeting come to their end, and waits for all threads."""
+        if not all(walk.attendance.has_ended for walk in self._walks.values()):
             self._fail(StepAborted())
             for walk in self._walks.values():
                 walk.attendance.resume(returning(None))
-        for thread in self._alive:
-            if thread.ident is not None:
-                thread.join()
+        self._resources.workers.give_back(self._workers)
+        self._workers.clear()
         for state in self._states:
             state.meet = None
         self._walks.clear()
