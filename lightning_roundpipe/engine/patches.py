@@ -42,7 +42,7 @@ def intercepted(table: UnitTable) -> Iterator[None]:
     back afterwards: copies, pickles and ``state_dict`` never see it.
     """
     before: list[tuple[nn.Module, Any]] = []
-    traced = any(m.__dict__.get("_compiled_call_impl") is not None for m in table.root.modules())
+    traced = table.is_traced
     try:
         for module, unit in table.units.items():
             own = module.__dict__.get("forward")

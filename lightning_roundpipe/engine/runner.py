@@ -77,7 +77,6 @@ class Engine:
         self._unit_classes = unit_classes
         self._exempt = exempt
         self._table: UnitTable | None = None
-        self._modules: list[int] = []
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
         self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads)
@@ -136,7 +135,7 @@ class Engine:
         self._replicas.clear()
         self._plans.clear()
         self._resources.switches.clear()
-        self._table, self._modules = None, []
+        self._table = None
 
     def run(self, request: StepRequest) -> StepResult:
         """Runs one step; see [Note: one step].
@@ -181,9 +180,7 @@ class Engine:
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""
-        modules = [id(module) for module in self._root.modules()]
-        if self._table is None or modules != self._modules:
+        if self._table is None or not self._table.is_of(list(self._root.modules())):
             self._forget()
             self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
-            self._modules = modules
         return self._table
