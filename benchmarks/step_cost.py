@@ -6,6 +6,7 @@ virtual devices and by plain Lightning, in turn in every repetition.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def mlp(inputs: int, depth: int, outputs: int) -> nn.Sequential:
     """Linear layers with ReLUs in between."""
     widths = [inputs, *[WIDTH] * (depth - 1), outputs]
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -128,7 +129,7 @@ class Case:
         trainer.fit(self.module(), loader)
         for times, found in ((watch.wall, self.wall), (watch.cpu, self.cpu)):
             later = times[WARM_UP:]
-            found.append(median([after - before for before, after in zip(later, later[1:], strict=False)]))
+            found.append(median([after - before for before, after in itertools.pairwise(later)]))
 
 
 STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -9,8 +9,8 @@ step, and what the last micro-batch wrote is what remains: the semantics of a si
 
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed as long as the engine is open and
-ignores threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that read what
-glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
+ignores threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that
+read what glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
 
 ``requires_grad`` of parameters is such an attribute: a step may freeze modules for a while (a reference model with its
 adapters disabled). A unit runs with the flags that its caller had: ``Call.trained``.

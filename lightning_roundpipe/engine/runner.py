@@ -3,9 +3,10 @@
 [Note: one step]
 The first step with a new key (train, validate, ...) runs its first micro-batch alone on one device and records which
 units it calls in which order; the plan made from that drives everything after, until a better one is made between two
-steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: its threads have nothing to do
-when it ends, on every path; they end with it, or stay as long as the engine is open. The first exception stops the others at their next wait and is raised to the
-caller with its own traceback; a KeyboardInterrupt in the calling thread does the same.
+steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: when it ends, on every path,
+its threads have nothing to do; they end with it, or stay as long as the engine is open. The first exception stops the
+others at their next wait and is raised to the caller with its own traceback; a KeyboardInterrupt in the calling thread
+does the same.
 """
 
 from __future__ import annotations

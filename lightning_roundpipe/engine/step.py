@@ -1,9 +1,9 @@
 """One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
 
 A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads begin
-in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two segments they all stand still:
-no weight is on its way, the patches of a segment are undone, and the thread that runs the step has everything for
-itself.
+in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two segments
+they all stand still: no weight is on its way, the patches of a segment are undone, and the thread that runs the step
+has everything for itself.
 """
 
 from __future__ import annotations

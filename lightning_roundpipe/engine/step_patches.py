@@ -24,7 +24,6 @@ from .resources import Resources
 from .seen_gradients import gradients_seen
 from .units import UnitTable
 
-
 _lock = threading.Lock()
 _num_users = 0  # the lock is held where it changes
 _installed = contextlib.ExitStack()

@@ -313,3 +313,21 @@ def test_attributes_written_in_a_step(small: Any, fit_both: Any) -> None:
     for name, value in plain.module.state_dict().items():
         torch.testing.assert_close(ours.module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert ours.module.hidden.grad_fn is None
+
+
+def test_a_module_can_be_copied_and_pickled_between_steps(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
+) -> None:
+    """Between two steps threads wait and methods of classes are replaced; copies and pickles know nothing of it."""
+    copies: list[Any] = []
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            copies.append((copy.deepcopy(module.body), pickle.loads(pickle.dumps(module.body))))
+
+    module = small()
+    make_trainer(callbacks=[Copies()]).fit(module, make_loader())
+    assert len(copies) > 1
+    for one in copies[-1]:
+        assert_alike(dict(one.state_dict()), dict(module.body.state_dict()))
+        assert all("forward" not in child.__dict__ for child in one.modules())
