@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
+BENCHMARKS := overhead step_cost cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
 # Not part of `make bench`: they need a GPU.
 GPU_BENCHMARKS := gpu_single
 

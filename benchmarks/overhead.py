@@ -25,9 +25,9 @@ operations in plain torch on the same micro-batches: forward and backward where 
 all units), forward under no_grad, forward and backward where they are recomputed (F, fused and B stage; the fused stage
 holds one unit). us_per_call is that difference over the K*M calls at the largest K and M, all costs per step and per
 micro-batch included. The fit splits the differences of all (K, M), by least squares, into per_call * K * M +
-per_microbatch * M + per_step. Engine and plain torch alternate in every repetition; medians of the repetitions.
-cpu_us_per_call is the same from the CPU time of the process, which other processes disturb less. A 'linear' unit is one
-module with two parameters; a 'block' has the 13 modules of a Transformer layer.
+per_microbatch * M + per_step. Engine and plain torch alternate in every repetition; medians of the repetitions. The
+engine is open, as in a fit. cpu_us_per_call is the same from the CPU time of the process, which other processes disturb
+less. A 'linear' unit is one module with two parameters; a 'block' has the 13 modules of a Transformer layer.
 """
 WIDTH = 16
 ROWS = 4
@@ -95,6 +95,7 @@ class Case:
             kept_planner if self.kept else recomputed_planner,
             num_threads=1,
         )
+        self._engine.open()  # as a Trainer does for a fit
         self._step = 0
         self.wall: list[float] = []
         self.cpu: list[float] = []

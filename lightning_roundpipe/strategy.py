@@ -218,6 +218,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             stale = self._updates.begin(self._module, self.optimizers)
             self._host_report = HostReport(self._module, self.optimizers, stale=stale)
             self._host_report.check()
+        self.engine.open()
 
     @override
     def model_to_device(self) -> None:
@@ -227,7 +228,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Writes what was asked for and forgets the engine; no thread is alive between steps."""
+        """Writes what was asked for and forgets the engine, whose threads end."""
         try:
             self._updates.finish()
         finally:

@@ -20,12 +20,8 @@ from .glue import current
 
 
 @contextlib.contextmanager
-def checkpoints_passed_through(on_glue_checkpoint: Callable[[], None]) -> Iterator[None]:
-    """While open, checkpoints in units do nothing; see [Note: checkpointing].
-
-    Args:
-        on_glue_checkpoint: called when glue uses a checkpoint.
-    """
+def checkpoints_passed_through() -> Iterator[None]:
+    """While open, checkpoints in units do nothing; see [Note: checkpointing]."""
     function = torch_checkpoint.CheckpointFunction
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
@@ -34,7 +30,7 @@ def checkpoints_passed_through(on_glue_checkpoint: Callable[[], None]) -> Iterat
         if state is None:
             return False
         if state.unit_writes is None:
-            on_glue_checkpoint()
+            state.on_checkpoint()
             return False
         return True
 

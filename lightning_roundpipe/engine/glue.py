@@ -8,9 +8,9 @@ a *different* micro-batch takes the lock. So every micro-batch sees its own writ
 step, and what the last micro-batch wrote is what remains: the semantics of a single call.
 
 [Note: attribute writes]
-Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed while a step runs and ignores
-threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that read what
-glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
+Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed as long as the engine is open and
+ignores threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that
+read what glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
 
 ``requires_grad`` of parameters is such an attribute: a step may freeze modules for a while (a reference model with its
 adapters disabled). A unit runs with the flags that its caller had: ``Call.trained``.
@@ -57,6 +57,10 @@ class UnitWrites:
         return written
 
 
+def _nothing() -> None:
+    """Where a step wants to know of nothing."""
+
+
 class GlueState:
     """What belongs to one micro-batch while it runs glue code.
 
@@ -67,6 +71,8 @@ class GlueState:
             been done.
         call_unit: runs a unit; None while the thread is inside one.
         meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
+        on_module_hook: called when glue registers a forward hook on a module.
+        on_checkpoint: called when glue uses an activation checkpoint.
         loose: takes the gradients of leaves while the engine walks the graph of user code, see
             [Note: loose parameters] in :mod:`loose`; None otherwise.
     """
@@ -82,6 +88,8 @@ class GlueState:
         self.call_unit: Callable[..., Any] | None = None
         self.meet: Callable[..., Any] | None = None
         self.loose: Any = None
+        self.on_module_hook: Callable[[], None] = _nothing
+        self.on_checkpoint: Callable[[], None] = _nothing
 
 
 class GlueLock:
@@ -341,8 +349,6 @@ def left() -> Iterator[None]:
 _FLAG: Any = torch._C.TensorBase.requires_grad
 _original_setattr = nn.Module.__setattr__
 _original_delattr = nn.Module.__delattr__
-_patch_lock = threading.Lock()
-_patch_users = 0
 
 
 def _note(module: nn.Module, name: str, value: Any = None) -> None:
@@ -391,22 +397,16 @@ def _noting_requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> nn
 @contextlib.contextmanager
 def noting_writes() -> Iterator[None]:
     """Attribute writes on modules are noted while this is open; see [Note: attribute writes]."""
-    global _patch_users, _original_setattr, _original_delattr
-    with _patch_lock:
-        _patch_users += 1
-        if _patch_users == 1:
-            _original_setattr, _original_delattr = nn.Module.__setattr__, nn.Module.__delattr__
-            nn.Module.__setattr__ = _noting_setattr  # type: ignore[method-assign]
-            nn.Module.__delattr__ = _noting_delattr  # type: ignore[method-assign]
-            # Parameters have neither of their own, and what is not there costs nothing outside of steps.
-            nn.Parameter.__setattr__ = _noting_parameter_setattr  # type: ignore[method-assign,assignment]
-            nn.Parameter.requires_grad_ = _noting_requires_grad_  # type: ignore[assignment]
+    global _original_setattr, _original_delattr
+    _original_setattr, _original_delattr = nn.Module.__setattr__, nn.Module.__delattr__
+    nn.Module.__setattr__ = _noting_setattr  # type: ignore[method-assign]
+    nn.Module.__delattr__ = _noting_delattr  # type: ignore[method-assign]
+    # Parameters have neither of their own, and what is not there costs nothing outside of fits.
+    nn.Parameter.__setattr__ = _noting_parameter_setattr  # type: ignore[method-assign,assignment]
+    nn.Parameter.requires_grad_ = _noting_requires_grad_  # type: ignore[assignment]
     try:
         yield
     finally:
-        with _patch_lock:
-            _patch_users -= 1
-            if _patch_users == 0:
-                nn.Module.__setattr__ = _original_setattr  # type: ignore[method-assign]
-                nn.Module.__delattr__ = _original_delattr  # type: ignore[method-assign]
-                del nn.Parameter.__setattr__, nn.Parameter.requires_grad_
+        nn.Module.__setattr__ = _original_setattr  # type: ignore[method-assign]
+        nn.Module.__delattr__ = _original_delattr  # type: ignore[method-assign]
+        del nn.Parameter.__setattr__, nn.Parameter.requires_grad_

@@ -109,6 +109,11 @@ class Attendance:
         self._resumed = threading.Event()
         self._go_on = returning(None)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether :meth:`end` has been called."""
+        return self.arrival is None and self.halted.is_set()
+
     def await_outcome(self, arrival: Collective, aborted: threading.Event) -> Callable[[], Any]:
         """For the thread of the micro-batch: stops here, until :meth:`resume`; gives what was given there.
 

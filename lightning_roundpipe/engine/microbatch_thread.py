@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from .outputs import Results
 from .recompute import check_escape
 from .requests import StepRequest
 from .strays import StrayOperands
-from .threads import Surroundings
+from .threads import Surroundings, Worker
 from .walk import Walk
 
 
@@ -40,18 +39,14 @@ class MicrobatchThreads:
     def __post_init__(self) -> None:
         self._surroundings = Surroundings.of_this_thread(self.request.autocast_device)
 
-    def thread_of(self, walk: Walk, fail: Callable[[BaseException], None]) -> threading.Thread:
-        """The thread of a micro-batch, not started.
+    def begin(self, worker: Worker, walk: Walk, fail: Callable[[BaseException], None]) -> None:
+        """Lets ``worker`` run a micro-batch, in a copy of the caller's context.
 
         Args:
             fail: is told of every error: it must reach the thread that runs the step.
         """
-        return threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(functools.partial(self._run, walk, fail),),
-            name=f"roundpipe-microbatch-{walk.index}",
-            daemon=True,
-        )
+        work = functools.partial(contextvars.copy_context().run, self._run, walk, fail)
+        worker.begin(work, f"roundpipe-microbatch-{walk.index}")
 
     def _run(self, walk: Walk, fail: Callable[[BaseException], None]) -> None:
         try:

@@ -13,7 +13,7 @@ the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from .working_copies import WorkingCopies
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_flag = operator.attrgetter("requires_grad")
 
 
 @dataclass(eq=False)
@@ -132,8 +133,10 @@ class Replica:
                 assign(copied, name, value)
                 self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
 
-    def switch(self, trained: Sequence[bool]) -> None:
+    def switch(self, trained: tuple[bool, ...]) -> None:
         """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
+        if tuple(map(_flag, self.leaves)) == trained:
+            return
         for leaf, flag in zip(self.leaves, trained, strict=True):
             if leaf.requires_grad is not flag:
                 Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]

@@ -1,4 +1,4 @@
-"""Everything a step changes outside itself, and its undoing on every exit path."""
+"""What the engine changes outside itself, and its undoing on every exit path; for how long: :mod:`step_patches`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .glue import current
+from .glue import GlueState, current
 from .recompute import GradientCutError, note_hook, reached_cut
 from .units import Unit, UnitTable
 
@@ -40,7 +40,7 @@ def intercepted(table: UnitTable) -> Iterator[None]:
     back afterwards: copies, pickles and ``state_dict`` never see it.
     """
     before: list[tuple[nn.Module, Any]] = []
-    traced = any(m.__dict__.get("_compiled_call_impl") is not None for m in table.root.modules())
+    traced = table.is_traced
     try:
         for module, unit in table.units.items():
             own = module.__dict__.get("forward")
@@ -107,28 +107,27 @@ def guarded_grad() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting_hooks(on_module_hook: Callable[[], None]) -> Iterator[None]:
+def noting_hooks() -> Iterator[None]:
     """While open, hooks that glue registers on outputs of units and on modules are noted.
 
-    Args:
-        on_module_hook: called when a forward hook is registered on a module: replicas have to take it over. (What
-            hooks on outputs change: :class:`recompute.Receiver`.)
+    Replicas have to take over those on modules. What hooks on outputs change: :class:`recompute.Receiver`.
     """
 
-    def noting(original: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+    def noting(original: Callable[..., Any], note: Callable[[GlueState, Any], None]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if current() is not None:
-                note(self)
+            state = current()
+            if state is not None:
+                note(state, self)
             return original(self, *args, **kwargs)
 
         return method
 
     with contextlib.ExitStack() as stack:
         for owner, name, note in (
-            (Tensor, "register_hook", note_hook),
-            (Tensor, "retain_grad", note_hook),
-            (nn.Module, "register_forward_hook", lambda module: on_module_hook()),
+            (Tensor, "register_hook", lambda state, tensor: note_hook(tensor)),
+            (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
+            (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
         ):
             original = getattr(owner, name)
             setattr(owner, name, noting(original, note))

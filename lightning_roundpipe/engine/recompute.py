@@ -392,7 +392,7 @@ def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
 
 def versions_of(unit: Unit) -> tuple[int, ...]:
     """Those of its parameters."""
-    return tuple(version_of(parameter) for parameter in unit.module.parameters())
+    return tuple(map(version_of, unit.parameters()))
 
 
 def check_versions(call: Call) -> None:

@@ -11,6 +11,7 @@ from .compiling import UnitCompiler
 from .loading import ReplicaCache
 from .plans import Plans
 from .pool import DevicePool
+from .threads import Workers
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Resources:
 
     Attributes:
         glue_is_user_code: set when glue has a backward that runs user code.
+        workers: threads of micro-batches.
         switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
     """
 
@@ -29,5 +31,6 @@ class Resources:
     compiler: UnitCompiler | None
     exempt: tuple[type, ...]
     num_threads: int | None
+    workers: Workers = field(default_factory=Workers)
     glue_is_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)

@@ -3,13 +3,15 @@
 [Note: one step]
 The first step with a new key (train, validate, ...) runs its first micro-batch alone on one device and records which
 units it calls in which order; the plan made from that drives everything after, until a better one is made between two
-steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: threads are started for it
-and joined before it ends, on every path. The first exception stops the others at their next wait and is raised to the
-caller with its own traceback; a KeyboardInterrupt in the calling thread does the same.
+steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: when it ends, on every path,
+its threads have nothing to do; they end with it, or stay as long as the engine is open. The first exception stops the
+others at their next wait and is raised to the caller with its own traceback; a KeyboardInterrupt in the calling thread
+does the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Mapping
 from time import perf_counter
 from typing import Any
@@ -28,6 +30,7 @@ from .requests import StepRequest, StepResult
 from .resources import Resources
 from .step import Step
 from .step_context import Plan
+from .step_patches import classes_patched
 from .tracing import Trace
 from .unit_run import relay_hooks
 from .units import UnitClasses, UnitTable
@@ -75,12 +78,13 @@ class Engine:
         self._unit_classes = unit_classes
         self._exempt = exempt
         self._table: UnitTable | None = None
-        self._modules: list[int] = []
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
         self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads)
         self.working_copies = self._replicas.weights
         self.trace = False
+        self._is_open = False
+        self._open = contextlib.ExitStack()
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """The plan of steps with this key, once one has run."""
@@ -116,12 +120,25 @@ class Engine:
         self._plans.forget(key)
         self._current_table().forget_facts()
 
+    def open(self) -> None:
+        """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do replacements
+        of classes: see [Note: patches] in :mod:`step_patches`. Otherwise nothing is left between two steps."""
+        self._open.close()
+        self._open.callback(self._resources.workers.close)
+        self._open.enter_context(classes_patched())
+        self._is_open = True
+
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
+        self._is_open = False
+        self._open.close()
+        self._forget()
+
+    def _forget(self) -> None:
         self._replicas.clear()
         self._plans.clear()
         self._resources.switches.clear()
-        self._table, self._modules = None, []
+        self._table = None
 
     def run(self, request: StepRequest) -> StepResult:
         """Runs one step; see [Note: one step].
@@ -141,6 +158,8 @@ class Engine:
         try:
             step.run()
         finally:
+            if not self._is_open:
+                self._resources.workers.close()
             if trace is not None:
                 trace.close()
         moved = zip(self._pool.bytes_moved, before, strict=True)
@@ -164,9 +183,7 @@ class Engine:
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""
-        modules = [id(module) for module in self._root.modules()]
-        if self._table is None or modules != self._modules:
-            self.close()
+        if self._table is None or not self._table.is_of(list(self._root.modules())):
+            self._forget()
             self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
-            self._modules = modules
         return self._table

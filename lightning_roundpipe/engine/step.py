@@ -1,9 +1,9 @@
 """One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
 
-A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads are
-started in the first segment and joined when the step ends, on every path. Between two segments they all stand still:
-no weight is on its way, patches of the process are undone, and the thread that runs the step has everything for
-itself.
+A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads begin
+in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two segments
+they all stand still: no weight is on its way, the patches of a segment are undone, and the thread that runs the step
+has everything for itself.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .report import Report
 from .requests import StepRequest
 from .resources import Resources
 from .step_context import Plan, StepContext
-from .step_patches import patch
-from .threads import run_threads
+from .step_patches import classes_patched, patch
+from .threads import Worker, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
 from .units import UnitTable
 from .walk import Walk
@@ -60,8 +60,11 @@ class Step:
             self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
         count = len(request.microbatches)
         self._states = [GlueState(i, request.seed) for i in range(count)]
+        for state in self._states:
+            state.on_module_hook = resources.replicas.note_hook
+            state.on_checkpoint = resources.glue_is_user_code.set
         self._walks: dict[int, Walk] = {}
-        self._alive: list[threading.Thread] = []
+        self._workers: list[Worker] = []
         self._turnstile: Turnstile | None = None
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
@@ -95,7 +98,8 @@ class Step:
             lists.hand_out(self._states, self._lock)
             for state in self._states:
                 state.lock = self._lock
-            self._run_segments(lambda arrival: arrival is None)
+            with classes_patched():
+                self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
             self.report.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
@@ -243,28 +247,29 @@ class Step:
         )
         self._turnstile = turnstile
         turnstile.join(len(indices))
-        new: list[threading.Thread] = []
-        waiting: list[Callable[[], None]] = []
+        num_known = len(self._workers)
+        go_on: list[Callable[[], None]] = []
         for slot, index in enumerate(indices):
             known = self._walks.get(index)
             if known is None:
-                new.append(self._thread_of(index, slot, shared))
+                self._workers.append(resources.workers.take())
+                walk = self._walk_of(index, slot, shared)
+                go_on.append(functools.partial(self._threads.begin, self._workers[-1], walk, self._fail))
             else:
                 known.begin_segment(slot, shared)
-                waiting.append(functools.partial(known.attendance.resume, self._outcomes[index]))
+                go_on.append(functools.partial(known.attendance.resume, self._outcomes[index]))
         loader.begin()
         walks = [self._walks[index] for index in indices]
-        self._alive += new
-        run_threads(new, waiting, [walk.attendance.halted for walk in walks], self._fail)
+        run_threads(self._workers[num_known:], go_on, [walk.attendance.halted for walk in walks], self._fail)
         self._raise_error()
         return walks
 
-    def _thread_of(self, index: int, slot: int, shared: StepContext) -> threading.Thread:
+    def _walk_of(self, index: int, slot: int, shared: StepContext) -> Walk:
         state = self._states[index]
         walk = self._walks[index] = Walk(index, slot, shared, state)
         if self._request.meets:
             state.meet = functools.partial(self._meet, index)
-        return self._threads.thread_of(walk, self._fail)
+        return walk
 
     # --- failures ------------------------------------------------------------------------------------------------
 
@@ -286,15 +291,13 @@ class Step:
                 del error
 
     def _stop(self) -> None:
-        """Ends the threads that still wait at a meeting, and waits for all."""
-        alive = [thread for thread in self._alive if thread.is_alive()]
-        if alive:
+        """Lets the micro-batches that still stand at a meeting come to their end, and waits for all threads."""
+        if not all(walk.attendance.has_ended for walk in self._walks.values()):
             self._fail(StepAborted())
             for walk in self._walks.values():
                 walk.attendance.resume(returning(None))
-        for thread in self._alive:
-            if thread.ident is not None:
-                thread.join()
+        self._resources.workers.give_back(self._workers)
+        self._workers.clear()
         for state in self._states:
             state.meet = None
         self._walks.clear()

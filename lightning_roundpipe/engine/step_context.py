@@ -68,7 +68,7 @@ class StepContext:
         if known is None:
             unit.look()
         if known is None or self.lock.switches_flags:
-            known = self._trained[unit] = tuple(p.requires_grad for p in unit.module.parameters())
+            known = self._trained[unit] = tuple([p.requires_grad for p in unit.parameters()])
         return known
 
     @functools.cached_property

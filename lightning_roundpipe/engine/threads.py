@@ -1,10 +1,11 @@
-"""Micro-batch threads: what they take over from the caller's thread, and how they are waited for."""
+"""Micro-batch threads: where they come from, what they take over from the caller, and how they are waited for."""
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,34 +57,110 @@ class Surroundings:
         return torch.autocast(self.device_type, dtype=self.autocast[1], enabled=False, cache_enabled=False)
 
 
+class Worker:
+    """A thread that runs one function after another, and keeps nothing of them; a daemon that starts with the first.
+
+    Its methods are for the thread that runs a step.
+    """
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._todo,), daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. In a forked process it does not."""
+        return self._thread.is_alive()
+
+    def begin(self, work: Callable[[], object], name: str | None = None) -> None:
+        """Lets the thread, under this name, call ``work`` when it is done with what came before.
+
+        Args:
+            work: raises nothing.
+        """
+        if name is not None:
+            self._thread.name = name
+        if self._thread.ident is None:
+            self._thread.start()
+        self._todo.put(work)
+
+    def done(self) -> threading.Event:
+        """Set by the thread, if it is alive, when all has been done that was given until now."""
+        event = threading.Event()
+        self._todo.put(event.set)
+        return event
+
+    def close(self) -> None:
+        """Ends the thread and waits for its end."""
+        self._todo.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (work := todo.get()) is not None:
+        work()
+        del work
+
+
+class Workers:
+    """Threads for the micro-batches of one step after another: to start one costs more than a unit call.
+
+    Used by the thread that runs a step. They have the number of intra-op threads from when they began.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+        self._num_threads = 0
+
+    def take(self) -> Worker:
+        """One that has nothing to do, until :meth:`give_back`."""
+        if self._num_threads != torch.get_num_threads():
+            self.close()
+            self._num_threads = torch.get_num_threads()
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+        return Worker()
+
+    def give_back(self, workers: Sequence[Worker]) -> None:
+        """Waits until they are done, so that nothing of a step is left; they may be taken again."""
+        for worker, done in [(worker, worker.done()) for worker in workers]:
+            while not done.wait(_RECHECK_S) and worker.is_alive:
+                pass
+        self._idle += reversed(workers)
+
+    def close(self) -> None:
+        """Ends all that have nothing to do."""
+        while self._idle:
+            self._idle.pop().close()
+
+
 def run_threads(
-    threads: list[threading.Thread],
-    resume: list[Callable[[], None]],
-    halted: list[threading.Event],
+    workers: Sequence[Worker],
+    go_on: Sequence[Callable[[], None]],
+    halted: Sequence[threading.Event],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Starts or resumes threads, and waits until all have halted; an interrupt of the waiting thread stops them first.
+    """Lets threads go on, and waits until all have halted; an interrupt of the waiting thread stops them first.
 
     Args:
-        threads: not started yet; the last of those that are waited for.
-        resume: lets each of the others go on.
-        halted: set by each thread, in the order of ``resume`` and ``threads``, as the last thing it does for now.
+        workers: those that begin; the last of those that are waited for.
+        go_on: lets one go on, for each of them.
+        halted: set by each thread as the last thing it does for now; those of ``workers`` last, in their order.
         fail: makes the threads stop.
-
-    Waits for events: an interrupted ``Thread.join`` of CPython 3.12 and older takes a running thread for dead.
     """
     try:
-        for go_on in resume:
-            go_on()
-        for thread in threads:
-            thread.start()
+        for let_go_on in go_on:
+            let_go_on()
         for event in halted:
             while not event.wait(_RECHECK_S):
                 pass
     except BaseException as interrupt:
         fail(interrupt)
-        for thread, event in zip(threads, halted[len(resume) :], strict=True):
-            # A thread is listed from inside start() on, where the interrupt may have come.
-            while thread in threading.enumerate() and not event.wait(_STARTING_S):
+        for worker, event in zip(workers, halted[len(halted) - len(workers) :], strict=True):
+            done = worker.done()  # whether it has begun is not known
+            while not (event.is_set() or done.wait(_STARTING_S)) and worker.is_alive:
                 pass
         raise

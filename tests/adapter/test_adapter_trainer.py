@@ -418,3 +418,21 @@ def test_a_replaced_clock(
     monkeypatch.setattr(time, "monotonic", CLOCKS["stands still"])  # Lightning's loops ask it
     plain, ours = fit_both(Validates, val_loader=make_loader(), ours={"options": CLOCK_OPTIONS[options]})
     assert_same_training(plain, ours)
+
+
+def test_a_module_can_be_copied_and_pickled_between_steps(
+    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
+) -> None:
+    """Between two steps threads wait and methods of classes are replaced; copies and pickles know nothing of it."""
+    copies: list[Any] = []
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            copies.append((copy.deepcopy(module.body), pickle.loads(pickle.dumps(module.body))))
+
+    module = small()
+    make_trainer(callbacks=[Copies()]).fit(module, make_loader())
+    assert len(copies) > 1
+    for one in copies[-1]:
+        assert_alike(dict(one.state_dict()), dict(module.body.state_dict()))
+        assert all("forward" not in child.__dict__ for child in one.modules())

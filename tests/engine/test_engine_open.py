@@ -1,0 +1,168 @@
+"""What stays from step to step while an engine is open, and that nothing of it is left when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+NUM_MICROBATCHES = 3
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """A chain of layers whose step calls ``inside`` between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.inside: Any = lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.inside(x)
+        for layer in self.layers[1:]:
+            x = layer(torch.tanh(x))
+        return x.square().mean()
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(3)
+    torch.set_num_threads(1)
+    return Net()
+
+
+@pytest.fixture
+def engine(net: Net) -> Iterator[Engine]:
+    made = Engine(net, DevicePool([torch.device("cpu")] * 2), plan_of_one_stage, num_threads=1)
+    yield made
+    made.close()
+
+
+def plan_of_one_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    count = len(costs.calls)
+    return Partition(count, (Stage(0, StageKind.FUSED, 0, count),))
+
+
+def run(engine: Engine, net: Net, seed: int = 0) -> dict[str, Tensor]:
+    """Gradients of a step by parameter name."""
+    rows = torch.randn(2 * NUM_MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(seed))
+    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+    parts = rows.chunk(NUM_MICROBATCHES)
+    result = engine.run(StepRequest(net, parts, weights, "train", seed, loss_of=lambda loss: loss))
+    return {name: result.gradients[parameter] for name, parameter in net.named_parameters()}
+
+
+def workers() -> set[int | None]:
+    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("roundpipe-microbatch")}
+
+
+def replaced() -> tuple[Any, ...]:
+    """What the engine replaces for the whole process while it is open."""
+    return (
+        nn.Module.__setattr__,
+        nn.Module.__delattr__,
+        nn.Module.register_forward_hook,
+        nn.Parameter.__dict__.get("__setattr__"),
+        nn.Parameter.__dict__.get("requires_grad_"),
+        Tensor.register_hook,
+        Tensor.retain_grad,
+        torch_checkpoint.CheckpointFunction,
+    )
+
+
+def test_threads_stay_as_long_as_the_engine_is_open(engine: Engine, net: Net) -> None:
+    originals, used = replaced(), []
+    net.inside = lambda x: used.append(threading.get_ident())
+    engine.open()
+    for seed in range(3):
+        run(engine, net, seed)
+    assert len(set(used)) == NUM_MICROBATCHES
+    assert workers() == set(used)
+    engine.close()
+    assert not workers()
+    assert replaced() == originals
+
+
+def test_without_open_nothing_is_left_between_steps(engine: Engine, net: Net) -> None:
+    originals = replaced()
+    for seed in range(2):
+        run(engine, net, seed)
+        assert not workers()
+        assert replaced() == originals
+
+
+@pytest.mark.parametrize("closed_first", [0, 1])
+def test_of_two_open_engines_the_last_puts_replacements_back(net: Net, closed_first: int) -> None:
+    originals = replaced()
+    engines = [Engine(net, DevicePool([torch.device("cpu")]), plan_of_one_stage) for _ in range(2)]
+    for one in engines:
+        one.open()
+    installed = replaced()
+    assert not set(map(id, installed)) & set(map(id, originals)) - {id(None)}
+    engines[closed_first].close()
+    assert replaced() == installed
+    run(engines[1 - closed_first], net)
+    engines[1 - closed_first].close()
+    assert replaced() == originals
+    assert not workers()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_open_engine_goes_on_after_an_error(engine: Engine, net: Net, error: type[BaseException]) -> None:
+    def fails(x: Tensor) -> None:
+        raise error("from user code")
+
+    expected = run(engine, net)
+    engine.open()
+    run(engine, net)
+    net.inside = fails
+    with pytest.raises(error, match="from user code"):
+        run(engine, net)
+    net.inside = lambda x: None
+    torch.testing.assert_close(run(engine, net), expected)
+    assert len(workers()) == NUM_MICROBATCHES
+
+
+def test_waiting_threads_keep_nothing_of_a_step(engine: Engine, net: Net) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    net.inside = lambda x: seen.append(weakref.ref(x))
+    engine.open()
+    gc.disable()
+    try:
+        for seed in range(2):
+            run(engine, net, seed)
+            assert not [tensor for tensor in seen if tensor() is not None]
+    finally:
+        gc.enable()
+    assert len(seen) == 2 * NUM_MICROBATCHES
+
+
+def test_threads_are_made_anew_for_another_number_of_intra_op_threads(net: Net) -> None:
+    engine = Engine(net, DevicePool([torch.device("cpu")]), plan_of_one_stage)
+    engine.open()
+    run(engine, net)
+    before = workers()
+    counts: list[int] = []
+    net.inside = lambda x: counts.append(torch.get_num_threads())
+    torch.set_num_threads(2)
+    try:
+        run(engine, net)
+        assert counts == [2] * NUM_MICROBATCHES
+        assert len(workers()) == len(before) == NUM_MICROBATCHES
+    finally:
+        torch.set_num_threads(1)
+        engine.close()
+    assert not workers()
