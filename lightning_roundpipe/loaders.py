@@ -79,7 +79,9 @@ class Readings:
             return BatchSource(is_item=getattr(loader, "batch_size", None) is None)
         if not isinstance(loader, DataLoader):
             return UNKNOWN
-        return BatchSource(_sizes_of(sampler), is_collated=self._is_collated(loader))
+        return BatchSource(
+            _sizes_of(sampler), is_collated=self._is_collated(loader), may_be_collated=_calls_default(loader.collate_fn)
+        )
 
     def _is_collated(self, loader: DataLoader[Any]) -> bool:
         """Whether batches leave the loader in the form that ``default_collate`` gives, and are seen then."""
@@ -95,6 +97,13 @@ def _layout_of(value: Any) -> Any:
     """The containers in a batch, with their lengths."""
     children = children_of(value)
     return None if children is None else (type(value), tuple((name, _layout_of(entry)) for name, entry in children))
+
+
+def _calls_default(collate: Any) -> bool:
+    """Whether a ``collate_fn`` names ``default_collate`` in its code."""
+    function = getattr(collate, "func", collate)  # of a functools.partial
+    function = function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
+    return default_collate.__name__ in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _sizes_of(sampler: Any) -> tuple[int, ...]:
@@ -121,6 +130,7 @@ def _joined(sources: Iterable[BatchSource], is_joined: bool) -> BatchSource:
     return BatchSource(
         sizes=first.sizes if same else (),
         is_collated=all(source.is_collated for source in (first, *others)),
+        may_be_collated=any(source.may_be_collated for source in (first, *others)),
         is_joined=is_joined,
         is_item=any(source.is_item for source in (first, *others)),
     )

@@ -148,8 +148,10 @@ class LogCapture:
 
 
 def _is_of_the_batch(given: Sequence[int], sizes: Sequence[int], batch_size: int | None) -> bool:
-    """Whether a ``batch_size`` that is logged is a constant of the whole batch, as ``self.hparams.batch_size`` is."""
-    return batch_size is not None and len(set(given)) == 1 and given[0] >= batch_size > max(sizes)
+    """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows."""
+    if batch_size is None or len(set(given)) > 1:
+        return False
+    return given[0] >= batch_size > max(sizes) or given[0] == 1 < max(sizes)
 
 
 def _place_of_call() -> str:

@@ -16,7 +16,8 @@ agree, and how earlier batches of the same loader were read. From that a reading
   columns: every entry is read by itself. If torch's ``default_collate`` has made the batch, all of them do.
 - The root is where the two are hard to tell apart: ``[x, y]`` for a batch of two samples. A root tuple whose entries
   all have the rows of the batch holds columns, like ``(x, y)``. A list that fits both is refused, unless its entries
-  are not alike, so that they cannot be samples. So is a tuple further down, ``(h, c)`` or two samples.
+  are not alike, so that they cannot be samples. So is a tuple further down, ``(h, c)`` or two samples, and a list if
+  the ``collate_fn`` calls ``default_collate``, which makes lists of columns.
 - If the DataLoader does not say how many samples there are, or something between it and the step has changed that, all
   rows must agree on a number, and no sequence at the root is taken for samples, except of texts and objects.
 - An array of one row beside nothing but integers and texts is data, not a mask: one row, which is not cut. Packed text
@@ -67,12 +68,15 @@ class BatchSource:
     Attributes:
         sizes: numbers of samples that its DataLoader may have put into it, the usual one first; empty if unknown.
         is_collated: whether it is as torch's ``default_collate`` has made it: every sequence holds columns.
+        may_be_collated: whether its ``collate_fn`` calls ``default_collate`` among other things, which makes lists of
+            columns.
         is_joined: whether the entries of the root come from a loader each.
         is_item: whether its loader makes no batches: it is an item of a data set, which may be a single sample.
     """
 
     sizes: tuple[int, ...] = ()
     is_collated: bool = False
+    may_be_collated: bool = False
     is_joined: bool = False
     is_item: bool = False
 
@@ -288,7 +292,7 @@ class _Fitting:
             return samples
         if not _are_alike(node):
             return columns
-        if (is_tuple or is_root) and self._are_columns(node, depth):
+        if (is_tuple or is_root or self._source.may_be_collated) and self._are_columns(node, depth):
             columns.open.insert(0, node)
             return columns
         return samples

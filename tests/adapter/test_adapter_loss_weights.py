@@ -227,6 +227,7 @@ def test_a_batch_size_that_is_logged_may_be_that_of_the_batch(small: Any, fit_bo
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("constant", loss, batch_size=8, on_step=False, on_epoch=True)
+            self.log("one", loss, batch_size=1, on_step=False, on_epoch=True)
             self.log("rows", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True)
             return loss
 

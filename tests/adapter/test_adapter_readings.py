@@ -167,6 +167,14 @@ REFUSED: dict[str, tuple[DataLoader[Any], str]] = {
         DataLoader([vectors(i, 3) for i in range(7)], batch_size=4, collate_fn=lambda s: torch.stack(s, 1)),  # type: ignore[arg-type]
         r"4 samples per batch, but batch of shape \(3, 4, 6\) has 3 rows",
     ),
+    "a size from a function that calls default_collate": (
+        DataLoader(
+            [{"x": vectors(i), "size": (i, 2 * i)} for i in range(4)],
+            batch_size=2,
+            collate_fn=lambda s: torch.utils.data.default_collate(s),
+        ),  # type: ignore[arg-type]
+        r"one entry per sample \(batch\['size'\], a list of 2 entries\)",
+    ),
     "points of clouds": (
         DataLoader(
             [(vectors(i, 5), vectors(i, 7)) for i in range(4)],
