@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from transformers import BatchEncoding
 
 from lightning_roundpipe import BatchSplitError
+from tests.adapter.loaders import Loader
 from tests.compatibility.rows import compat, compat_each
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -33,19 +34,6 @@ class Sample:
 class Opaque:
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
-
-
-class Loader:
-    """An iterable of ready-made batches."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 # name: (build a batch from x and y, take x and y out of it)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_roundpipe.loss_weight import LossWeights
-
-
-class Loader:
-    """An iterable of ready-made batches."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+from tests.adapter.loaders import Loader
 
 
 class Tokens:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.loaders import Readings
 from lightning_roundpipe.packed import find_packed, sizes_of, split_packed
+from tests.adapter.loaders import Loader
 from tests.compatibility.huggingface import causal
 
 WIDTH = 6
@@ -354,14 +355,6 @@ class Stream(IterableDataset[Any]):
         return iter([(vectors(i), i % 3) for i in range(10)])
 
 
-class Ready:
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
-
-
 DATA = TensorDataset(vectors(0, 10), torch.arange(10) % 3)
 # name: (loader, what is known of each batch, whether torch's default has collated it)
 LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]], bool]] = {
@@ -378,7 +371,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]], bool]] = {
     "with a function": (lambda: DataLoader(DATA, batch_size=5, collate_fn=lambda s: s), [(5,), (5,)], False),
     "of a stream": (lambda: DataLoader(Stream(), batch_size=4), [(4,), (4,), (4,)], True),
     "of whole batches": (lambda: DataLoader(DATA, batch_size=None), [()] * 10, False),
-    "of no class of torch": (lambda: Ready([(vectors(0, 4), torch.arange(4) % 3)]), [()], False),
+    "of no class of torch": (lambda: Loader([(vectors(0, 4), torch.arange(4) % 3)]), [()], False),
     "of one size together": (
         lambda: CombinedLoader([DataLoader(DATA, batch_size=5), DataLoader(DATA, batch_size=5)], "min_size"),
         [(5,), (5,)],

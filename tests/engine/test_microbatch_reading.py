@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from lightning_roundpipe.engine.microbatch import BatchSource, BatchSplitError, split_batch
+from tests.identical import assert_identical
 
 Pair = namedtuple("Pair", "x y")
 
@@ -286,21 +287,5 @@ def test_microbatches_are_what_collating_their_samples_gives_or_the_batch_is_ref
         return
     start = 0
     for part, length in zip(split.microbatches, split.sizes, strict=True):
-        assert_equal(part, collate(found[start : start + length]))
+        assert_identical(part, collate(found[start : start + length]))
         start += length
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    else:
-        assert left == right
