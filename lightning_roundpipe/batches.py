@@ -17,7 +17,7 @@ from .engine.microbatch import BatchSource, batch_rows, merge_outputs, split_bat
 from .engine.microbatch_reading import Role
 from .engine.outputs import brought_home
 from .loaders import Readings
-from .loss_weight import LossWeights, predicts_next_token
+from .loss_weight import LossWeights, name_of
 from .options import RoundPipeOptions
 from .packed import find_packed, sizes_of, split_packed
 
@@ -107,8 +107,7 @@ class BatchSplitter:
             return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
-            predicts_next = predicts_next_token(self._module)
-            parts = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next)
+            parts = split_packed(batch, packed, num_microbatches, predicts_next=self._weights.predicts_next)
             # A mean over a row is over its tokens; where labels tell, they weigh.
             return self._weighed(tuple(parts), sizes_of(parts, in_tokens=self._loss_weight == "auto"), 1)
         if packed is not None:
@@ -138,7 +137,7 @@ class BatchSplitter:
         if not is_certain and self._loss_weight in ("auto", "samples") and len(microbatches) > 1:
             self._warn(
                 "rows",
-                f"how many samples the {len(microbatches)} micro-batches of {_name(split)} have cannot be told, and "
+                f"how many samples the {len(microbatches)} micro-batches of {name_of(split)} have cannot be told, and "
                 f"they weigh as if it were {', '.join(map(str, sizes))}. If that is wrong, give the number: "
                 "RoundPipeStrategy(loss_weight=function from a micro-batch to its number of samples)",
             )
@@ -153,7 +152,7 @@ class BatchSplitter:
 
 def _checked(split: Split, parts: Any, batch: Any) -> tuple[Any, ...]:
     """What a user's function returned, if it is a list of micro-batches."""
-    what = f"{_name(split)} returned %s for a batch of type {type(batch).__name__}: return a list of micro-batches"
+    what = f"{name_of(split)} returned %s for a batch of type {type(batch).__name__}: return a list of micro-batches"
     if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
         given = f"a tensor of shape {tuple(parts.shape)}" if isinstance(parts, Tensor) else repr(parts)[:80]
         raise TypeError(what % (given if parts is None else f"{given} ({type(parts).__name__})"))
@@ -175,10 +174,6 @@ def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource) -> tuple[tuple
     if None in rows:
         return (1,) * len(microbatches), False
     return complete[0], not source.sizes or sum(complete[0]) <= source.sizes[0]
-
-
-def _name(function: Split) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:

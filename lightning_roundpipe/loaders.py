@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,13 +26,16 @@ class Readings:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._is_hooked = False
         self._arrived: Any = None
         self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
 
     def arrives(self, batch: Any) -> None:
         """Notes what a loader has given, before the transfer hooks of the user change it."""
-        self._arrived = None if isinstance(batch, Iterator) else _layout_of(batch)
+        self._arrived = _layout_of(batch) if self._is_hooked and not isinstance(batch, Iterator) else None
+
+    @functools.cached_property
+    def _is_hooked(self) -> bool:
+        return self._overrides("transfer_batch_to_device", "on_after_batch_transfer")
 
     def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> tuple[BatchSource, dict[str, Role]]:
         """The source of the batch that is under way, and what the batches before it have held.
@@ -56,7 +60,6 @@ class Readings:
         known = self._known.get((kind, index))
         if known is None or [*map(id, known[0])] != [*map(id, loaders)]:
             known = loaders, _joined(map(self._source, loaders), is_joined), {}
-            self._is_hooked = self._overrides("transfer_batch_to_device", "on_after_batch_transfer")
             self._known[kind, index] = known
         _, source, held = known
         if source.is_collated and self._is_hooked:  # the hooks may have left the layout as it was
@@ -88,7 +91,7 @@ class Readings:
         return loader.collate_fn is default_collate and not self._overrides("on_before_batch_transfer")
 
     def _overrides(self, *hooks: str) -> bool:
-        datamodule: Any = self._module.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = getattr(self._module._trainer, "datamodule", None)
         owners = [owner for owner in (self._module, datamodule) if owner is not None]
         return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 

@@ -13,6 +13,7 @@ for such, as in the convention of Hugging Face. What is not certain is said as a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,6 @@ class LossWeights:
         self._module = module
         self._loss_weight = loss_weight
         self._is_announced = False
-        self._by_class: tuple[Decision | None] | None = None
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
@@ -75,7 +75,7 @@ class LossWeights:
             counts = [_given_weight(rule, microbatch) for microbatch in microbatches]
             if not sum(counts) > 0.0:
                 raise ValueError(
-                    f"loss_weight={_name(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
+                    f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
                     "would count: return the number of things that the loss is a mean over, such as labels"
                 )
         elif rule in ("label_tokens", "causal_label_tokens"):
@@ -106,12 +106,19 @@ class LossWeights:
             )
         return decision.rule
 
+    @functools.cached_property
+    def _by_class(self) -> Decision | None:
+        return _decided_by_class(self._module)
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the loss compares a position with the label of the next one, as far as the model's class tells."""
+        return self._by_class is None or self._by_class.rule == "causal_label_tokens"
+
     def decision(self, microbatches: Sequence[Any]) -> Decision:
         """What weighs micro-batches with labels of which some are -100."""
-        if self._by_class is None:
-            self._by_class = (_decided_by_class(self._module),)
-        if self._by_class[0] is not None:
-            return self._by_class[0]
+        if self._by_class is not None:
+            return self._by_class
         labels, tokens = _entry(microbatches[0], "labels"), _entry(microbatches[0], "input_ids")
         if tokens is None or labels.shape != tokens.shape:
             return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
@@ -185,12 +192,6 @@ def _shifts_labels(model: Any) -> bool:
     return any(name.startswith("shift") for name in code.co_varnames)
 
 
-def predicts_next_token(module: nn.Module) -> bool:
-    """Whether the loss of ``module`` compares a position with the label of the next one, as far as its class tells."""
-    decision = _decided_by_class(module)
-    return decision is None or decision.rule == "causal_label_tokens"
-
-
 def _has_ignored_labels(microbatch: Any) -> bool:
     labels = _entry(microbatch, "labels")
     return isinstance(labels, Tensor) and _is_integer(labels) and bool((labels == IGNORED_LABEL).any())
@@ -207,7 +208,9 @@ def _is_integer(tensor: Tensor) -> bool:
 def _given_weight(function: Callable[[Any], float], microbatch: Any) -> float:
     weight = float(function(microbatch))
     if not 0.0 <= weight < float("inf"):
-        raise ValueError(f"loss_weight={_name(function)} gave {weight} for a micro-batch: weights must be numbers >= 0")
+        raise ValueError(
+            f"loss_weight={name_of(function)} gave {weight} for a micro-batch: weights must be numbers >= 0"
+        )
     return weight
 
 
@@ -222,5 +225,6 @@ def _num_labels(microbatch: Any, rule: str) -> float:
     return float((counted != IGNORED_LABEL).sum())
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """How messages call a function of the user."""
     return getattr(function, "__qualname__", None) or repr(function)

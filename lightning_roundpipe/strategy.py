@@ -302,7 +302,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
-        self.splitter.arrives(batch)
+        if self.lightning_module is not None:
+            self.splitter.arrives(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------

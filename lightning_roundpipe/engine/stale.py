@@ -7,7 +7,7 @@ W[t] and of the gradient at W[t-1]. So every trained weight has two snapshots on
 - the *front*: training steps compute with it,
 - the *back*: the thread of the updates fills it, share by share, with what an update has made of the weight.
 
-When the next optimizer step begins, the update before it is over and nobody computes: front and back change places.
+When the next optimizer step begins, the update before it has ended and no step computes: front and back change places.
 An optimizer step that updates nothing leaves them as they are.
 
 The weights themselves stay as they are in exact mode: everybody between training steps sees them, finished. A training

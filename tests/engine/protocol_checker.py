@@ -12,8 +12,8 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
 The paper's five orderings (:class:`Ordering`) say which of these exclude each other. How the engine keeps each of them
 is in docs/architecture.md, "Who may touch weights when".
 
-Stale steps compute with snapshots, which nobody writes meanwhile: there an update excludes nothing but another one of
-the same weights.
+Stale steps compute with snapshots, which no thread writes meanwhile: there an update excludes nothing but another one
+of the same weights.
 
 :func:`following` sets the engine's hook (``weight_events.observer``) to a checker, which compares every :class:`Event`
 with :data:`RULES`.
