@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     CallCost,

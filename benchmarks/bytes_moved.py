@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from benchmarks._report import Report, parser, progress, rounded
 from lightning_roundpipe.common.sizes import num_bytes_of
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.transfer import Transfer
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.transfer import Transfer
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition
 from tests.engine.plain_loop import cut_at
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks._report import Report, parser, progress, rounded, spread
 from benchmarks.cpu_throughput import Llama
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CallCost, CostProfile, Partition, partition
 

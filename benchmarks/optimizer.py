@@ -24,13 +24,13 @@ from typing_extensions import override
 from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
 from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.engine import shares as update_shares
-from lightning_roundpipe.engine.clipping import clip_factor
-from lightning_roundpipe.engine.optimizer import Updates
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.integration.workers import update_threads
+from lightning_roundpipe.optimizer import shares as update_shares
+from lightning_roundpipe.optimizer.clipping import clip_factor
+from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.planning import CallCost, CostProfile
-from lightning_roundpipe.workers import update_threads
 
 METHOD = """
 steps: Trainer(strategy=RoundPipeStrategy(...)).fit on virtual devices with one thread each. Every layer holds a square

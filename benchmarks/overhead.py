@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._report import Report, median, parser, progress, rounded, spread
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks._report import Report, parser, progress, rounded
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.pictures import check_picture
+from lightning_roundpipe.reporting.pictures import check_picture
 
 METHOD = """
 The model and the data of examples/train_bytes.py (a small GPT over bytes, here of half the width and context; AdamW,

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
 from benchmarks.bubble import SLEPT, Model, sharpen_timers
-from lightning_roundpipe.engine.loading import Loader
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.transfer import CHUNK_BYTES, Edge, Transfer
+from lightning_roundpipe.devices.virtual import Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.transfer import CHUNK_BYTES, Edge, Transfer
-from lightning_roundpipe.engine.virtual import Link, TimedLink
 from lightning_roundpipe.planning import (
     Action,
     CallCost,
@@ -39,6 +38,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.weights.placement import Loader
 from tests.planning.paper import MODELS, NUM_DEVICES, PaperModel
 
 METHOD = """

@@ -11,15 +11,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .__about__ import __version__
 from .accelerator import RoundPipeAccelerator
-from .engine.dispatch import PipelineStalled
-from .engine.memory import DeviceOutOfMemoryError
-from .engine.microbatch import BatchSplitError
-from .engine.recompute import GradientCutError
+from .autograd.recompute import GradientCutError
+from .devices.memory import DeviceOutOfMemoryError
+from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError
+from .integration.batches.microbatches import BatchSplitError
 from .options import VirtualLink
 from .planning.plan import StageMemoryError
+from .reporting.timeline_callback import RoundPipeTimeline
 from .strategy import RoundPipeStrategy
-from .timeline_callback import RoundPipeTimeline
 
 __all__ = [
     "BatchSplitError",

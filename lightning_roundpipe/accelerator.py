@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, cpu
 from typing_extensions import override
 
-from .engine.cuda import CudaDevice
-from .engine.pool import DevicePool
+from .devices.cuda import CudaDevice
+from .devices.pool import DevicePool
 
 _MAX_AUTO_VIRTUAL = 8
 

@@ -22,30 +22,30 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
-from .batches import Batches, BatchSplitter
-from .engine.glue import current
-from .engine.microbatch import merge_outputs
-from .engine.pool import DevicePool
+from .devices.pool import DevicePool
 from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
-from .host_report import HostReport
-from .log_merging import LogCapture, MetricTwins
-from .loss import hand_over, loss_of, merged_step
-from .manual import ManualOptimization
-from .misuse import StepGuard
-from .model_settings import training_settings
+from .integration.batches.microbatches import merge_outputs
+from .integration.batches.splitting import Batches, BatchSplitter
+from .integration.log_merging import LogCapture, MetricTwins
+from .integration.loss import hand_over, loss_of, merged_step
+from .integration.manual import ManualOptimization
+from .integration.misuse import StepGuard
+from .integration.model_settings import training_settings
+from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
+from .integration.precision import checked_precision, expected_scale
+from .integration.retry import Retry, make_retry
+from .integration.seeds import seed_of_step
+from .integration.single_process import SingleProcessStrategy
+from .integration.supported import check_model
+from .integration.trainer_checks import check_modes
+from .integration.user_step import UserStep
+from .integration.workers import make_engine, make_pool
 from .options import RoundPipeOptions, VirtualLink, read_profile
-from .overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .planning.costs import CostProfile
-from .precision import checked_precision, expected_scale
-from .retry import Retry, make_retry
-from .seeds import seed_of_step
-from .single_process import SingleProcessStrategy
-from .supported import check_model
-from .tracing import Recordings, TraceWriter
-from .trainer_checks import check_modes
-from .user_step import UserStep
-from .workers import make_engine, make_pool
+from .reporting.host_report import HostReport
+from .reporting.tracing import Recordings, TraceWriter
+from .usercode.lock import current
 
 
 class RoundPipeStrategy(SingleProcessStrategy):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import optimizer
-from lightning_roundpipe import overlap
+from lightning_roundpipe.integration import overlap
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from lightning_roundpipe.pictures import check_picture, draw_timelines
 from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline, files
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
+from lightning_roundpipe.reporting.pictures import check_picture, draw_timelines
 
 from .memory import BYTES_PER_WEIGHT
 

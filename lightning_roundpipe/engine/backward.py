@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.recompute import Call, Slot
+from ..autograd.unit_run import UnitRunner, autocast_as
 from ..common.sizes import num_bytes_of
+from ..devices.offload import Cargo
+from ..devices.transfer import Edge
+from ..usercode.loose_gradients import LooseGradients, run_backward
+from ..weights.parameters import Replica
 from .forward import add_changed, enter
-from .loose import LooseGradients, run_backward
-from .offload import Cargo
-from .parameters import Replica
-from .recompute import Call, Slot
-from .transfer import Edge
-from .unit_run import UnitRunner, autocast_as
-from .visits import Visits
+from .route import Visits
 
 
 @dataclass

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd.randomness import ForeignRandomness
+from ..autograd.recompute import Call, Cut, Entry, Facts, Slot
+from ..autograd.unit_run import UnitResult, UnitRunner
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
-from .loose import leaves_behind, node_of
-from .offload import Cargo
-from .parameters import Replica
-from .randomness import ForeignRandomness
-from .recompute import Call, Cut, Entry, Facts, Slot
-from .transfer import Edge
-from .unit_run import UnitResult, UnitRunner
-from .working_copies import WorkingCopies
+from ..devices.offload import Cargo
+from ..devices.transfer import Edge
+from ..usercode.loose_gradients import leaves_behind, node_of
+from ..weights.low_precision import WorkingCopies
+from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
 Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]

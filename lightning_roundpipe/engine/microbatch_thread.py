@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .glue import GlueLock, entered
-from .glue_parameters import GlueParameters
-from .outputs import Results
-from .recompute import check_escape
+from ..autograd.recompute import check_escape
+from ..common.threads import Surroundings, Worker
+from ..usercode.implicit_transfers import StrayOperands
+from ..usercode.lock import GlueLock, entered
+from ..usercode.loose_parameters import GlueParameters
+from ..usercode.outputs import Results
 from .requests import StepRequest
-from .strays import StrayOperands
-from .threads import Surroundings, Worker
 from .walk import Walk
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .glue import GlueState, current
-from .recompute import GradientCutError, note_hook, reached_cut
-from .units import Unit, UnitTable
+from ..autograd.recompute import GradientCutError, note_hook, reached_cut
+from ..usercode.lock import GlueState, current
+from ..weights.units import Unit, UnitTable
 
 
 @contextlib.contextmanager

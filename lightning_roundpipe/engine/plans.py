@@ -25,10 +25,10 @@ from ..planning.partition import Partition, Stage, StageKind, keep_together
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
-from .meetings import Segment
-from .profiler import CallEstimates
-from .step_context import Plan, ordered_spans
-from .units import Unit
+from ..weights.units import Unit
+from .barrier import Segment
+from .context import Plan, ordered_spans
+from .costs import CallEstimates
 from .walk import Walk
 
 # (costs of the calls, num_microbatches, training) -> partition of the calls.

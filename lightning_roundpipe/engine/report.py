@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Span
-from .step_context import Plan
+from .context import Plan
 from .tracing import Clock, Trace
 from .walk import Walk
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .compiling import UnitCompiler
-from .loading import ReplicaCache
+from ..autograd.compiling import UnitCompiler
+from ..common.threads import Workers
+from ..devices.pool import DevicePool
+from ..weights.placement import ReplicaCache
 from .plans import Plans
-from .pool import DevicePool
-from .threads import Workers
 
 
 @dataclass

@@ -18,22 +18,22 @@ from typing import Any
 
 from torch import nn
 
+from ..autograd.compiling import UnitCompiler
+from ..autograd.recompute import UnitEscapeError
+from ..autograd.unit_run import relay_hooks
+from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile
 from ..planning.machine import Machine
 from ..planning.timeline import Timeline
-from .compiling import UnitCompiler
-from .loading import ReplicaCache
+from ..weights.placement import ReplicaCache
+from ..weights.units import UnitClasses, UnitTable
+from .context import Plan
 from .plans import Planner, Plans, Scheduler, scheduler_of
-from .pool import DevicePool
-from .recompute import UnitEscapeError
 from .requests import StepRequest, StepResult
 from .resources import Resources
 from .step import Step
-from .step_context import Plan
 from .step_patches import classes_patched
 from .tracing import Trace
-from .unit_run import relay_hooks
-from .units import UnitClasses, UnitTable
 
 __all__ = ["Engine", "StepRequest", "StepResult", "UnitEscapeError"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .devices import Device
+from ..devices.devices import Device
 
 
 class Run(NamedTuple):

@@ -18,26 +18,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..common.errors import StepAborted
+from ..common.threads import Worker, run_threads
+from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
-from .dispatch import Turnstile
-from .glue import GlueLock, GlueState
-from .glue_parameters import GlueParameters
-from .gradients import GradientStore
-from .growing import GrowingContainers
-from .loading import Loader
-from .meetings import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
+from ..usercode.collected_lists import GrowingContainers
+from ..usercode.lock import GlueLock, GlueState
+from ..usercode.loose_parameters import GlueParameters
+from ..weights.events import tell
+from ..weights.gradients import GradientStore
+from ..weights.placement import Loader
+from ..weights.units import UnitTable
+from .barrier import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
+from .context import Plan, StepContext
+from .gate import Turnstile
 from .microbatch_thread import MicrobatchThreads
-from .pool import DevicePool
 from .report import Report
 from .requests import StepRequest
 from .resources import Resources
-from .step_context import Plan, StepContext
 from .step_patches import classes_patched, patch
-from .threads import Worker, run_threads
 from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
-from .units import UnitTable
 from .walk import Walk
-from .weight_events import tell
 
 
 class Step:

@@ -14,13 +14,13 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from .checkpointing import checkpoints_passed_through
-from .glue import noting_writes
-from .loose import hooks_out_of_the_way, nested_backwards_followed
-from .parametrizations import parametrizations_apart, power_iterations_once
+from ..autograd.checkpointing import checkpoints_passed_through
+from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
+from ..usercode.lock import noting_writes
+from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
+from ..weights.units import UnitTable
 from .patches import guarded_grad, intercepted, intra_op_threads, noting_hooks, process_settings_kept
 from .resources import Resources
-from .units import UnitTable
 
 _lock = threading.Lock()
 _num_users = 0  # the lock is held where it changes

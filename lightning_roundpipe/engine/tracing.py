@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
+from ..devices.devices import Device
+from ..devices.pool import DevicePool
 from ..planning.schedule import Action, Schedule
 from ..planning.timeline import Span
-from .devices import Device
-from .dispatch import Turnstile
-from .glue import GlueLock, current
-from .pool import DevicePool
+from ..usercode.lock import GlueLock, current
+from .gate import Turnstile
 from .runs import Run
 
 

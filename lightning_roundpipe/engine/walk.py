@@ -23,24 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.randomness import derive_seed
+from ..autograd.recompute import Call, Flushing, PendingGradients, check_versions, versions_of
+from ..autograd.unit_run import UnitRunner, autocast_state
 from ..common import trees
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
+from ..devices.offload import Offloaded
 from ..planning.partition import StageKind
+from ..usercode.lock import GlueState, read
+from ..usercode.loose_gradients import LooseGradients, node_of
+from ..weights.parameters import Replica
+from ..weights.units import Unit
 from .backward import BackwardRunner
-from .devices import Device
+from .barrier import Attendance
+from .context import StepContext
 from .forward import ForwardResult, ForwardRunner
-from .glue import GlueState, read
-from .loose import LooseGradients, node_of
-from .meetings import Attendance
-from .offload import Offloaded
-from .parameters import Replica
-from .randomness import derive_seed
-from .recompute import Call, Flushing, PendingGradients, check_versions, versions_of
+from .route import Visits
 from .runs import Run
-from .step_context import StepContext
-from .unit_run import UnitRunner, autocast_state
-from .units import Unit
-from .visits import Visits
 
 _ALL_POSITIONS = 1 << 60
 

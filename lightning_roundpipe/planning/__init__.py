@@ -18,24 +18,10 @@ arXiv 2604.27085.
 from __future__ import annotations
 
 from .balance import balanced_cuts
-from .builders import (
-    gpipe,
-    interleaved_one_f_one_b,
-    looped_bfs,
-    next_first_device,
-    one_f_one_b,
-    round_robin,
-)
+from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, next_first_device, one_f_one_b, round_robin
 from .costs import CallCost, CostProfile
 from .machine import Machine
-from .partition import (
-    Partition,
-    Stage,
-    StageKind,
-    keep_together,
-    partition,
-    partition_forward,
-)
+from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
 from .plan import StageMemoryError, plan_evaluation, plan_training
 from .schedule import Action, Schedule, ScheduleError, parse_schedule
 from .simulate import Simulation, simulate

@@ -11,10 +11,10 @@ import lightning as L
 import pytest
 from torch import nn
 
-from lightning_roundpipe.engine.optimizer import Updates
-from lightning_roundpipe.engine.optimizer_state import GuardedState
-from lightning_roundpipe.engine.pending import PendingParameter, Share
-from lightning_roundpipe.engine.update_part import Part
+from lightning_roundpipe.optimizer.pending import PendingParameter, Share
+from lightning_roundpipe.optimizer.state import GuardedState
+from lightning_roundpipe.optimizer.update_part import Part
+from lightning_roundpipe.optimizer.updates import Updates
 
 _TIMEOUT_S = 60.0
 

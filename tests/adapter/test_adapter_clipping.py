@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import shares
-from lightning_roundpipe.engine.optimizer import Updates
+from lightning_roundpipe.integration import overlap
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.updates import Updates
 
 Fit = Callable[..., L.LightningModule]
 

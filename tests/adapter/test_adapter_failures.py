@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_roundpipe.engine.dispatch import Turnstile
+from lightning_roundpipe.engine.gate import Turnstile
 from tests.compatibility.rows import compat
 
 ROWS, BATCH, MICROBATCHES = 15, 5, 5

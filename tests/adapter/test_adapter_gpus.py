@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator
-from lightning_roundpipe.engine import cuda_driver
-from lightning_roundpipe.engine.cuda import CudaDevice
+from lightning_roundpipe.devices import cuda_driver
+from lightning_roundpipe.devices.cuda import CudaDevice
 from tests.engine.cuda_stub import StubDriver
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_roundpipe.loss_weight import LossWeights
+from lightning_roundpipe.integration.batches.loss_weight import LossWeights
 from tests.adapter.loaders import Loader
 
 

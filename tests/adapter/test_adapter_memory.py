@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_roundpipe import DeviceOutOfMemoryError, StageMemoryError, VirtualLink, host_report
-from lightning_roundpipe.engine.microbatch import split_batch
-from lightning_roundpipe.engine.virtual import TimedLink
-from lightning_roundpipe.host_report import HostReport
+from lightning_roundpipe import DeviceOutOfMemoryError, StageMemoryError, VirtualLink
+from lightning_roundpipe.devices.virtual import TimedLink
+from lightning_roundpipe.integration.batches.microbatches import split_batch
+from lightning_roundpipe.integration.workers import machine_of, make_pool
 from lightning_roundpipe.options import RoundPipeOptions
 from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind
-from lightning_roundpipe.workers import machine_of, make_pool
+from lightning_roundpipe.reporting import host_report
+from lightning_roundpipe.reporting.host_report import HostReport
 
 HOST = torch.device("cpu")
 GIB = 2**30

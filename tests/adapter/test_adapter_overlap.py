@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
-from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import shares
-from lightning_roundpipe.engine.pending import PendingParameter
+from lightning_roundpipe.integration import overlap
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.pending import PendingParameter
 from tests.adapter.late_updates import Late, assert_finished, copied
 from tests.identical import assert_identical
 

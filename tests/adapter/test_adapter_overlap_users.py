@@ -17,9 +17,9 @@ from lightning.pytorch import callbacks as cb
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe import overlap
-from lightning_roundpipe.engine import shares
-from lightning_roundpipe.engine.pending import PendingParameter
+from lightning_roundpipe.integration import overlap
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.pending import PendingParameter
 from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.adapter.late_updates import Late, assert_finished, copied
 from tests.identical import assert_identical

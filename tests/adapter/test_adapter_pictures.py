@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_roundpipe import pictures
-from lightning_roundpipe.pictures import draw_timeline, draw_timelines
 from lightning_roundpipe.planning import Partition, Span, Stage, StageKind, Timeline
+from lightning_roundpipe.reporting import pictures
+from lightning_roundpipe.reporting.pictures import draw_timeline, draw_timelines
 
 pytest.importorskip("matplotlib")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe import misuse, overlap, workers
-from lightning_roundpipe.engine import pending, shares, update_part
-from lightning_roundpipe.engine.virtual import LazyLink
+from lightning_roundpipe.devices.virtual import LazyLink
+from lightning_roundpipe.integration import misuse, overlap, workers
+from lightning_roundpipe.optimizer import pending, shares, update_part
 from tests.engine.protocol_checker import Event, ProtocolError, UnitState, following
 
 JOIN_S = 60.0

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
-from lightning_roundpipe.loaders import Readings
-from lightning_roundpipe.packed import find_packed, sizes_of, split_packed
+from lightning_roundpipe.integration.batches.loaders import Readings
+from lightning_roundpipe.integration.batches.packed import find_packed, sizes_of, split_packed
 from tests.adapter.loaders import Loader
 from tests.compatibility.huggingface import causal
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from lightning_roundpipe.batches import Batches
-from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.engine.microbatch import split_batch
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.integration.batches.microbatches import split_batch
+from lightning_roundpipe.integration.batches.splitting import Batches
+from lightning_roundpipe.integration.retry import Retry
+from lightning_roundpipe.integration.step_state import StepState, WrittenBuffers
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
-from lightning_roundpipe.retry import Retry
-from lightning_roundpipe.step_state import StepState, WrittenBuffers
 
 HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")

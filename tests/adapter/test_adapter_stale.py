@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.engine import cuda_driver, pinned, shares
-from lightning_roundpipe.engine.host_memory import HostMemory
+from lightning_roundpipe.devices import cuda_driver, pinned
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.reporting.host_memory import HostMemory
 from tests.engine.cuda_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.accelerator import pool_statistics
-from lightning_roundpipe.engine.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda import CudaDevice
 from tests.engine.cuda_stub import StubDriver
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")

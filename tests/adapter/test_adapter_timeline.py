@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_roundpipe.tracing
+import lightning_roundpipe.reporting.tracing
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeTimeline
 from lightning_roundpipe.engine.runner import StepResult
 from lightning_roundpipe.planning import (
@@ -33,7 +33,7 @@ from lightning_roundpipe.planning import (
     Timeline,
     round_robin,
 )
-from lightning_roundpipe.tracing import TraceWriter, step_figures
+from lightning_roundpipe.reporting.tracing import TraceWriter, step_figures
 
 M = 3  # micro-batches of the trainers here
 STEPS = 8
@@ -172,7 +172,7 @@ def test_without_writers_nothing_of_it_runs(
     def fail(*args: Any) -> None:
         raise AssertionError("a step was traced")
 
-    monkeypatch.setattr(lightning_roundpipe.tracing, "run_traced", fail)
+    monkeypatch.setattr(lightning_roundpipe.reporting.tracing, "run_traced", fail)
     watch = Watch(Path("nowhere"))
     make_trainer().fit(watched(small, watch), loader)
     assert watch.traces == [False] * STEPS

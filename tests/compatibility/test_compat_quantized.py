@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.supported import check_model
+from lightning_roundpipe.integration.supported import check_model
 from tests.compatibility.rows import compat
 
 WIDTH = 6

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.pool import DevicePool
-from lightning_roundpipe.engine.randomness import derive_seed
+from lightning_roundpipe.autograd.randomness import derive_seed
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind
 
 WIDTH = 3

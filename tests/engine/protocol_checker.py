@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_roundpipe.engine import weight_events
-from lightning_roundpipe.engine.transfer import Transfer
+from lightning_roundpipe.devices.transfer import Transfer
+from lightning_roundpipe.weights import events as weight_events
 
 
 class UnitState(enum.Enum):

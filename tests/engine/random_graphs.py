@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 3

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import (
     Action,
     CallCost,

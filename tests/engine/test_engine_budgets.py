@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine
-from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink
 from tests.engine.random_graphs import (
     WIDTH,
     Cell,

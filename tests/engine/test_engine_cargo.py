@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_roundpipe.engine.offload import Cargo, SavedInputs
-from lightning_roundpipe.engine.transfer import Edge
-from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.offload import Cargo, SavedInputs
+from lightning_roundpipe.devices.transfer import Edge
+from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
 
 
 class Far(VirtualDevice):

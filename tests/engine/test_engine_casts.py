@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_roundpipe.engine.casts import CastWatch, Use, in_doubt
+from lightning_roundpipe.weights.casts import CastWatch, Use, in_doubt
 
 WIDTH = 4
 LOW = torch.bfloat16

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import clipping
-from lightning_roundpipe.engine.clipping import clip_factor, norms
-from lightning_roundpipe.engine.optimizer import Updates
-from lightning_roundpipe.engine.pending import is_pending
+from lightning_roundpipe.optimizer import clipping
+from lightning_roundpipe.optimizer.clipping import clip_factor, norms
+from lightning_roundpipe.optimizer.pending import is_pending
+from lightning_roundpipe.optimizer.updates import Updates
 
 
 def make_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:

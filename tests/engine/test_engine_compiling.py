@@ -17,12 +17,12 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_roundpipe.engine import compiling
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.autograd import compiling
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.strays import StrayOperands
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
+from lightning_roundpipe.usercode.implicit_transfers import StrayOperands
 from tests.engine.modelled import NOW, kept, modelled_pool, recomputed, times_of
 
 WIDTH = 8

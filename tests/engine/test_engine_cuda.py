@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.engine import cuda_driver, cuda_lanes
-from lightning_roundpipe.engine.cuda import CudaDevice, _Freed
-from lightning_roundpipe.engine.cuda_driver import CudaDriver, MemoryState
-from lightning_roundpipe.engine.cuda_lanes import CudaLane, CudaTransfer
-from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.engine.pool import DevicePool
-from lightning_roundpipe.engine.randomness import device_generator_seeded
+from lightning_roundpipe.autograd.randomness import device_generator_seeded
+from lightning_roundpipe.devices import cuda_driver, cuda_lanes
+from lightning_roundpipe.devices.cuda import CudaDevice, _Freed
+from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
+from lightning_roundpipe.devices.cuda_lanes import CudaLane, CudaTransfer
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.transfer import Done, Edge
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.transfer import Done, Edge
 from lightning_roundpipe.planning import CostProfile, Partition
 from tests.engine.cuda_stub import GIB, StubDriver, StubStream
 from tests.engine.plain_loop import ROWS, WIDTH, Network, cut_at

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import lightning_roundpipe.engine
-from lightning_roundpipe.engine.memory import DeviceMemory, Kind
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.memory import DeviceMemory, Kind
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.transfer import Edge, Transfer
+from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, VirtualDevice
+from lightning_roundpipe.devices.virtual_lanes import LazyLane, LazyTransfer
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.transfer import Edge, Transfer
-from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink, VirtualDevice
-from lightning_roundpipe.engine.virtual_lanes import LazyLane, LazyTransfer
 from lightning_roundpipe.planning import CostProfile, Partition
 from tests.engine.plain_loop import ROWS, WIDTH, Network, cut_at
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import glue_parameters
-from lightning_roundpipe.engine.devices import Device
-from lightning_roundpipe.engine.glue import GlueLock, GlueState
-from lightning_roundpipe.engine.glue_parameters import GlueParameters
-from lightning_roundpipe.engine.gradients import GradientStore
-from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.virtual_lanes import LazyTransfer
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
-from lightning_roundpipe.engine.virtual_lanes import LazyTransfer
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.usercode import loose_parameters as glue_parameters
+from lightning_roundpipe.usercode.lock import GlueLock, GlueState
+from lightning_roundpipe.usercode.loose_parameters import GlueParameters
+from lightning_roundpipe.weights.gradients import GradientStore
 
 ROWS, COLUMNS = 4, 3
 NUM_BYTES = ROWS * COLUMNS * 4

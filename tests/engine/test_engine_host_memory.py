@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.engine.host_memory import (
+from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.reporting.host_memory import (
     HostMemory,
     activation_bytes,
     allocated_bytes,
@@ -17,7 +18,6 @@ from lightning_roundpipe.engine.host_memory import (
     model_memory,
     optimizer_state_bytes,
 )
-from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind
 
 MIB = 2**20
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.common.sizes import num_bytes_of
-from lightning_roundpipe.engine import virtual_lanes
-from lightning_roundpipe.engine.chunks import Pair, pairs_of, pieces_of
-from lightning_roundpipe.engine.transfer import DirectLane, Edge, Lane, Transfer
-from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink, VirtualDevice
-from lightning_roundpipe.engine.virtual_lanes import Clock, TransferGivenUp
+from lightning_roundpipe.devices import virtual_lanes
+from lightning_roundpipe.devices.chunks import Pair, pairs_of, pieces_of
+from lightning_roundpipe.devices.transfer import DirectLane, Edge, Lane, Transfer
+from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, VirtualDevice
+from lightning_roundpipe.devices.virtual_lanes import Clock, TransferGivenUp
 
 JOIN_S = 60.0
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.virtual import LazyLink, TimedLink
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
 

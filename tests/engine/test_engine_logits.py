@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, Link
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.virtual import LazyLink, Link
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 
 WIDTH = 3

@@ -1,4 +1,4 @@
-"""Steps with several segments, between which micro-batches meet: see [Note: meetings] in ``engine/meetings.py``."""
+"""Steps with several segments, between which micro-batches meet: see [Note: meetings] in ``engine/barrier.py``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.meetings import Collective, Meeting, MeetingError, Segment, meet
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
+from lightning_roundpipe.engine.barrier import Collective, Meeting, MeetingError, Segment, meet
 from lightning_roundpipe.engine.requests import StepRequest, StepResult
 from lightning_roundpipe.engine.runner import Engine, Planner
-from lightning_roundpipe.engine.virtual import LazyLink
 from tests.engine.random_graphs import (
     KINDS,
     NUM_UNITS,

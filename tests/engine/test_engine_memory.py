@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.engine.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
-from lightning_roundpipe.engine.transfer import Done, Edge
-from lightning_roundpipe.engine.virtual import LazyLink, TimedLink, VirtualDevice
+from lightning_roundpipe.devices.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
+from lightning_roundpipe.devices.transfer import Done, Edge
+from lightning_roundpipe.devices.virtual import LazyLink, TimedLink, VirtualDevice
 
 JOIN_S = 60.0
 MIB = 2**20

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
-from lightning_roundpipe.engine import shares
-from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
-from lightning_roundpipe.engine.optimizer_state import GuardedState, unguard
-from lightning_roundpipe.engine.pending import PendingParameter, is_pending, unwaited
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.pending import PendingParameter, is_pending, unwaited
+from lightning_roundpipe.optimizer.state import GuardedState, unguard
+from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
 from tests.identical import assert_identical
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
@@ -351,7 +351,7 @@ class WaitSpy:
     """Tells when somebody begins to wait for a share, or for all of an optimizer's updates."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_roundpipe.engine.pending import Share
+        from lightning_roundpipe.optimizer.pending import Share
 
         self.waits = threading.Event()
         self.count = 0

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from lightning_roundpipe.engine.outputs import Results, brought_home
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.usercode.outputs import Results, brought_home
 
 Pair = namedtuple("Pair", "left right")
 

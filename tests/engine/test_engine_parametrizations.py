@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_roundpipe.engine.parametrizations import parametrizations_apart
+from lightning_roundpipe.autograd.parametrizations import parametrizations_apart
 
 
 class Doubled(nn.Module):

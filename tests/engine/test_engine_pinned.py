@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_roundpipe.engine import pinned
-from lightning_roundpipe.engine.pinned import PageLockedMemory, _bucket
+from lightning_roundpipe.devices import pinned
+from lightning_roundpipe.devices.pinned import PageLockedMemory, _bucket
 from tests.engine.cuda_stub import StubDriver
 
 MIB = 2**20

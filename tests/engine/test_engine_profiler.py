@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.engine.costs import CallEstimates, guess_costs
 from lightning_roundpipe.engine.plans import Planner
-from lightning_roundpipe.engine.profiler import CallEstimates, guess_costs
 from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.engine.runs import Run
-from lightning_roundpipe.engine.units import Unit
 from lightning_roundpipe.planning import Partition, Stage, StageKind
+from lightning_roundpipe.weights.units import Unit
 from tests.engine.modelled import WIDTH, Model, ModelledDevice, Work, kept, modelled_pool, recomputed, run, times_of
 
 ROW_BYTES = WIDTH * 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import weight_events
-from lightning_roundpipe.engine.transfer import Transfer
+from lightning_roundpipe.devices.transfer import Transfer
+from lightning_roundpipe.weights import events as weight_events
 from tests.engine.protocol_checker import RULES, Event, Ordering, Protocol, ProtocolError, UnitState, following
 from tests.engine.protocol_model import Name, Operation, Settings, Violation, explore, lanes_of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.pool import DevicePool
-from lightning_roundpipe.engine.recompute import GradientCutError
+from lightning_roundpipe.autograd.recompute import GradientCutError
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 

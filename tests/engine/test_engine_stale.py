@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import shares
-from lightning_roundpipe.engine.optimizer import Updates
-from lightning_roundpipe.engine.pending import PendingParameter, is_pending
-from lightning_roundpipe.engine.stale import StaleWeights
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.pending import PendingParameter, is_pending
+from lightning_roundpipe.optimizer.stale import StaleWeights
+from lightning_roundpipe.optimizer.updates import Updates
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

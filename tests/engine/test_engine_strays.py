@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_roundpipe.engine import glue_parameters
-from lightning_roundpipe.engine.devices import Device
-from lightning_roundpipe.engine.glue import GlueLock, GlueState, UnitWrites, entered
-from lightning_roundpipe.engine.glue_parameters import GlueParameters
-from lightning_roundpipe.engine.gradients import GradientStore
-from lightning_roundpipe.engine.memory import DeviceMemory
-from lightning_roundpipe.engine.strays import StrayOperands
-from lightning_roundpipe.engine.transfer import DirectLane
-from lightning_roundpipe.engine.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.memory import DeviceMemory
+from lightning_roundpipe.devices.transfer import DirectLane
+from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.usercode import loose_parameters as glue_parameters
+from lightning_roundpipe.usercode.implicit_transfers import StrayOperands
+from lightning_roundpipe.usercode.lock import GlueLock, GlueState, UnitWrites, entered
+from lightning_roundpipe.usercode.loose_parameters import GlueParameters
+from lightning_roundpipe.weights.gradients import GradientStore
 
 STAGE = torch.device("meta")
 HOST = torch.device("cpu")

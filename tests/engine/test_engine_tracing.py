@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import dispatch, runner, step
-from lightning_roundpipe.engine.dispatch import Turnstile
-from lightning_roundpipe.engine.glue import GlueLock, GlueState, entered
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
+from lightning_roundpipe.engine import gate as dispatch
+from lightning_roundpipe.engine import runner, step
+from lightning_roundpipe.engine.gate import Turnstile
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
-from lightning_roundpipe.engine.virtual import LazyLink
 from lightning_roundpipe.planning import (
     Action,
     CostProfile,
@@ -30,6 +30,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.usercode.lock import GlueLock, GlueState, entered
 
 WIDTH = 4
 NUM_BLOCKS = 4

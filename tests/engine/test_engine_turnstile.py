@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.common.errors import StepAborted
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine import plans
-from lightning_roundpipe.engine.dispatch import PipelineStalled, Turnstile
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.engine.gate import PipelineStalled, Turnstile
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind, round_robin
 

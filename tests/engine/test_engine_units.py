@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.units import UnitTable, state_bytes
+from lightning_roundpipe.weights.units import UnitTable, state_bytes
 
 WIDTH = 8
 LINEAR = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # weights and gradients

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine import optimizer as overlapped
-from lightning_roundpipe.engine import pending, shares
-from lightning_roundpipe.engine.optimizer import Updates, why_not_separable
-from lightning_roundpipe.engine.pending import PendingParameter, Share, is_pending
-from lightning_roundpipe.engine.stale import StaleWeights
+from lightning_roundpipe.optimizer import pending, shares
+from lightning_roundpipe.optimizer import updates as overlapped
+from lightning_roundpipe.optimizer.pending import PendingParameter, Share, is_pending
+from lightning_roundpipe.optimizer.stale import StaleWeights
+from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
 from tests.engine.test_engine_optimizer import Held, fill_gradients, make_weights, outcome_of
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails

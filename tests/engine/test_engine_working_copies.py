@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.engine.casts import Use
-from lightning_roundpipe.engine.gradients import GradientStore
-from lightning_roundpipe.engine.pool import DevicePool
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.units import Unit
-from lightning_roundpipe.engine.virtual import LazyLink
-from lightning_roundpipe.engine.working_copies import WorkingCopies
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
+from lightning_roundpipe.weights.casts import Use
+from lightning_roundpipe.weights.gradients import GradientStore
+from lightning_roundpipe.weights.low_precision import WorkingCopies
+from lightning_roundpipe.weights.units import Unit
 from tests.engine.plain_loop import cut_at, each_call_its_stage
 
 LOW = torch.bfloat16

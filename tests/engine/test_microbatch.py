@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from lightning_roundpipe.engine.microbatch import (
+from lightning_roundpipe.integration.batches.microbatches import (
     BatchSplitError,
     MicrobatchSplit,
     batch_rows,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_roundpipe.engine.microbatch import BatchSource, BatchSplitError, split_batch
+from lightning_roundpipe.integration.batches.microbatches import BatchSource, BatchSplitError, split_batch
 from tests.identical import assert_identical
 
 Pair = namedtuple("Pair", "x y")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_roundpipe.engine.cuda import CudaDevice
-from lightning_roundpipe.engine.cuda_driver import DRIVER
-from lightning_roundpipe.engine.transfer import CHUNK_BYTES, Edge
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_driver import DRIVER
+from lightning_roundpipe.devices.transfer import CHUNK_BYTES, Edge
 from tests.gpu.training import assert_alike, mlp, train, vectors
 
 pytestmark = pytest.mark.gpu

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.engine import cuda_driver
-from lightning_roundpipe.engine.pool import DevicePool
-from lightning_roundpipe.engine.virtual import LazyLink, Link, TimedLink
+from lightning_roundpipe.devices import cuda_driver
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink
 from tests.engine.cuda_stub import StubDriver
 
 MakeModule = Callable[[], L.LightningModule]

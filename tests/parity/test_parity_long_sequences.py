@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.engine import glue_parameters
-from lightning_roundpipe.engine.glue_parameters import GlueParameters
+from lightning_roundpipe.usercode import loose_parameters as glue_parameters
+from lightning_roundpipe.usercode.loose_parameters import GlueParameters
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 6
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.precision import expected_scale
+from lightning_roundpipe.integration.precision import expected_scale
 from tests.compatibility.rows import compat_each
 
 WIDTH = 8

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.cli.arguments import write_text as write_for_the_command
-from lightning_roundpipe.pictures import draw_timeline
 from lightning_roundpipe.planning import CostProfile
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.files import write_text, written_whole
 from lightning_roundpipe.planning.timeline import Timeline
+from lightning_roundpipe.reporting.pictures import draw_timeline
 
 PROFILE = CostProfile((CallCost("block", 1.0, 2.0, 8, 8, 8, 8),))
 

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.planning import (
-    Action,
-    Schedule,
-    ScheduleError,
-    parse_schedule,
-    round_robin,
-)
+from lightning_roundpipe.planning import Action, Schedule, ScheduleError, parse_schedule, round_robin
 
 SMALL = """\
 schedule stages=4 microbatches=2 devices=2

@@ -1,0 +1,56 @@
+"""Activation checkpointing by the user, inside and around units.
+
+[Note: checkpointing]
+Inside a unit ``torch.utils.checkpoint`` is a pass-through: the engine recomputes the unit as a whole, and a second
+recomputation would draw other random numbers. Around units, in glue, it stays: what its region needs in the backward
+is computed again then, and units that are called for it run inline. That is user code in the backward, so from then on
+glue is flushed under the glue lock. A reentrant checkpoint would run a backward of its own, past the one of the engine
+(see [Note: loose parameters] in :mod:`loose`), so it becomes one that is not reentrant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+
+from ..usercode.lock import current
+
+
+@contextlib.contextmanager
+def checkpoints_passed_through() -> Iterator[None]:
+    """While open, checkpoints in units do nothing; see [Note: checkpointing]."""
+    function = torch_checkpoint.CheckpointFunction
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def passes() -> bool:
+        state = current()
+        if state is None:
+            return False
+        if state.unit_writes is None:
+            state.on_checkpoint()
+            return False
+        return True
+
+    class PassThrough(function):  # type: ignore[misc,valid-type]
+        @classmethod
+        def apply(cls, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            if current() is None:
+                return function.apply(run, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+    def pass_through(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if passes():
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    torch_checkpoint.CheckpointFunction = PassThrough  # type: ignore[misc]
+    torch_checkpoint._checkpoint_without_reentrant_generator = pass_through
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = function  # type: ignore[misc]
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator

@@ -1,0 +1,309 @@
+"""Units compiled by ``torch.compile``, once per structure.
+
+[Note: compiled units]
+The blocks of a model repeat. What is compiled is therefore a function that takes the module as an argument: weights
+become inputs of the graph, so that one graph serves all units of a structure and all their replicas. Functions are kept
+per structure, torch device and grad mode, each with a code object of its own: torch keeps what it has compiled, and
+counts it against a limit, per code object. A unit is compiled whole or not at all.
+
+A function is called in two ways. First with what has been compiled so far: if that does not fit, its Python body runs,
+and says so. Then it is compiled, while no glue and no other unit runs (:class:`_Gate`). For compiling changes the whole
+process: it replaces ``Module.__call__``, sets flags that compiled functions and user code ask for, and puts the random
+generators back afterwards, as if nobody else had drawn.
+
+Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever. If
+something cannot be compiled, one warning names it, and the units of that structure run as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import Tensor, nn
+
+from ..usercode.implicit_transfers import StrayOperands
+from ..usercode.lock import left
+from ..weights.parameters import Replica
+from ..weights.units import Unit
+from .recompute import Call
+
+# Versions of one function: sizes (torch makes them dynamic at the second one), training or not, autocast, inputs with
+# and without gradient. Torch's own limit of 8 would be reached by ordinary use.
+_MAX_VERSIONS = 16
+_RECHECK_S = 2.0
+
+
+class _NotCompiled(Exception):
+    """Raised by the Python body of a function that was to run compiled."""
+
+
+def _body(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.compiler.is_dynamo_compiling():  # always true while torch traces this
+        raise _NotCompiled
+    return module.forward(*args, **kwargs)
+
+
+class _Function:
+    """A compiled function; see [Note: compiled units].
+
+    Attributes:
+        cached: runs what is compiled; raises :class:`_NotCompiled` if that does not fit the arguments.
+        compiled: compiles first if need be.
+        num_versions: how often it was compiled.
+        is_final: whether it is not compiled any more.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        body = types.FunctionType(_body.__code__.replace(), _body.__globals__, "roundpipe_unit")
+        self.cached: Callable[..., Any] = torch._dynamo.run(body)
+        self.compiled: Callable[..., Any] = torch.compile(body, fullgraph=True, **options)
+        self.num_versions = 0
+        self.is_final = False
+
+
+class _Gate:
+    """Units pass it side by side; a thread that compiles is alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._is_taken = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            while self._is_taken:
+                self._changed.wait(_RECHECK_S)
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            while self._is_taken:
+                self._changed.wait(_RECHECK_S)
+            self._is_taken = True
+            while self._num_inside:
+                self._changed.wait(_RECHECK_S)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_taken = False
+                self._changed.notify_all()
+
+
+# Of the process, as is the state that compiling changes.
+_gate = _Gate()
+
+
+class UnitCompiler:
+    """Runs units compiled, where that is possible; see [Note: compiled units].
+
+    Args:
+        options: arguments of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
+
+    Raises:
+        RuntimeError, ValueError: if torch does not know the options.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._functions: dict[Hashable, _Function] = {}
+        self._structures: weakref.WeakKeyDictionary[Unit, Hashable] = weakref.WeakKeyDictionary()
+        self._warned: set[Hashable] = set()
+        self._lock = threading.Lock()
+        _Function(options)  # checks them
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Around a unit that draws random numbers, or is watched for it: nothing is compiled meanwhile."""
+        with _gate.shared():
+            yield
+
+    def run(
+        self,
+        call: Call,
+        replica: Replica,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        without_glue: Callable[[], AbstractContextManager[Any]],
+    ) -> tuple[Any, bool]:
+        """The unit's forward, in the caller's grad mode.
+
+        Args:
+            call: the call, with the facts about it.
+            replica: loaded replica on the current device.
+            args, kwargs: of the unit's forward.
+            without_glue: makes a context in which no glue runs.
+
+        Returns:
+            What the unit returned, and whether it was compiled now, which took most of the time.
+        """
+        module = replica.module
+        if not self._suits(call):
+            with _gate.shared():
+                return module.forward(*args, **kwargs), False
+        function = self._function_of(replica)
+        with _strays_aside():
+            with _gate.shared():
+                if function.is_final and not function.num_versions:
+                    return module.forward(*args, **kwargs), False
+                with contextlib.suppress(_NotCompiled):
+                    return function.cached(module, args, kwargs), False
+                if function.is_final:
+                    return module.forward(*args, **kwargs), False
+            with _gate.alone(), without_glue():
+                return self._compile(function, replica, args, kwargs)
+
+    @staticmethod
+    def _suits(call: Call) -> bool:
+        """Whether the call does the same compiled, going by the facts about it. (Units that draw are watched instead.)
+
+        Written buffers and attributes, changed inputs, hooks on submodules and attributes that glue set are followed by
+        the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters that only
+        serve results without gradient.
+        """
+        facts = call.facts
+        if facts is None or facts.buffers or facts.writes or call.side:
+            return False
+        if not all(isinstance(slot, int) for slot in facts.slots) or _has_hooks(call.unit) or _has_other_modes():
+            return False
+        if len(facts.flagged) > 1 and torch.is_grad_enabled():
+            return not call.kept and call.gradients.keys() == call.flagged
+        return True
+
+    def _function_of(self, replica: Replica) -> _Function:
+        with self._lock:
+            structure = self._structure_of(replica.unit)
+            key = (structure, replica.device.torch_device, torch.is_grad_enabled())
+            function = self._functions.get(key)
+            if function is None:
+                function = self._functions[key] = _Function(self._options)
+            return function
+
+    def _structure_of(self, unit: Unit) -> Hashable:
+        """Equal for units that are likely to share a graph. Torch checks what it relied on, each time."""
+        known = self._structures.get(unit)
+        if known is None:
+            known = self._structures[unit] = tuple(
+                (
+                    name,
+                    type(module),
+                    tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
+                    tuple((n, b.shape) for n, b in module._buffers.items() if b is not None),
+                )
+                for name, module in unit.module.named_modules()
+            )
+        return known
+
+    def _compile(
+        self, function: _Function, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, bool]:
+        """Runs alone: compiles, or gives up."""
+        with contextlib.suppress(_NotCompiled):  # another thread was faster
+            return function.cached(replica.module, args, kwargs), False
+        if not function.is_final and function.num_versions < _MAX_VERSIONS:
+            try:
+                with left(), _compile_settings():  # the tracer sets attributes of modules of its own
+                    result = function.compiled(replica.module, args, kwargs)
+            except (torch._dynamo.exc.TorchDynamoException, _NotCompiled) as error:
+                reason = _first_line(error)
+            else:
+                function.num_versions += 1
+                return result, True
+        else:
+            reason = f"it was compiled {_MAX_VERSIONS} times already, for other arguments or attributes"
+        # If the unit itself fails, this raises the error that it would raise without compiling.
+        result = replica.module.forward(*args, **kwargs)
+        self._give_up(function, replica.unit, reason)
+        return result, False
+
+    def _give_up(self, function: _Function, unit: Unit, reason: str) -> None:
+        if function.is_final:
+            return
+        function.is_final = True
+        structure = self._structure_of(unit)
+        if structure in self._warned:
+            return
+        self._warned.add(structure)
+        rest = "other calls of it" if function.num_versions else "units like it"
+        warnings.warn(
+            f"compile_units: {type(unit.module).__name__} (unit {unit.name!r}) is not compiled, {rest} run without: "
+            f"{reason}",
+            stacklevel=2,
+        )
+
+
+def without_flags(leaves: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
+    """Without grad mode, arguments that do not require a gradient; and which tensor each replaces, by id.
+
+    Torch would compile a unit twice: for arguments from the same device, which carry the flag still, and for those that
+    have come from elsewhere.
+    """
+    if torch.is_grad_enabled():
+        return leaves, {}
+    plain = {id(x): x.detach() for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+    given = [plain.get(id(x), x) for x in leaves]
+    return given, {id(new): x for new, x in zip(given, leaves, strict=True) if new is not x}
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, _NotCompiled):
+        return "torch.compile is switched off, or skips it"
+    cause = getattr(error, "inner_exception", error)  # what a backend raised
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}"
+
+
+@contextlib.contextmanager
+def _compile_settings() -> Iterator[None]:
+    """Backwards are compiled with their forwards, so that a failure shows at once; and the limit is ours."""
+    functorch, dynamo = torch._functorch.config, torch._dynamo.config
+    with contextlib.ExitStack() as stack:
+        if hasattr(functorch, "force_non_lazy_backward_lowering"):
+            stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
+        stack.enter_context(dynamo.patch(recompile_limit=2 * _MAX_VERSIONS))
+        yield
+
+
+def _has_hooks(unit: Unit) -> bool:
+    """Whether a submodule carries hooks. Torch does not check that there are still none. Hooks on the unit itself run
+    as glue."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in unit.members[1:]
+    ) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def _has_other_modes() -> bool:
+    """Whether user code has entered a mode around the unit that sees every operator."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return torch._C._len_torch_dispatch_stack() > 0 or any(not isinstance(mode, StrayOperands) for mode in modes)
+
+
+@contextlib.contextmanager
+def _strays_aside() -> Iterator[None]:
+    """Without the mode of :mod:`strays`, which does nothing in units, but would be traced."""
+    modes: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch._C._pop_torch_function_stack())
+    try:
+        yield
+    finally:
+        while modes:
+            torch._C._push_on_torch_function_stack(modes.pop())

@@ -1,0 +1,128 @@
+"""Parametrized weights (``torch.nn.utils.parametrize``) in units that run on several threads at once.
+
+[Note: cached parametrizations]
+``with parametrize.cached()`` keeps the tensors that parametrizations compute in one table of the process, until nobody
+is inside any more. PEFT uses it in every forward of experts with LoRA. Of two threads that are inside at once, the one
+that leaves first would find its tensors there when it comes back: those of another micro-batch, with its graph or with
+none. So while a step runs, each thread has a table of its own.
+
+To parametrize a weight in a forward sets it to itself, which raises its version as if it had changed. That is left out.
+
+[Note: power iterations]
+Spectral normalisation estimates the largest singular value of a weight, one iteration further in every forward of a
+training step. The whole batch is one forward: so while a step runs one micro-batch iterates, and the others compute
+with what it has left. In units, which micro-batches pass in order, it is the first one; in glue the one that comes
+first. (If a step calls a module twice, this one may have been there twice before the next one comes.) What the others
+do not change they write as it is: whether a unit writes its buffers is learned in any micro-batch, and holds for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from ..usercode.lock import current
+
+_Key = tuple[int, str]
+
+
+class _Tables(dict[_Key, Any]):
+    """In the place of the table of the process: one per thread, which is there while the thread is inside."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._lock = threading.Lock()  # of the number of threads inside, which torch looks at
+
+    @contextlib.contextmanager
+    def cached(self) -> Iterator[None]:
+        """In the place of ``parametrize.cached``."""
+        before: dict[_Key, Any] | None = getattr(self._local, "table", None)
+        self._local.table = {} if before is None else before
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._local.table = before
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            parametrize._cache_enabled += change
+
+    def get(self, key: _Key, default: Any = None) -> Any:
+        return (getattr(self._local, "table", None) or {}).get(key, default)
+
+    def __setitem__(self, key: _Key, value: Any) -> None:
+        table: dict[_Key, Any] | None = getattr(self._local, "table", None)
+        if table is not None:
+            table[key] = value
+
+
+def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:
+    state = current()
+    if state is None:
+        return True
+    if state.unit_writes is not None:
+        return state.index == 0
+    return came_first.setdefault(norm, state.index) == state.index
+
+
+@torch.no_grad()
+def _write_as_they_are(*vectors: Tensor) -> None:
+    for vector in vectors:
+        vector.mul_(1)
+
+
+@contextlib.contextmanager
+def power_iterations_once() -> Iterator[None]:
+    """While open, spectral normalisation iterates in one micro-batch alone; see [Note: power iterations]."""
+    came_first: dict[Any, int] = {}
+    iterate, compute = _SpectralNorm._power_method, SpectralNorm.compute_weight
+
+    def iterate_once(self: _SpectralNorm, weight: Tensor, num_iterations: int) -> None:
+        if _iterates(self, came_first):
+            iterate(self, weight, num_iterations)
+        else:
+            _write_as_they_are(self._u, self._v)
+
+    def compute_once(self: SpectralNorm, module: Any, do_power_iteration: bool) -> Tensor:
+        if do_power_iteration and not _iterates(self, came_first):
+            names, weight = (f"{self.name}_u", f"{self.name}_v"), f"{self.name}_orig"
+            _write_as_they_are(*(getattr(module, name) for name in names))
+            # Copies, as with an iteration: the graph must not hold what is iterated in place.
+            vectors = {name: getattr(module, name).clone() for name in names}
+            module = SimpleNamespace(**{weight: getattr(module, weight)}, **vectors)
+            do_power_iteration = False
+        return compute(self, module, do_power_iteration)
+
+    _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate_once, compute_once  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate, compute  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def parametrizations_apart() -> Iterator[None]:
+    """While open, what is cached belongs to the thread that has computed it; see [Note: cached parametrizations]."""
+    cached, table, set_to = parametrize.cached, parametrize._cache, parametrize._maybe_set
+    tables = _Tables()
+
+    def set_to_another(dest: Tensor, src: Tensor) -> None:
+        if src is not dest:
+            set_to(dest, src)
+
+    parametrize.cached, parametrize._cache, parametrize._maybe_set = tables.cached, tables, set_to_another
+    try:
+        yield
+    finally:
+        parametrize.cached, parametrize._cache, parametrize._maybe_set = cached, table, set_to

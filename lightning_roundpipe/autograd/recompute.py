@@ -1,0 +1,408 @@
+"""Cutting autograd at units, and what a call must remember to be run again.
+
+[Note: cutting autograd]
+The graph of a micro-batch is cut at every unit call. Inside, the unit's graph is local to the call: it starts at
+:class:`Entry` and at the replica's leaves and is either kept (fused stage) or made again from saved inputs when the
+backward comes by (recompute). Outside, the call's differentiable outputs hang on a :class:`Cut` node that saves
+nothing and, in backward, puts the gradient into the :class:`Call`. Everything between units is ordinary autograd.
+
+Outputs live in *slots*: results by index, and by name what leaves a unit in other ways: outputs of submodules that
+carry forward hooks (hooks see tensors that are cut already), tensor attributes that the unit wrote, and inputs that it
+changed in place. So hidden-state recorders, auxiliary losses kept on ``self`` and in-place units get their gradients.
+
+[Note: facts]
+Under ``no_grad`` nobody can tell which outputs would require a gradient, so the first call of a unit with a new kind
+of arguments runs with its graph, once, and leaves its :class:`Facts`: flagged slots, whether it draws random
+numbers, which buffers it writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..common.fingerprints import version_of
+from ..common.graphs import walk_graph
+from ..engine.runs import Run
+from ..usercode.loose_gradients import LooseGradients
+from ..weights.units import Unit
+
+Slot = Hashable
+
+
+class GradientCutError(RuntimeError):
+    """User code ran a backward through a unit inside the step."""
+
+    @classmethod
+    def at(cls, call: Call) -> GradientCutError:
+        """The error for a graph that is cut at ``call``."""
+        if call.is_over:
+            return cls(
+                f"a backward pass went through unit {call.unit.name!r} after the training_step that called it, or its "
+                "backward, had ended, and its graph with it. Run the backward of a loss in the training_step that has "
+                "made it, and pass retain_graph=True if another one follows there."
+            )
+        return cls(
+            f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
+            "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). With manual optimization "
+            "call self.manual_backward(loss), which goes through units. Otherwise use RoundPipeStrategy(units=[...]) "
+            "with classes that keep the differentiated part out of the units, or train this module with "
+            "strategy='auto'."
+        )
+
+
+class UnitEscapeError(RuntimeError):
+    """A tensor left a unit on a way that the engine cannot follow."""
+
+
+class Flushing:
+    """Whether the engine itself is walking the glue graph of a micro-batch; shared by its calls."""
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def is_active(self) -> bool:
+        """Whether it is."""
+        return self.active
+
+
+class Entry(torch.autograd.Function):
+    """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        # A list: torch does not look into it, so the inputs' own graph is not joined.
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple([x.detach() for x in inputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.call.input_gradients = gradients
+        return (None, None, None)
+
+
+class Cut(torch.autograd.Function):
+    """End of a call for the glue graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: tuple[Slot, ...], anchor: Tensor, outputs: list[Tensor], *changed: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.slots = slots
+        ctx.num_inputs = 4 + len(changed)
+        if changed:
+            ctx.mark_dirty(*changed)
+        return (*[t.detach() for t in outputs], *changed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        call: Call = ctx.call
+        if not call.flushing.active:
+            raise GradientCutError.at(call)
+        for slot, gradient in zip(ctx.slots, gradients, strict=True):
+            if gradient is not None:
+                call.add_gradient(slot, gradient)
+        return tuple([None] * ctx.num_inputs)
+
+
+def note_hook(tensor: Tensor) -> None:
+    """A hook is being registered on ``tensor``: gradients of a call's output must pass it, see :class:`Receiver`."""
+    if (found := _cut_slot(tensor.grad_fn, tensor.output_nr)) is not None:
+        call, slot = found
+        call.hooked[slot] = get_gradient_edge(tensor)
+
+
+def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
+    if not isinstance(node, _CUT_NODE):
+        return None
+    cut = cast(Any, node)
+    return cut.call, cut.slots[output_nr]
+
+
+class Receiver:
+    """Where the gradient of an input of a call goes: an edge of the glue graph.
+
+    If the input is an unchanged output of another call, the gradient is handed to that call directly, without a walk
+    through glue; unless hooks of the user sit on the tensor, which the walk would run.
+    """
+
+    __slots__ = ("_cut", "_edge", "device")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        self._cut = _cut_slot(tensor.grad_fn, tensor.output_nr)
+        self._edge = None if self._cut is not None else get_gradient_edge(tensor)
+        if self._cut is not None and (tensor._backward_hooks or tensor.retains_grad):
+            note_hook(tensor)
+
+    @property
+    def edge(self) -> GradientEdge | None:
+        """The edge of the glue graph, or None if :attr:`owner` is handed the gradient directly."""
+        if self._cut is None:
+            return self._edge
+        call, slot = self._cut
+        return call.hooked.get(slot)
+
+    @property
+    def owner(self) -> tuple[Call, Slot] | None:
+        """The call and slot whose output the input is."""
+        return self._cut
+
+
+_CUT_NODE = Cut._backward_cls
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the first call with a kind of arguments taught; see [Note: facts].
+
+    Attributes:
+        flagged: slots whose tensor requires a gradient.
+        slots: all slots of the result.
+        draws: whether torch drew random numbers.
+        foreign: whether Python's or NumPy's global generator was used.
+        buffers: buffers that were written: (master module, name).
+        writes: whether other attributes of modules were written.
+        graph_bytes: what the local graph held, besides parameters, arguments and results.
+        output_bytes: of all slots.
+        input_bytes: of the tensor arguments then.
+        has_loose: whether the local graph leads to leaves that are not the replica's, see [Note: loose parameters] in
+            :mod:`loose`.
+    """
+
+    flagged: frozenset[Slot]
+    slots: frozenset[Slot]
+    draws: bool
+    foreign: bool
+    buffers: tuple[tuple[nn.Module, str], ...]
+    writes: bool
+    graph_bytes: int
+    output_bytes: int
+    input_bytes: int
+    has_loose: bool
+
+    def bytes_for(self, input_bytes: int) -> tuple[int, int]:
+        """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.
+        As for the first one if ``input_bytes`` is 0, which is where nobody has counted."""
+        if not input_bytes or not self.input_bytes:
+            return self.output_bytes, self.graph_bytes
+        return (
+            math.ceil(self.output_bytes * input_bytes / self.input_bytes),
+            math.ceil(self.graph_bytes * input_bytes / self.input_bytes),
+        )
+
+
+class Call:
+    """One execution of a unit by one micro-batch.
+
+    Attributes:
+        unit: what was called.
+        index: ordinal of the call in its micro-batch; seeds its random numbers.
+        trained: for each parameter of the unit whether it required a gradient when glue called it.
+        kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
+        backward_stage: stage that runs the backward, or None for a call off the plan.
+        leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
+            are :class:`Offloaded` if the call is recomputed.
+        differentiable: indices of leaves that required a gradient.
+        receivers: for each of them where its gradient goes.
+        flagged: slots of this call that required a gradient.
+        hooked: slots that carry hooks of the user in glue, with the edges at which the hooks sit.
+        side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
+        autocast: state of autocast at the call: (enabled, dtype).
+        is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`working_copies`.
+        changed: indices of leaves that the unit changes in place.
+        buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
+        local: slots of the kept graph.
+        relays: per relay of the forward, whether its hooks changed the output; None before the forward.
+        gradients: gradients that have arrived per slot.
+        ran: what was noted about the forward, see :class:`Run`.
+        booked: bytes of a kept graph on the books of its device.
+        versions: of the weights at the end of the segment that it was made in; None in that segment.
+        is_over: whether its backward has passed for good.
+    """
+
+    __slots__ = (
+        "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
+        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
+        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "versions",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], flushing: Flushing) -> None:
+        self.unit = unit
+        self.index = index
+        self.trained = trained
+        self.flushing = flushing
+        self.kept = False
+        self.backward_stage: int | None = None
+        self.leaves: list[Any] = []
+        self.structure: Any = None
+        self.differentiable: list[int] = []
+        self.receivers: list[Receiver] = []
+        self.flagged: frozenset[Slot] = frozenset()
+        self.hooked: dict[Slot, GradientEdge] = {}
+        self.side: list[tuple[nn.Module, str]] = []
+        self.changed: list[int] = []
+        self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.is_low = False
+        self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
+        self.facts: Facts | None = None
+        self.local: dict[Slot, Tensor] | None = None
+        self.gradients: dict[Slot, Tensor] = {}
+        self.input_gradients: tuple[Tensor | None, ...] = ()
+        self.relayed: dict[Slot, Tensor] = {}
+        self.relays: list[bool] | None = None
+        self.ran: Run | None = None
+        self.booked = 0
+        self.versions: tuple[int, ...] | None = None
+        self.is_over = False
+
+    def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
+        """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere.
+
+        Raises:
+            RuntimeError: if the backward has passed already.
+        """
+        if self.is_over:
+            raise RuntimeError(
+                f"a second backward went through unit {self.unit.name!r}, whose graph was given up after the first "
+                "one: specify retain_graph=True for the first"
+            )
+        known = self.gradients.get(slot)
+        self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
+
+    def set_receivers(self, tensors: list[Tensor]) -> None:
+        """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
+        self.receivers = [Receiver(x) for x in tensors]
+
+    def put_aside(self, versions: tuple[int, ...]) -> None:
+        """Keeps what a recomputation in a later segment needs, and nothing else."""
+        self.versions = self.versions or versions
+        self.kept = False
+        self.local = None
+        self.gradients = {}
+        self.input_gradients = ()
+        self.backward_stage = None
+        if self.ran is not None:
+            self.ran = self.ran._replace(position=None, kept=False)
+
+    def forget(self) -> None:
+        """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
+        self.is_over = True
+        self.leaves = []
+        self.receivers = []
+        self.buffer_values = []
+        self.local = None
+        self.gradients = {}
+        self.input_gradients = ()
+        self.relayed = {}
+        self.side = []
+        self.hooked = {}
+
+
+class PendingGradients:
+    """Gradients that wait at the inputs of calls, until the glue graph is flushed.
+
+    Several consumers of a glue tensor add up here, so that its producers are walked once.
+
+    Args:
+        loose: runs the backward, and takes the gradients of leaves.
+    """
+
+    def __init__(self, flushing: Flushing, loose: LooseGradients) -> None:
+        self._flushing = flushing
+        self._loose = loose
+        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+
+    def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
+        """Takes the gradient of one input of a call, on whatever device it was computed."""
+        edge = receiver.edge
+        if edge is None:
+            assert receiver.owner is not None
+            call, slot = receiver.owner
+            call.add_gradient(slot, gradient)
+            return
+        gradient = gradient.to(receiver.device)
+        key = (edge.node, edge.output_nr)
+        known = self._waiting.get(key)
+        self._waiting[key] = (edge, gradient if known is None else known[1] + gradient)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def flush(self) -> None:
+        """Pushes what waits through the glue graph, down to the cuts and to loose parameters."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = list(self._waiting.values()), {}
+        self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
+
+    def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
+        """Pushes gradients through the glue graph."""
+        self._flushing.active = True
+        try:
+            self._loose.run_backward(roots, gradients)
+        finally:
+            self._flushing.active = False
+
+    def clear(self) -> None:
+        """Drops what waits."""
+        self._waiting.clear()
+
+
+def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
+    """A call whose cut the graph behind ``outputs`` ends at."""
+    for node in walk_graph([output.grad_fn for output in outputs]):
+        if isinstance(node, _CUT_NODE):
+            return cast(Any, node).call  # type: ignore[no-any-return]
+    return None
+
+
+def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
+    """Looks for parameters of replicas that are reachable from glue.
+
+    Args:
+        roots: autograd nodes to start from: of the loss and of the inputs of every call.
+        leaves: id of a replica's leaf -> name of its unit.
+
+    Raises:
+        UnitEscapeError: if there is one.
+    """
+    variables = (getattr(node, "variable", None) for node in walk_graph(roots))
+    name = next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)
+    if name is not None:
+        raise UnitEscapeError(
+            f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
+            "container, a dataclass nor a registered pytree, or through a global), so its gradient would be lost. "
+            "Return it from the unit's forward, or make a coarser module the unit: "
+            "RoundPipeStrategy(units=[TheClassAroundIt])."
+        )
+
+
+def versions_of(unit: Unit) -> tuple[int, ...]:
+    """Those of its parameters."""
+    return tuple(map(version_of, unit.parameters()))
+
+
+def check_versions(call: Call) -> None:
+    """A recomputation with other weights would give other values, where torch itself raises an error.
+
+    Raises:
+        RuntimeError: if the weights of a call have changed since its segment.
+    """
+    if call.versions != versions_of(call.unit):
+        raise RuntimeError(
+            f"the weights of unit {call.unit.name!r} have changed between its forward and its backward (an "
+            "optimizer step in between): call it again after the step, or call manual_backward before it."
+        )

@@ -1,0 +1,266 @@
+"""One execution of a unit on a replica: arguments in, slots out.
+
+Used for the forward and for its recomputation alike, so that both see the same random numbers, autocast state,
+attributes and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common import trees
+from ..usercode.lock import GlueLock, GlueState, UnitWrites, assign, read
+from ..weights.parameters import Replica
+from .compiling import UnitCompiler, without_flags
+from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
+from .recompute import Call, Cut, Slot
+
+_active = threading.local()
+
+
+@dataclass
+class UnitResult:
+    """What one execution of a unit gave.
+
+    Attributes:
+        leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
+        slots: every tensor that left the unit, by slot.
+        written: plain attributes that the unit wrote: (copy or other module, name, value).
+        num_draws: random operators that ran, where they were watched.
+        draws_foreign: whether Python's or NumPy's global generator was used.
+        was_compiled: whether the unit was compiled in this run, which took most of the time.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    slots: dict[Slot, Tensor]
+    written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    num_draws: int = 0
+    draws_foreign: bool = False
+    was_compiled: bool = False
+
+
+@dataclass
+class UnitRunner:
+    """Runs units for one micro-batch.
+
+    Attributes:
+        state: the micro-batch's glue state.
+        lock: the glue lock of the step.
+        seed_of: seed of the random numbers of a call, from its ordinal.
+        compiler: runs units compiled; None to run them as they are.
+    """
+
+    state: GlueState
+    lock: GlueLock
+    seed_of: Any
+    anchor: Tensor
+    compiler: UnitCompiler | None = None
+
+    @staticmethod
+    def check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
+        """Raises:
+        RuntimeError: if the unit put something into a list or dict that it was given: glue would not see it.
+        """
+        now = trees.leaves_of((args, kwargs))
+        if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
+            raise RuntimeError(
+                f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
+                "followed through the pipeline: return it from its forward, or make the module around it the unit with "
+                "RoundPipeStrategy(units=[TheClassAroundIt])"
+            )
+
+    def run(
+        self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool, foreign: bool = False
+    ) -> UnitResult:
+        """Calls the unit's forward on ``replica``, in the caller's grad mode.
+
+        Args:
+            call: identity of the execution.
+            replica: loaded replica on the current device.
+            leaves: arguments, then the values of ``call.side``.
+            watch_randomness: whether random operators get the call's private generator.
+            foreign: whether Python's and NumPy's global generators must be private as well.
+        """
+        originals: dict[int, Tensor] = {}
+        if self.compiler is not None and call.facts is not None:
+            leaves, originals = without_flags(leaves)
+        (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
+        num_side = len(trees.leaves_of(side)) if call.facts is None else 0
+        previous = self._set_side(call, replica, side)
+        writes = UnitWrites()
+        call.relayed = {}
+        relays, call.relays = call.relays, []
+        _active.run = (self, call, relays)
+        self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
+        written: list[tuple[nn.Module, str, Any]] = []
+        num_draws, was_compiled = 0, False
+        try:
+            if watch_randomness or foreign or _has_saved_tensor_hooks():
+                with self.compiler.excluded() if self.compiler is not None else contextlib.nullcontext():
+                    result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
+            elif self.compiler is not None:
+                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock.borrowed)
+            else:
+                result = replica.module.forward(*args, **kwargs)
+            if call.facts is None:
+                self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+        finally:
+            self.state.unit_writes, self.state.is_recomputing = None, False
+            _active.run = None
+            written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
+            for module, name, value in previous:
+                assign(module, name, value)
+        result_leaves: list[Any] = []
+        structure = trees.flatten(result, result_leaves)
+        if originals:  # what is given back is recognised by its identity
+            result_leaves = [originals.get(id(x), x) for x in result_leaves]
+        slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
+        slots.update(call.relayed)
+        for order, (_, name, value) in enumerate(written):
+            if isinstance(value, Tensor):
+                slots["attribute", order, name] = value
+        return UnitResult(result_leaves, structure, slots, written, num_draws, was_compiled=was_compiled)
+
+    def _forward_watched(
+        self, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool
+    ) -> tuple[Any, int]:
+        """The unit's forward under what its facts ask for: (result, number of random operators)."""
+        seed = self.seed_of(call.index)
+        watch = PrivateRandomness(seed, self.lock.borrowed)
+        with contextlib.ExitStack() as stack:
+            if _has_saved_tensor_hooks():
+                # Those of non-reentrant activation checkpointing in glue must not see the tensors of a unit.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            if watch_randomness:
+                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
+            if foreign:
+                stack.enter_context(self.lock.borrowed())
+                stack.enter_context(ForeignRandomness.seeded(seed))
+            if watch_randomness:
+                stack.enter_context(watch)
+            return replica.module.forward(*args, **kwargs), watch.num_draws
+
+    @staticmethod
+    def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
+        previous = []
+        for (module, name), value in zip(call.side, values, strict=True):
+            copy = replica.copy_of(module)
+            if copy is not None:
+                previous.append((copy, name, read(copy, name)))
+                assign(copy, name, value)
+        return previous
+
+
+def _has_saved_tensor_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> Iterator[None]:
+    """Autocast as it was at the call; the weight cache stays off (any thread's exit would clear it)."""
+    if wanted == autocast_state(device_type):
+        yield
+    else:
+        with torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False):
+            yield
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    """(enabled, dtype) of the calling thread."""
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+# [Note: relays]
+# Forward hooks on submodules of a unit (recorders of hidden states, attentions, router logits) keep the tensors they
+# see. Inside a unit these belong to the local graph, which glue must not reach, so on the replica such hooks are run
+# by a relay that shows them cut tensors: further outputs of the call. A recomputation does not run the hooks again,
+# unless they changed the output, which the rest of the unit needs.
+
+
+def relay_hooks(master: nn.Module) -> dict[str, Any]:
+    """Instance attributes for a replica of ``master`` that put a relay in the place of its forward hooks."""
+    return {
+        "_forward_hooks": OrderedDict({0: _Relay(master)}),
+        "_forward_hooks_with_kwargs": OrderedDict({0: True}),
+        "_forward_hooks_always_called": OrderedDict(),
+    }
+
+
+class _Relay:
+    """Stands for all forward hooks of one submodule."""
+
+    def __init__(self, master: nn.Module) -> None:
+        self._master = master
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        runner, call, recorded = _active.run
+        assert call.relays is not None
+        order = len(call.relays)
+        if recorded is not None and order >= len(recorded):
+            return None  # a recomputation, and the hook was registered after the forward
+        if recorded is not None and not recorded[order]:
+            call.relays.append(False)
+            _relay_slots(call, order, trees.leaves_of(output))
+            return None
+        changed, result = self._run_hooks(runner, call, order, args, kwargs, output)
+        call.relays.append(changed)
+        return result if changed else None
+
+    def _run_hooks(
+        self, runner: UnitRunner, call: Call, order: int, args: Any, kwargs: Any, output: Any
+    ) -> tuple[bool, Any]:
+        leaves: list[Any] = []
+        structure = trees.flatten(output, leaves)
+        slots = _relay_slots(call, order, leaves)
+        flagged = [slot for slot in slots if _is_flagged(call, slot)]
+        if flagged:
+            with torch.enable_grad():
+                tensors = [slots[slot] for slot in flagged]
+                cut = Cut.apply(call, tuple(flagged), runner.anchor, tensors)  # type: ignore[no-untyped-call]
+            for slot, tensor in zip(flagged, cut, strict=True):
+                leaves[slot[2]] = tensor  # type: ignore[index]
+        shown = trees.unflatten(structure, leaves)
+        with runner.lock.as_glue(runner.state):
+            if self._call_hooks(args, kwargs, shown) is shown:
+                return False, output
+            # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.
+            return True, self._call_hooks(args, kwargs, output)
+
+    def _call_hooks(self, args: Any, kwargs: Any, output: Any) -> Any:
+        for hook_id, hook in self._master._forward_hooks.items():
+            if hook_id in self._master._forward_hooks_with_kwargs:
+                new = hook(self._master, args, kwargs, output)
+            else:
+                new = hook(self._master, args, output)
+            output = output if new is None else new
+        return output
+
+
+def _relay_slots(call: Call, order: int, leaves: list[Any]) -> dict[Slot, Tensor]:
+    slots: dict[Slot, Tensor] = {("relay", order, i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    call.relayed.update(slots)
+    return slots
+
+
+def _is_flagged(call: Call, slot: Slot) -> bool:
+    if call.facts is not None:
+        return slot in call.facts.flagged
+    return call.relayed[slot].requires_grad
+
+
+def _is_list_of_weights(module: nn.Module, name: str) -> bool:
+    """Recurrent layers of torch list their weights, anew when these are others: those of a replica belong to it."""
+    return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")

@@ -1,0 +1,270 @@
+"""Costs of unit calls, for the planner: guessed first, measured while training.
+
+[Note: measured costs]
+Every run of a unit is noted with stamps of its device (see [Note: stamps] in :mod:`devices`), taken inside the compute
+lane: waiting is not in it. After a step the runs of each call position are reduced to one time per direction, their
+median, and the estimate is the median over the last steps, so that neither a slow micro-batch nor a slow step counts.
+
+- Of a step, only micro-batches count that gave the call as many bytes as any other did.
+- A run that learned facts (see [Note: facts] in :mod:`recompute`) is the first one of its kind: it may have compiled
+  or allocated. It counts as long as there is no other.
+- What runs in a B stage is the forward again and the backward; the forward is taken off.
+- A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
+- Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.
+- Sizes are known after the first run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..common.sizes import num_bytes_of
+from ..planning.costs import CallCost, CostProfile
+from ..weights.units import Unit
+from .runs import Run
+
+# Backward without recomputation over forward, of matrix products: two products instead of one.
+_BACKWARD_RATIO = 2.0
+_MS_PER_WEIGHT = 1e-6
+# Steps that an estimate looks back on.
+_WINDOW = 15
+# Steps whose stamps have not all been reached; older ones are given up.
+_MAX_PENDING = 4
+
+
+# A call: its unit, and how many calls of it come before.
+Key = tuple[Unit, int]
+
+
+class _RunningMedian:
+    """The median of the last values. Those of first runs give way to others."""
+
+    __slots__ = ("_learned", "_values")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_WINDOW)
+        self._learned = True
+
+    def add(self, value: float, learned: bool) -> None:
+        if learned and not self._learned:
+            return
+        if self._learned and not learned:
+            self._values.clear()
+            self._learned = False
+        self._values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self._values) if self._values else None
+
+
+@dataclass(slots=True)
+class _Estimate:
+    """What is known about one call; times in ms, sizes are the largest of the last steps."""
+
+    forward_ms: _RunningMedian = field(default_factory=_RunningMedian)
+    backward_ms: _RunningMedian = field(default_factory=_RunningMedian)
+    # (input, output, graph) per step
+    sizes: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+
+class CallEstimates:
+    """Running estimates of the calls of one kind of step; see [Note: measured costs].
+
+    Args:
+        sequence: the calls, in order.
+        is_training: whether there is a backward.
+    """
+
+    def __init__(self, sequence: Sequence[Unit], is_training: bool) -> None:
+        self._is_training = is_training
+        self._calls: dict[Key, _Estimate] = {}
+        self._preset: dict[Key, CallCost] = {}
+        self._pending: deque[_Measured] = deque(maxlen=_MAX_PENDING)
+        self.rearrange(sequence)
+
+    def rearrange(self, sequence: Sequence[Unit]) -> None:
+        """Another sequence of calls from now on. The n-th call of a unit stays the n-th call of it."""
+        self._sequence = tuple(sequence)
+        self._keys = list(_keys_of(sequence))
+        for key in self._keys:
+            self._calls.setdefault(key, _Estimate())
+
+    def preset(self, profile: CostProfile) -> None:
+        """These costs from now on, instead of measured ones.
+
+        Raises:
+            ValueError: if they are not those of the calls; the message names both counts and the first difference.
+        """
+        names = [unit.name for unit in self._sequence]
+        given = [call.name for call in profile.calls]
+        if names != given:
+            pairs = zip([*names, "nothing"], [*given, "nothing"], strict=False)
+            at, (has, wants) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise ValueError(
+                f"the cost profile has {len(given)} calls and a micro-batch made {len(names)}: call {at} is {has!r}, "
+                f"the profile has {wants!r} there: measure the costs again, with this model."
+            )
+        self._preset = dict(zip(self._keys, profile.calls, strict=True))
+
+    def add_sizes(self, runs: Iterable[Run]) -> None:
+        """Takes the sizes of the calls of one micro-batch, without the times: they are the same in every run."""
+        for run in runs:
+            if run.position is not None:
+                self._calls[self._keys[run.position]].sizes.append((run.input_bytes, run.output_bytes, run.graph_bytes))
+
+    def add(self, runs: Sequence[Sequence[Run]]) -> None:
+        """Takes the runs of one step, micro-batch by micro-batch, or keeps them until their stamps are reached."""
+        self._pending.append(_Measured(self._keys, runs, self._is_training))
+        for measured in list(self._pending):
+            if measured.is_complete():
+                self._pending.remove(measured)
+                self._take(measured)
+
+    def _take(self, measured: _Measured) -> None:
+        for key, samples in measured.by_call().items():
+            estimate = self._calls[key]
+            estimate.sizes.append(samples.sizes)
+            if (forward := samples.reduced("F")) is not None:
+                estimate.forward_ms.add(*forward)
+            if (backward := samples.reduced("B")) is not None:
+                again_ms = estimate.forward_ms.value or 0.0
+                ms, learned = backward
+                estimate.backward_ms.add(ms if samples.kept else max(0.0, ms - again_ms), learned)
+
+    @property
+    def profile(self) -> CostProfile:
+        """The costs as they are known now."""
+        guesses = guess_costs(self._sequence, is_training=self._is_training).calls
+        estimates = [self._calls[key] for key in self._keys]
+        pairs = [(e.forward_ms.value, guess.forward_ms) for e, guess in zip(estimates, guesses, strict=True)]
+        guessed_ms = sum(guess for measured, guess in pairs if measured is not None)
+        scale = sum(measured for measured, _ in pairs if measured is not None) / guessed_ms if guessed_ms else 1.0
+        calls = []
+        for key, estimate, guess in zip(self._keys, estimates, guesses, strict=True):
+            calls.append(self._preset.get(key) or _cost_of(estimate, guess, scale))
+        return CostProfile(tuple(calls))
+
+
+def _cost_of(estimate: _Estimate, guess: CallCost, scale: float) -> CallCost:
+    forward_ms, backward_ms = estimate.forward_ms.value, estimate.backward_ms.value
+    if forward_ms is None:
+        forward_ms = scale * guess.forward_ms
+    if backward_ms is None:
+        backward_ms = forward_ms * guess.backward_ms / guess.forward_ms
+    sizes = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
+    return CallCost(guess.name, forward_ms, backward_ms, guess.weight_bytes, guess.gradient_bytes, *sizes)
+
+
+def _keys_of(sequence: Sequence[Unit]) -> Iterator[Key]:
+    counts: dict[Unit, int] = {}
+    for unit in sequence:
+        counts[unit] = counts.get(unit, -1) + 1
+        yield unit, counts[unit]
+
+
+class _Samples:
+    """The runs of one call in one step."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[Run, float]] = []
+        self.num_skipped = 0  # backwards
+
+    def add(self, run: Run, ms: float) -> None:
+        self._runs.append((run, ms))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(input, output, graph) bytes of the largest micro-batches."""
+        runs = [run for run, _ in self._runs]
+        return max(r.input_bytes for r in runs), max(r.output_bytes for r in runs), max(r.graph_bytes for r in runs)
+
+    @property
+    def kept(self) -> bool:
+        return self._runs[0][0].kept
+
+    def reduced(self, kind: str) -> tuple[float, bool] | None:
+        """(ms, whether only first runs are in it); None if there was no run of this kind."""
+        size = max(run.input_bytes for run, _ in self._runs)
+        found = [(ms, run.learned) for run, ms in self._runs if run.kind == kind and run.input_bytes == size]
+        if not found:
+            return (0.0, False) if kind == "B" and self.num_skipped else None
+        others = [ms for ms, learned in found if not learned]
+        return statistics.median(others or [ms for ms, _ in found]), not others
+
+
+class _Measured:
+    """The runs of one step. Stamps that have not been reached are asked again."""
+
+    def __init__(self, keys: Sequence[Key], runs: Sequence[Sequence[Run]], is_training: bool) -> None:
+        self._keys = keys
+        self._runs = [[run for run in row if run.position is not None] for row in runs]
+        self._has_backward = [is_training and any(run.kind == "B" for run in row) for row in runs]
+        self._ms: list[float] = []
+
+    def is_complete(self) -> bool:
+        """Whether all stamps have been reached."""
+        for run in itertools.islice(itertools.chain.from_iterable(self._runs), len(self._ms), None):
+            ms = run.device.elapsed_ms(run.start, run.end)
+            if ms is None:
+                return False
+            self._ms.append(ms)
+        return True
+
+    def by_call(self) -> dict[Key, _Samples]:
+        """The runs of each call."""
+        calls: dict[Key, _Samples] = defaultdict(_Samples)
+        times = iter(self._ms)
+        for row, has_backward in zip(self._runs, self._has_backward, strict=True):
+            without: set[Key] = set()
+            for run in row:
+                assert run.position is not None
+                key = self._keys[run.position]
+                calls[key].add(run, next(times))
+                without.add(key) if run.kind == "F" else without.discard(key)
+            if has_backward:
+                for key in without:
+                    calls[key].num_skipped += 1
+        return calls
+
+
+def guess_costs(sequence: Iterable[Unit], *, is_training: bool = True) -> CostProfile:
+    """Costs of calls of which only the unit is known; only ratios of the times mean anything.
+
+    A call's time follows the sizes of its weights, which is what dense layers of one model have in common, and is the
+    same on every machine and in every run. Weights of matrix products (two or more dimensions) count, tables that are
+    looked up do not; a floor of one percent of the mean keeps calls without weights from being free.
+
+    Args:
+        sequence: the calls, in order.
+        is_training: whether there is a backward.
+    """
+    sequence = tuple(sequence)
+    known: dict[Unit, tuple[int, int, int]] = {}
+    for unit in sequence:
+        if unit not in known:
+            known[unit] = (_multiplied_weights(unit.module), unit.weight_bytes(), _gradient_bytes(unit.module))
+    mean = sum(known[unit][0] for unit in sequence) / max(1, len(sequence))
+    ratio = _BACKWARD_RATIO if is_training else 0.0
+    calls = []
+    for unit in sequence:
+        weights, weight_bytes, gradient_bytes = known[unit]
+        forward_ms = (max(weights, 0.01 * mean) + 1.0) * _MS_PER_WEIGHT
+        gradient_bytes = gradient_bytes if is_training else 0
+        calls.append(CallCost(unit.name, forward_ms, ratio * forward_ms, weight_bytes, gradient_bytes))
+    return CostProfile(tuple(calls))
+
+
+def _multiplied_weights(module: nn.Module) -> int:
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return sum(p.numel() for p in module.parameters() if p.dim() >= 2 and id(p) not in tables)
+
+
+def _gradient_bytes(module: nn.Module) -> int:
+    return num_bytes_of(p for p in module.parameters() if p.requires_grad)

@@ -1,0 +1,139 @@
+"""What the loaders of the Trainer tell of a batch, and how the earlier batches of each were read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, default_collate
+
+from ...common.trees import children_of
+from .reading import UNKNOWN, BatchSource, Role
+
+
+class Readings:
+    """How the batches of one run are read: what is known of each loader, and what its batches have held.
+
+    Args:
+        module: whose Trainer has the loaders.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._arrived: Any = None
+        self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
+
+    def arrives(self, batch: Any) -> None:
+        """Notes what a loader has given, before the transfer hooks of the user change it."""
+        self._arrived = _layout_of(batch) if self._is_hooked and not isinstance(batch, Iterator) else None
+
+    @functools.cached_property
+    def _is_hooked(self) -> bool:
+        return self._overrides("transfer_batch_to_device", "on_after_batch_transfer")
+
+    def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> tuple[BatchSource, dict[str, Role]]:
+        """The source of the batch that is under way, and what the batches before it have held.
+
+        Args:
+            kind: of the step, such as ``"training_step"``.
+            batch: that the step gets.
+            rest: arguments of the step behind the batch. Where loaders are used one after the other, Lightning gives
+                the index of the loader last.
+        """
+        trainer = self._module.trainer
+        combined = getattr(trainer._active_loop, "_combined_loader", None)
+        if not isinstance(combined, CombinedLoader):
+            return UNKNOWN, {}
+        loaders, index = list(combined.flattened), None
+        is_joined = False
+        if combined._mode == "sequential":
+            index = rest[-1] if len(loaders) > 1 and rest else 0
+            loaders = loaders[index : index + 1]
+        else:
+            is_joined = not (len(loaders) == 1 and combined.iterables is loaders[0])
+        known = self._known.get((kind, index))
+        if known is None or [*map(id, known[0])] != [*map(id, loaders)]:
+            known = loaders, _joined(map(self._source, loaders), is_joined), {}
+            self._known[kind, index] = known
+        _, source, held = known
+        if source.is_collated and self._is_hooked:  # the hooks may have left the layout as it was
+            source = replace(source, is_collated=self._arrived == _layout_of(batch))
+        if len(source.sizes) > 1 and len(loaders) == 1:
+            source = replace(source, sizes=self._sizes(source.sizes, loaders[0], kind, rest, held))
+        return source, held
+
+    def _sizes(
+        self, sizes: tuple[int, ...], loader: Any, kind: str, rest: Sequence[Any], held: Mapping[str, Role]
+    ) -> tuple[int, ...]:
+        """Of the usual size and that of the last batch, the one that this batch has."""
+        if rest and is_param_in_hook_signature(getattr(self._module, kind), "batch_idx", min_args=2):
+            return sizes[1:] if rest[0] == len(loader) - 1 else sizes[:1]
+        return sizes if held else sizes[:1]
+
+    def _source(self, loader: Any) -> BatchSource:
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is None:
+            return BatchSource(is_item=getattr(loader, "batch_size", None) is None)
+        if not isinstance(loader, DataLoader):
+            return UNKNOWN
+        return BatchSource(
+            _sizes_of(sampler), is_collated=self._is_collated(loader), may_be_collated=_calls_default(loader.collate_fn)
+        )
+
+    def _is_collated(self, loader: DataLoader[Any]) -> bool:
+        """Whether batches leave the loader in the form that ``default_collate`` gives, and are seen then."""
+        return loader.collate_fn is default_collate and not self._overrides("on_before_batch_transfer")
+
+    def _overrides(self, *hooks: str) -> bool:
+        datamodule = getattr(self._module._trainer, "datamodule", None)
+        owners = [owner for owner in (self._module, datamodule) if owner is not None]
+        return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+
+def _layout_of(value: Any) -> Any:
+    """The containers in a batch, with their lengths."""
+    children = children_of(value)
+    return None if children is None else (type(value), tuple((name, _layout_of(entry)) for name, entry in children))
+
+
+def _calls_default(collate: Any) -> bool:
+    """Whether a ``collate_fn`` names ``default_collate`` in its code."""
+    function = getattr(collate, "func", collate)  # of a functools.partial
+    function = function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
+    return default_collate.__name__ in getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def _sizes_of(sampler: Any) -> tuple[int, ...]:
+    """The usual size of a batch, and that of the last one if it differs; none if it is not known."""
+    if isinstance(sampler, (list, tuple)):
+        sizes = {len(batch) for batch in sampler}
+        return (max(sizes),) if len(sizes) == 1 else ()
+    size = getattr(sampler, "batch_size", None)
+    if not isinstance(size, int) or size < 1:
+        return ()
+    try:
+        total = len(sampler.sampler)
+    except (AttributeError, TypeError, NotImplementedError):
+        return (size,)  # of unknown length: the last batch must be told by its rows
+    if getattr(sampler, "drop_last", False) or not total % size:
+        return (size,)
+    return (size, total % size) if total > size else (total,)
+
+
+def _joined(sources: Iterable[BatchSource], is_joined: bool) -> BatchSource:
+    """What is known of a batch to which each loader gives a part."""
+    first, *others = sources
+    same = all(other.sizes[:1] == first.sizes[:1] for other in others)
+    return BatchSource(
+        sizes=first.sizes if same else (),
+        is_collated=all(source.is_collated for source in (first, *others)),
+        may_be_collated=any(source.may_be_collated for source in (first, *others)),
+        is_joined=is_joined,
+        is_item=any(source.is_item for source in (first, *others)),
+    )

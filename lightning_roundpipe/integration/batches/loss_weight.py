@@ -1,0 +1,230 @@
+"""What weighs a micro-batch in the loss of the batch.
+
+A loss that is a mean over the whole batch is the mean of the losses of its micro-batches, each weighted by how many of
+the things it has that the mean is over: samples, or tokens with a label. Which of the two cannot be seen in the loss.
+But labels can tell: -100 marks positions that ``cross_entropy`` and all losses of Hugging Face leave out of their mean,
+so where integer labels have some, ``"auto"`` counts the others. Without any -100 all rows have equally many, and both
+weights are the same.
+
+A model that predicts the next token compares position ``i`` with label ``i + 1``: the first label of a row counts for
+nothing. The class of a Hugging Face model tells whether it does so; else labels of the shape of ``input_ids`` are taken
+for such, as in the convention of Hugging Face. What is not certain is said as a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from ...common.trees import tensors_in
+
+IGNORED_LABEL = -100
+
+_MEANINGS = {
+    "samples": "means over samples",
+    "label_tokens": "means over the labels that are not -100",
+    "causal_label_tokens": "means over the labels that are not -100, without the first of each row",
+    "sum": "sums: every micro-batch counts fully, and a logged loss is best logged with reduce_fx='sum'",
+}
+
+
+class Decision(NamedTuple):
+    """What ``"auto"`` has chosen, why, and whether that is certain."""
+
+    rule: str
+    why: str
+    is_certain: bool = True
+
+
+class LossWeights:
+    """Weights of the micro-batches of one run.
+
+    Args:
+        module: the user's module.
+        loss_weight: the option of :class:`RoundPipeStrategy`.
+    """
+
+    def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float]) -> None:
+        self._module = module
+        self._loss_weight = loss_weight
+        self._is_announced = False
+
+    def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
+
+        Args:
+            microbatches: of one batch.
+            sizes: rows of each.
+
+        Raises:
+            ValueError: if labels that are asked for are missing, or the user's function gives no weights.
+        """
+        if len(microbatches) == 1:
+            return (1.0,), (1.0,)
+        rule = self._loss_weight
+        if rule == "auto":
+            rule = self._rule_for(microbatches)
+        if callable(rule):
+            counts = [_given_weight(rule, microbatch) for microbatch in microbatches]
+            if not sum(counts) > 0.0:
+                raise ValueError(
+                    f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
+                    "would count: return the number of things that the loss is a mean over, such as labels"
+                )
+        elif rule in ("label_tokens", "causal_label_tokens"):
+            counts = [_num_labels(microbatch, rule) for microbatch in microbatches]
+        else:
+            counts = [float(size) for size in sizes]
+        if not sum(counts) > 0.0:  # no label at all: the loss is what it is, every micro-batch counts by its rows
+            counts = [float(size) for size in sizes]
+        total = sum(counts)
+        weights = tuple(count / total for count in counts)
+        return weights, (1.0,) * len(weights) if rule == "sum" else weights
+
+    def _rule_for(self, microbatches: Sequence[Any]) -> str:
+        """What ``"auto"`` means for these micro-batches."""
+        if any(_entry(microbatch, "num_items_in_batch") is not None for microbatch in microbatches):
+            decision = Decision("sum", "the batch has 'num_items_in_batch', by which the loss is divided")
+        elif not any(map(_has_ignored_labels, microbatches)):
+            self._look_elsewhere(microbatches)
+            return "samples"
+        else:
+            decision = self.decision(microbatches)
+        if not self._is_announced:
+            self._is_announced = True
+            announce = rank_zero_info if decision.is_certain else rank_zero_warn
+            announce(
+                f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), "
+                f"because {decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}"
+            )
+        return decision.rule
+
+    @functools.cached_property
+    def _by_class(self) -> Decision | None:
+        return _decided_by_class(self._module)
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the loss compares a position with the label of the next one, as far as the model's class tells."""
+        return self._by_class is None or self._by_class.rule == "causal_label_tokens"
+
+    def decision(self, microbatches: Sequence[Any]) -> Decision:
+        """What weighs micro-batches with labels of which some are -100."""
+        if self._by_class is not None:
+            return self._by_class
+        labels, tokens = _entry(microbatches[0], "labels"), _entry(microbatches[0], "input_ids")
+        if tokens is None or labels.shape != tokens.shape:
+            return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
+        firsts = [_entry(microbatch, "labels")[..., :1] for microbatch in microbatches]
+        return Decision(
+            "causal_label_tokens",
+            "labels have the shape of input_ids, and some are -100; with loss_weight='label_tokens' the first of each "
+            "row would count as well",
+            is_certain=not any(bool((first != IGNORED_LABEL).any()) for first in firsts),
+        )
+
+    def _look_elsewhere(self, microbatches: Sequence[Any]) -> None:
+        """Says once that something else than ``labels`` has -100 in it."""
+        if self._is_announced:
+            return
+        for path, tensor in tensors_in(microbatches[0], "batch"):
+            if _is_integer(tensor) and tensor.dtype is not torch.bool and bool((tensor == IGNORED_LABEL).any()):
+                self._is_announced = True
+                rank_zero_warn(
+                    f"{path} holds -100, as labels do that a loss leaves out, but loss_weight='auto' counts samples, "
+                    "because it looks at an entry 'labels' of the batch only. If the loss is a mean over the others, "
+                    "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'"
+                )
+                return
+
+
+def _decided_by_class(module: nn.Module) -> Decision | None:
+    """What the Hugging Face model in ``module`` computes, None if there is none with a loss."""
+    model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    heads: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for part in module.modules():
+        if part not in inside and isinstance(part, model_class) and _has_loss(part):
+            heads.append(part)
+            inside.update(part.modules())
+    trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
+    decisions = [_decided_by_head(head) for head in trained or heads]
+    if not decisions:
+        return None
+    if len({decision.rule for decision in decisions}) > 1:
+        whys = "; but ".join(decision.why for decision in decisions)
+        return Decision(decisions[0].rule, whys, is_certain=False)
+    return decisions[0]
+
+
+def _has_loss(model: Any) -> bool:
+    name = type(model).__name__
+    return "For" in name or "LMHead" in name or getattr(model.config, "is_encoder_decoder", False)
+
+
+def _decided_by_head(model: Any) -> Decision:
+    """What the loss of a Hugging Face model with a head is a mean over."""
+    name = type(model).__name__
+    if name.endswith("ForCTC"):
+        reduction = getattr(model.config, "ctc_loss_reduction", "mean")
+        return Decision("sum" if reduction == "sum" else "samples", f"{name} has ctc_loss_reduction={reduction!r}")
+    if name.endswith("ForPreTraining"):
+        return Decision("label_tokens", f"{name} adds up means over different things", is_certain=False)
+    if _shifts_labels(model):
+        return Decision("causal_label_tokens", f"some are -100, and {name} compares a position with the next label")
+    return Decision("label_tokens", f"some are -100, and {name} compares a position with its own label")
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the forward compares a position with the label of the next one: by what it calls, or names."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    code = inspect.unwrap(type(model).forward).__code__
+    if "loss_function" in code.co_names:
+        return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+    return any(name.startswith("shift") for name in code.co_varnames)
+
+
+def _has_ignored_labels(microbatch: Any) -> bool:
+    labels = _entry(microbatch, "labels")
+    return isinstance(labels, Tensor) and _is_integer(labels) and bool((labels == IGNORED_LABEL).any())
+
+
+def _entry(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _given_weight(function: Callable[[Any], float], microbatch: Any) -> float:
+    weight = float(function(microbatch))
+    if not 0.0 <= weight < float("inf"):
+        raise ValueError(
+            f"loss_weight={name_of(function)} gave {weight} for a micro-batch: weights must be numbers >= 0"
+        )
+    return weight
+
+
+def _num_labels(microbatch: Any, rule: str) -> float:
+    labels = _entry(microbatch, "labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            f"loss_weight={rule!r} needs a tensor 'labels' in the batch, which is a {type(microbatch).__name__} "
+            "without one: use loss_weight='samples', or a function from a micro-batch to its weight"
+        )
+    counted = labels[..., 1:] if rule == "causal_label_tokens" else labels
+    return float((counted != IGNORED_LABEL).sum())
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How messages call a function of the user."""
+    return getattr(function, "__qualname__", None) or repr(function)

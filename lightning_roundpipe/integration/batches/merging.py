@@ -1,0 +1,167 @@
+"""Merge what the micro-batches of one step return into what the step on the whole batch would return."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ...common.trees import children_of, rebuild
+from .containers import common_kind, is_array, is_sequence, rows_of
+
+
+@dataclass(frozen=True)
+class _MergeRule:
+    """Rows and share (the shares sum to 1) of each micro-batch, and whether inputs are merged rather than outputs."""
+
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+    is_input: bool = False
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """Merge the step outputs of the micro-batches into the output of one step on the whole batch.
+
+    Containers of one structure are merged leaf by leaf. Tensors, arrays and lists with one row or entry per sample are
+    concatenated in order; floating-point scalars are averaged by weight; what is equal everywhere (or the same object)
+    is kept; anything else becomes the list of the values.
+
+    Args:
+        outputs: what the step returned for each micro-batch; a single one is returned unchanged.
+        sizes: rows of each micro-batch.
+        weights: weight of each micro-batch in averages; a micro-batch of weight 0 does not count, not even with a NaN.
+            If all are 0, all count alike.
+
+    Raises:
+        ValueError: no outputs, arguments of different lengths, or a weight that is negative or not finite.
+    """
+    if not outputs or not len(outputs) == len(sizes) == len(weights):
+        lengths = f"{len(outputs)}, {len(sizes)} and {len(weights)}"
+        raise ValueError(f"outputs, sizes and weights must have one entry per micro-batch, got {lengths} entries")
+    numbers = [float(weight) for weight in weights]
+    if any(not math.isfinite(number) or number < 0 for number in numbers):
+        raise ValueError(f"weights must be finite and not negative, got {numbers}")
+    if len(outputs) == 1:
+        return outputs[0]
+    total = math.fsum(numbers)
+    shares = tuple(number / total if total else 1 / len(numbers) for number in numbers)
+    with torch.no_grad():
+        return _merge(list(outputs), _MergeRule(tuple(sizes), shares))
+
+
+def merge_batch(microbatches: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put micro-batches together again, the inverse of ``split_batch``; what they share is kept.
+
+    A list that can be read both ways is read as a container. Tensors are copied, unless there is one micro-batch.
+
+    Raises:
+        ValueError: no micro-batches, or not one size for each.
+    """
+    if not microbatches or len(microbatches) != len(sizes):
+        raise ValueError(f"sizes must have one entry per micro-batch, got {len(sizes)} for {len(microbatches)}")
+    if len(microbatches) == 1:
+        return microbatches[0]
+    shares = tuple(1 / len(sizes) for _ in sizes)
+    with torch.no_grad():
+        return _merge(list(microbatches), _MergeRule(tuple(sizes), shares, is_input=True))
+
+
+def _merge(values: list[Any], rule: _MergeRule) -> Any:
+    first = values[0]
+    if all(value is first for value in values):
+        return first
+    if all(rows_of(value) == size for value, size in zip(values, rule.sizes, strict=True)) and _are_alike(values):
+        return _concatenate(values)
+    if all(_is_number(value) for value in values) and not all(type(value) is int for value in values):
+        return _mean(values, rule.shares)
+    if children_of(first) is not None and all(type(value) is type(first) for value in values):
+        return _merge_containers(values, rule)
+    return first if all(_equal(first, value) for value in values) else values
+
+
+def _merge_containers(values: list[Any], rule: _MergeRule) -> Any:
+    first = values[0]
+    if is_sequence(first) and _are_per_sample(values, rule):
+        return rebuild(first, list(chain.from_iterable(values)))
+    children = [children_of(value) or [] for value in values]
+    names = [{name for name, _ in entries} for entries in children]
+    if any(other != names[0] for other in names):
+        return values
+    by_name = [dict(entries) for entries in children]  # the keys may come in another order
+    return rebuild(first, [_merge([entries[name] for entries in by_name], rule) for name, _ in children[0]])
+
+
+def _are_per_sample(values: list[Any], rule: _MergeRule) -> bool:
+    if isinstance(values[0], tuple) and not rule.is_input:
+        return False
+    if any(len(value) != size for value, size in zip(values, rule.sizes, strict=True)):
+        return False
+    if len(set(rule.sizes)) > 1 and not rule.is_input:
+        return True  # as containers they would have the same length in every micro-batch
+    if rule.is_input and any(common_kind(value) is None for value in values):
+        return all(entry is None for value in values for entry in value)
+    return not any(_holds_rows(entry, size) for value, size in zip(values, rule.sizes, strict=True) for entry in value)
+
+
+def _holds_rows(value: Any, size: int) -> bool:
+    """Tell whether any array in the value has the leading size ``size``."""
+    if is_array(value):
+        return rows_of(value) == size
+    return any(_holds_rows(entry, size) for _, entry in children_of(value) or ())
+
+
+def _are_alike(arrays: list[Any]) -> bool:
+    """Tell whether arrays can be joined: all tensors or all numpy arrays, of equal shape but for dimension 0."""
+    first = arrays[0]
+    same = all(isinstance(array, torch.Tensor) == isinstance(first, torch.Tensor) for array in arrays)
+    return same and all(tuple(array.shape[1:]) == tuple(first.shape[1:]) for array in arrays)
+
+
+def _concatenate(arrays: list[Any]) -> Any:
+    if isinstance(arrays[0], torch.Tensor):
+        return torch.cat([array.to(arrays[0].device) for array in arrays])
+    return sys.modules["numpy"].concatenate(arrays)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and (value.is_floating_point() or value.is_complex())
+    numpy: Any = sys.modules.get("numpy")
+    return type(value) is int or isinstance(value, float) or (numpy is not None and isinstance(value, numpy.floating))
+
+
+def _mean(values: list[Any], shares: Sequence[float]) -> Any:
+    """Return the weighted mean: a tensor of the first tensor's dtype and device, or a float if there is no tensor."""
+    weighted = [(value, share) for value, share in zip(values, shares, strict=True) if share]
+    template = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    if template is None:
+        # Equal values stay as they are: shares like 1/3 would move the last digit.
+        if all(value == values[0] for value in values):
+            return float(values[0])
+        return math.fsum(float(value) * share for value, share in weighted)
+    # Half precision would lose digits with every term.
+    dtype = torch.float32 if template.dtype.itemsize < 4 else template.dtype
+    terms = [torch.as_tensor(value).to(template.device, dtype) * share for value, share in weighted]
+    return torch.stack(terms).sum().to(template.dtype)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if (left.shape, left.dtype, left.layout) != (right.shape, right.dtype, right.layout):
+            return False
+        return left.layout is torch.strided and torch.equal(left, right.to(left.device))
+    if type(left) is not type(right):
+        return False
+    if is_array(left):
+        return left.shape == right.shape and bool((left == right).all())
+    try:
+        return bool(left == right)
+    except Exception:  # a user class may define == in any way, also so that it fails
+        return False

@@ -1,0 +1,184 @@
+"""From a batch to weighted micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...options import RoundPipeOptions
+from ...usercode.outputs import brought_home
+from .loaders import Readings
+from .loss_weight import LossWeights, name_of
+from .microbatches import BatchSource, batch_rows, merge_outputs, split_batch
+from .packed import find_packed, sizes_of, split_packed
+from .reading import Role
+
+Split = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Micro-batches of one batch.
+
+    Attributes:
+        microbatches: in order.
+        sizes: rows of each; 1 where rows are unknown.
+        weights: share of each in means over the batch; they sum to 1.
+        loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
+        batch_size: rows of the whole batch, None if it was not split.
+    """
+
+    microbatches: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    loss_weights: tuple[float, ...]
+    batch_size: int | None
+    _entries: tuple[dict[Any, Any] | None, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        entries = tuple(dict(m) if isinstance(m, MutableMapping) else None for m in self.microbatches)
+        object.__setattr__(self, "_entries", entries)
+
+    def bring_back(self, batch: Any) -> None:
+        """Does to the whole batch what the step has done to its micro-batches, where these are dicts.
+
+        Hooks that come after the step may look for it: an entry that the step has put into every micro-batch
+        (``batch["predictions"] = ...``) is merged, one that it has taken out of all of them goes.
+        """
+        if not isinstance(batch, MutableMapping) or any(microbatch is batch for microbatch in self.microbatches):
+            return
+        before = [entries for entries in self._entries if entries is not None]
+        if len(before) < len(self.microbatches):
+            return
+        missing = object()
+        for key in dict.fromkeys(key for entries in (*before, *self.microbatches) for key in entries):
+            values = [microbatch.get(key, missing) for microbatch in self.microbatches]
+            if all(value is entries.get(key, missing) for value, entries in zip(values, before, strict=True)):
+                continue
+            if all(value is missing for value in values):
+                batch.pop(key, None)
+            elif not any(value is missing for value in values):
+                batch[key] = merge_outputs([brought_home(value) for value in values], self.sizes, self.weights)
+
+
+class BatchSplitter:
+    """Splits the batches of one run as its module and its options want it.
+
+    Args:
+        module: the user's module, with its Trainer.
+        options: of the strategy.
+    """
+
+    def __init__(self, module: pl.LightningModule, options: RoundPipeOptions) -> None:
+        self._module = module
+        self._readings = Readings(module)
+        self._weights = LossWeights(module, options.loss_weight)
+        self._cuts_packed = options.split_batch == "packed"
+        given = options.split_batch if callable(options.split_batch) else None
+        self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
+        self._loss_weight = options.loss_weight
+        self._warned: set[str] = set()
+
+    def arrives(self, batch: Any) -> None:
+        """See :meth:`Readings.arrives`."""
+        self._readings.arrives(batch)
+
+    def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
+        """What splits the batch of the step that is under way; arguments as of :meth:`Readings.of`."""
+        return functools.partial(self._split_batch, *self._readings.of(kind, batch, rest))
+
+    def _split_batch(self, source: BatchSource, held: dict[str, Role], batch: Any, num_microbatches: int) -> Batches:
+        """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.
+
+        Raises:
+            BatchSplitError: if no reading of the batch is certain, naming the leaf.
+            ValueError, TypeError: if the user's function gives something else than micro-batches, or a weight is
+                negative or not a number.
+        """
+        if self._split is not None:
+            return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
+        packed = find_packed(batch) if num_microbatches > 1 else None
+        if packed is not None and self._cuts_packed:
+            parts = split_packed(batch, packed, num_microbatches, predicts_next=self._weights.predicts_next)
+            # A mean over a row is over its tokens; where labels tell, they weigh.
+            return self._weighed(tuple(parts), sizes_of(parts, in_tokens=self._loss_weight == "auto"), 1)
+        if packed is not None:
+            self._warn(
+                "packed",
+                f"the batch is one row of {packed.num_sequences} packed sequences, and runs whole, as one micro-batch: "
+                "that is exact, but devices work one after the other. With RoundPipeStrategy(split_batch='packed') it "
+                "is cut between sequences. Models of Hugging Face keep packed sequences apart only where use_cache is "
+                "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
+            )
+            return self._weighed((batch,), (1,), 1)
+        # Batch norm refuses a single row.
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
+        min_rows = 2 if norms else 1
+        done = split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held)
+        return self._weighed(done.microbatches, done.sizes, done.batch_size)
+
+    def _weighed(self, microbatches: tuple[Any, ...], sizes: tuple[int, ...], batch_size: int | None) -> Batches:
+        weights, loss_weights = self._weights.of(microbatches, sizes)
+        return Batches(microbatches, sizes, weights, loss_weights, batch_size)
+
+    def _split_by_user(
+        self, split: Split, batch: Any, num_microbatches: int, source: BatchSource
+    ) -> tuple[tuple[Any, ...], tuple[int, ...], int | None]:
+        microbatches = _checked(split, split(batch, num_microbatches), batch)
+        sizes, is_certain = _sizes_of(microbatches, source)
+        if not is_certain and self._loss_weight in ("auto", "samples") and len(microbatches) > 1:
+            self._warn(
+                "rows",
+                f"how many samples the {len(microbatches)} micro-batches of {name_of(split)} have cannot be told, and "
+                f"they weigh as if it were {', '.join(map(str, sizes))}. If that is wrong, give the number: "
+                "RoundPipeStrategy(loss_weight=function from a micro-batch to its number of samples)",
+            )
+        return microbatches, sizes, sum(sizes) if is_certain else None
+
+    def _warn(self, name: str, text: str) -> None:
+        """Says it once per run."""
+        if name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(text, category=PossibleUserWarning)
+
+
+def _checked(split: Split, parts: Any, batch: Any) -> tuple[Any, ...]:
+    """What a user's function returned, if it is a list of micro-batches."""
+    what = f"{name_of(split)} returned %s for a batch of type {type(batch).__name__}: return a list of micro-batches"
+    if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
+        given = f"a tensor of shape {tuple(parts.shape)}" if isinstance(parts, Tensor) else repr(parts)[:80]
+        raise TypeError(what % (given if parts is None else f"{given} ({type(parts).__name__})"))
+    microbatches = tuple(parts)
+    if not microbatches:
+        raise ValueError(what % "no micro-batch")
+    return microbatches
+
+
+def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource) -> tuple[tuple[int, ...], bool]:
+    """Rows of the micro-batches that a user's function made, and whether that is certain."""
+    rows = [batch_rows(microbatch) for microbatch in microbatches]
+    lengths = [len(microbatch) if isinstance(microbatch, list) else None for microbatch in microbatches]
+    readings = [[n for n in found if n is not None] for found in (rows, lengths)]
+    complete = [tuple(found) for found in readings if len(found) == len(microbatches)]
+    for found in complete:
+        if sum(found) in source.sizes:
+            return found, True
+    if None in rows:
+        return (1,) * len(microbatches), False
+    return complete[0], not source.sizes or sum(complete[0]) <= source.sizes[0]
+
+
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:
+    """The batch among the arguments of a step: the first positional argument, or the first keyword."""
+    if args:
+        return (None, args[0]), args[1:]
+    key = next(iter(kwargs), None)
+    return (key, None if key is None else kwargs[key]), ()

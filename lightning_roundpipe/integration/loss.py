@@ -1,0 +1,110 @@
+"""The loss between the pipeline, which has run its backward already, and Lightning, which will call it.
+
+[Note: loss scaling]
+``precision="16-mixed"`` multiplies the loss by a large number before the backward, so that small gradients do not
+vanish in float16, and divides the gradients of the masters by it afterwards; a step whose gradients overflow is skipped
+and the number made smaller. The pipeline runs the backward inside ``training_step``, before Lightning multiplies
+anything, so it starts from the factor that Lightning is going to apply: the scale, divided by
+``accumulate_grad_batches``. The gradients that wait behind the loss are scaled by it; when the real factor arrives, as
+the gradient of the loss, what differs is multiplied in: nothing, unless the user does something of his own.
+
+Steps are skipped as in plain training with the whole batch. There autocast computes the gradient of a weight in
+float16, all rows at once; here the parts of the micro-batches are added up in float32, and the sum counts as
+overflown where float16 could not hold it (``WorkingCopies.gradient_dtypes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from .batches.microbatches import merge_outputs
+from .batches.splitting import Batches
+
+
+class _MasterGradients(torch.autograd.Function):
+    """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
+
+    So scaling, accumulation, parameter hooks and user overrides of ``backward`` work as in plain Lightning.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.scale = scale
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
+        factor = upstream.item() / ctx.scale
+        if factor != 1.0:
+            gradients = [gradient.mul_(factor) for gradient in gradients]
+        return (None, None, None, *gradients)
+
+
+def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0) -> Tensor:
+    """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once.
+
+    Args:
+        scale: by which the gradients were multiplied already, see :func:`precision.expected_scale`.
+    """
+    if not gradients:
+        return loss.requires_grad_()
+    return cast(
+        Tensor,
+        _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
+    )
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned, by Lightning's rules.
+
+    Raises:
+        MisconfigurationException: for anything else, as Lightning raises it; it lets a ``'loss'`` of any type pass.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    if output is None:
+        return None
+    if loss is None or not isinstance(output, Mapping):
+        ClosureResult.from_training_step_output(output)
+    raise MisconfigurationException(
+        f"training_step returned a dict whose 'loss' is of type {type(loss).__name__}: it must be a tensor"
+    )
+
+
+def merged_step(
+    outputs: Sequence[Any], batches: Batches, gradients: Mapping[nn.Parameter, Tensor], scale: float
+) -> STEP_OUTPUT:
+    """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
+
+    A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped. One of weight
+    zero (no label) may have a NaN loss: it does not take part.
+
+    Args:
+        scale: by which the gradients were multiplied already.
+    """
+    shares = [
+        loss.detach().cpu().reshape(()) * weight
+        for loss, weight in zip(map(loss_of, outputs), batches.loss_weights, strict=True)
+        if loss is not None and weight != 0.0
+    ]
+    if not shares:
+        return None
+    loss = hand_over(torch.stack(shares).sum(), gradients, scale)
+    others = [
+        ({name: value for name, value in output.items() if name != "loss"}, size, weight)
+        for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)
+        if isinstance(output, Mapping)
+    ]
+    return {**merge_outputs(*zip(*others, strict=True)), "loss": loss} if others else loss

@@ -1,0 +1,267 @@
+"""Manual optimization: the calls of ``training_step`` that concern the whole batch are made once.
+
+[Note: manual optimization]
+The micro-batches of a step run ``training_step`` side by side. What it does for the whole batch, they do together, see
+[Note: meetings] in :mod:`engine.meetings`:
+
+- ``manual_backward``: each micro-batch runs its own backward. What has come together waits behind the loss of the
+  whole batch, and the call is made with that one, so that hooks, loss scaling and accumulation are plain Lightning's.
+  ``loss.backward()`` does the same, if a unit has made the loss; as in plain Lightning it has no hooks and no scaling.
+- ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
+  call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
+- So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
+  but not from ``configure_optimizers``.
+- ``zero_grad`` is deferred to the next meeting: it often stands between a forward and its backward, and to stop there
+  would cut the step in two.
+
+The methods are replaced on the objects, while a training step runs, and do what they always did on other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..autograd.recompute import reached_cut
+from ..engine.barrier import Collective, Meeting, meet
+from ..engine.patches import attribute_set
+from ..usercode.lock import current
+from .batches.splitting import Batches
+from .log_merging import weighted_mean
+from .loss import hand_over
+
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+_SCHEDULER_METHODS = ("step",)
+_MAX_ENTRIES = 64  # of lists and dicts that are looked into; longer ones hold data
+_SCALER_METHODS = ("unscale_", "step", "update")
+_MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+_CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+_OWN_KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
+    ((torch.optim.Optimizer,), _OPTIMIZER_METHODS),
+    ((LRScheduler, ReduceLROnPlateau), _SCHEDULER_METHODS),
+    ((torch.amp.GradScaler,), _SCALER_METHODS),
+)
+
+
+class ManualOptimization:
+    """The meetings of one training step; see [Note: manual optimization].
+
+    Args:
+        module: the user's.
+        batches: the micro-batches of the step.
+        holding: entered while something is done for the whole batch.
+        wait: blocks until no update reads gradients any more.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        batches: Batches,
+        holding: Callable[[], contextlib.AbstractContextManager[None]],
+        wait: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._loss_weights = batches.loss_weights
+        self._weights = batches.weights
+        self._holding = holding
+        self._wait = wait
+
+    def backward(
+        self,
+        loss: Tensor,
+        scale: float,
+        whole: Callable[[Tensor, Mapping[nn.Parameter, Tensor]], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """``manual_backward`` of one micro-batch.
+
+        Args:
+            scale: by which gradients are to be multiplied.
+            whole: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
+            args, kwargs: of ``Tensor.backward``.
+
+        Raises:
+            MisconfigurationException: for arguments that cannot be followed through units.
+        """
+        options = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
+        _check_backward(loss, options)
+        state = current()
+        assert state is not None
+        share = self._loss_weights[state.index]
+
+        def perform(meeting: Meeting) -> None:
+            self._wait()  # gradients are added to in place
+            parts = [value * w for value, w in zip(meeting.values, self._loss_weights, strict=True) if w != 0.0]
+            total = torch.stack(parts).sum() if parts else meeting.values[0]
+            with self._holding():
+                whole(total, meeting.gradients)
+
+        value = loss.detach().to("cpu").reshape(())
+        collective = Collective("manual_backward", "manual_backward", perform, value)
+        meet(collective, [(loss, share * scale)], retain_graph=bool(options.get("retain_graph")))
+        return loss
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """While open, calls that micro-batches make for the whole batch are made together."""
+        trainer = self._module.trainer
+        strategy = trainer.strategy
+        with self._backward_followed(), contextlib.ExitStack() as stack:
+            for index, optimizer in enumerate(strategy.optimizers):
+                for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
+                    for name in _OPTIMIZER_METHODS:
+                        stack.enter_context(self._together(owner, name, (type(optimizer).__name__, index)))
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            for index, scheduler in enumerate(schedulers):
+                for name in _SCHEDULER_METHODS:
+                    stack.enter_context(self._together(scheduler, name, (type(scheduler).__name__, index)))
+            followed = {id(one) for one in (*strategy.optimizers, *schedulers)}
+            for path, owner, names in _own_helpers(self._module, followed):
+                for name in names:
+                    stack.enter_context(self._together(owner, name, (type(owner).__name__, path)))
+            for module in self._module.modules():
+                if isinstance(module, pl.LightningModule):
+                    for name in _MODULE_METHODS:
+                        stack.enter_context(self._together(module, name, (type(module).__name__,)))
+            for place in (clip_grad, torch.nn.utils):
+                for name in _CLIP_FUNCTIONS:
+                    if hasattr(place, name):
+                        stack.enter_context(self._together(place, name, ("torch.nn.utils",)))
+            yield
+
+    @contextlib.contextmanager
+    def _backward_followed(self) -> Iterator[None]:
+        """While open, ``loss.backward()`` of a micro-batch goes through units."""
+        original: Callable[..., None] = Tensor.backward
+
+        @functools.wraps(original)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if current() is None or (loss.requires_grad and reached_cut([loss]) is None):
+                original(loss, *args, **kwargs)
+                return
+
+            def whole(total: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+                original(hand_over(total, gradients), *args, **kwargs)
+
+            self.backward(loss, 1.0, whole, args, kwargs)
+
+        setattr(Tensor, "backward", backward)  # noqa: B010  # to a type checker methods are constant
+        try:
+            yield
+        finally:
+            setattr(Tensor, "backward", original)  # noqa: B010
+
+    def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> contextlib.AbstractContextManager[None]:
+        """Replaces a method or function for a while."""
+        return attribute_set(owner, name, self._replacement(getattr(owner, name), name, key))
+
+    def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs, closure = _without_closure(name, args, kwargs)
+
+            def perform(meeting: Meeting) -> Any:
+                if closure is None:
+                    merged = [self._merged(list(values)) for values in zip(*meeting.values, strict=True)]
+                    with self._holding():
+                        return original(*merged, **kwargs)
+                with contextlib.ExitStack() as held:
+                    held.enter_context(self._holding())
+
+                    def call_closures() -> Any:
+                        held.close()
+                        values = meeting.call_closures()
+                        held.enter_context(self._holding())
+                        return self._merged(values)
+
+                    return original(*args, **kwargs, closure=call_closures)
+
+            collective = Collective(
+                f"{key[0]}.{name}", (name, *key), perform, args, closure, is_deferred=name == "zero_grad"
+            )
+            has_met, result = meet(collective)
+            if has_met:
+                return result
+            return original(*args, **kwargs) if closure is None else original(*args, **kwargs, closure=closure)
+
+        return method
+
+    def _merged(self, values: list[Any]) -> Any:
+        """What micro-batches give a call, or what their closures give, as one for the whole batch gives it: the mean of
+        scalars, otherwise what the first one gives."""
+        if any(value is not values[0] for value in values):
+            if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+                return weighted_mean(torch.stack([v.detach().cpu().reshape(()) for v in values]), self._weights)
+            if all(isinstance(value, float) for value in values):
+                return weighted_mean(torch.tensor(values, dtype=torch.float64), self._weights).item()
+        return values[0]
+
+
+def _own_helpers(root: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Optimizers, schedulers and gradient scalers that are attributes of modules, alone or in lists and dicts:
+    (where, the object, its methods that concern the whole batch).
+
+    Args:
+        known: ids of objects to be left out.
+    """
+    for path, module in root.named_modules():
+        if not isinstance(module, pl.LightningModule):
+            continue
+        for name, value in vars(module).items():
+            entries = (value,)
+            if type(value) in (list, tuple, dict) and len(value) <= _MAX_ENTRIES:
+                entries = tuple(value.values() if type(value) is dict else value)
+            for index, entry in enumerate(entries):
+                methods = next((names for kinds, names in _OWN_KINDS if isinstance(entry, kinds)), None)
+                if methods is not None and id(entry) not in known:
+                    known.add(id(entry))
+                    yield f"{path}.{name}[{index}]", entry, methods
+
+
+def _without_closure(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], Any] | None]:
+    """The arguments of ``optimizer.step`` without the closure, and the closure."""
+    if name != "step":
+        return args, kwargs, None
+    if args and callable(args[0]):
+        return args[1:], kwargs, cast(Callable[[], Any], args[0])
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    closure = kwargs.get("closure")
+    return (args, rest, closure) if callable(closure) else (args, kwargs, None)
+
+
+def _check_backward(loss: Tensor, options: Mapping[str, Any]) -> None:
+    if options.get("create_graph"):
+        raise MisconfigurationException(
+            "manual_backward(create_graph=True) needs the graph of the whole model, which strategy='roundpipe' cuts at "
+            "every unit: train this module with strategy='auto'"
+        )
+    if options.get("gradient") is not None:
+        raise MisconfigurationException(
+            f"manual_backward(gradient=...) is not supported by strategy='roundpipe' (loss of shape "
+            f"{tuple(loss.shape)}): reduce the loss to a scalar, for instance (loss * gradient).sum()"
+        )
+    if loss.numel() != 1:
+        raise MisconfigurationException(
+            f"manual_backward got a loss of shape {tuple(loss.shape)}: it must be a scalar, for instance its mean"
+        )
+    inputs = options.get("inputs")
+    for x in [inputs] if isinstance(inputs, Tensor) else inputs or ():
+        if not isinstance(x, nn.Parameter):
+            raise MisconfigurationException(
+                f"manual_backward(inputs=...) names a tensor of shape {tuple(x.shape)} that is no parameter: with "
+                "strategy='roundpipe' it may name parameters of the module only"
+            )

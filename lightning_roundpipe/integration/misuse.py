@@ -1,0 +1,350 @@
+"""Mistakes in user code that would train something else without a word: refused, as a rule in the very first step.
+
+[Note: misuse]
+The user's step runs once per micro-batch. So a weight that it changes in place is changed once per micro-batch, while
+others compute with it; a unit that changes its own weights does so again when it is recomputed, and loses the change
+where it runs on a copy. Looked at are
+
+- **weights**: their versions around every step. A write through ``.data`` leaves no trace in the version, so the first
+  steps of a kind compare some elements of every weight as well. In the very first step the first micro-batch runs
+  alone: what it changes is found behind the unit, or behind the user's step, that did it, before anything is trained.
+- **gradients**: the engine adds them up elsewhere. In the step user code may look at those that are in ``.grad``, but
+  would change them once per micro-batch.
+- **tensors of the batch** that all micro-batches share, in the first steps: a change would happen M times.
+- **schedulers**, in automatic optimization: stepped in the step, they would be stepped M times.
+- **the place of the weights**: user code that moves a module takes the masters away from the host.
+
+A step with a single micro-batch may change weights in glue. Later than in the first steps a mistake is an error as
+well: nobody could tell from which step on the weights are wrong. Changes that belong into a step (optimizers that are
+stepped by hand) are made inside :meth:`StepGuard.allowed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..common.fingerprints import Versions
+from ..common.trees import tensors_in
+from ..devices.pool import DevicePool
+from ..options import RoundPipeOptions
+from ..usercode.lock import current
+from .batches.splitting import Batches
+from .batches.whole_batches import WholeBatchHints
+
+Function = Callable[[Any], Any]
+
+_NUM_SAMPLED_STEPS = 2
+_MAX_SAMPLES = 1024
+_LOOK_UP_STEPS = 64  # parameters come and go, and to walk through all modules is dear
+_HOOKS = "on_train_batch_start, on_train_batch_end or another hook that runs once per batch"
+
+
+class StepGuard:
+    """Watches the steps of one run; see [Note: misuse].
+
+    Args:
+        root: the user's module.
+        options: that say how many micro-batches there are to be.
+        pool: the workers; they compute with the masters themselves, or with copies of them.
+    """
+
+    def __init__(self, root: LightningModule, options: RoundPipeOptions, pool: DevicePool) -> None:
+        self._root = root
+        self._num_devices = len(pool)
+        self._num_microbatches = options.microbatches_for(self._num_devices)
+        self._aliases_host = pool[0].aliases_host
+        self._num_steps: dict[str, int] = {}
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._weights: list[nn.Parameter] = []
+        self._before = _Weights([], is_sampled=False)
+        self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
+        self._count = 1  # micro-batches of the step
+        self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
+
+    @contextlib.contextmanager
+    def watching(self, kind: str, batches: Batches) -> Iterator[None]:
+        """Around an attempt to run a step.
+
+        Args:
+            kind: of the step, such as ``"training_step"``.
+            batches: of the step.
+
+        Raises:
+            MisconfigurationException: for a mistake, naming what was changed and what to do instead.
+        """
+        step = self._num_steps.get(kind, 0)
+        is_early = step < _NUM_SAMPLED_STEPS
+        count = self._count = len(batches.microbatches)
+        looks_closely = is_early or step % _LOOK_UP_STEPS == 0
+        if looks_closely:
+            self._look_up()
+            self._check_places()
+        if step == 0 and kind == "training_step":
+            self._hint(batches)
+        if looks_closely and count > 1 and kind == "training_step":
+            self.hints.look_for_batch_norms(count)
+        shared = _Shared(batches.microbatches) if is_early and count > 1 else None
+        self._before = _Weights(self._weights, is_sampled=is_early)
+        num_scheduler_steps = self._num_scheduler_steps(kind)
+        try:
+            yield
+        except Exception as error:
+            self._look_up()  # to move a module may have put new parameters in the place of the old ones
+            self._check_places(error)
+            if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
+                self._check_weights(kind)
+                self._check_shared(kind, shared)
+            _note_small(error, batches)
+            raise
+        if looks_closely:
+            self._check_places()
+        self._check_weights(kind)
+        if self._num_scheduler_steps(kind) != num_scheduler_steps:
+            raise MisconfigurationException(
+                f"{kind} steps a learning rate scheduler, {count} times per batch: once in every micro-batch. Let "
+                'Lightning do it ("interval": "step" in configure_optimizers, lr_scheduler_step), or do it in '
+                f"{_HOOKS}, or use manual optimization"
+            )
+        self._check_shared(kind, shared)
+        self._num_steps[kind] = step + 1
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Around changes that are made once in the middle of a step, while no micro-batch runs.
+
+        Raises:
+            MisconfigurationException: if weights or gradients have changed before, in the same step.
+        """
+        self._check_weights("training_step")
+        self._check_complete_gradients()
+        try:
+            yield
+        finally:
+            self._before = _Weights(self._weights, is_sampled=self._before.samples is not None)
+            self._note_gradients("training_step")
+
+    def _look_up(self) -> None:
+        exempt: set[int] = set()
+        if self._aliases_host:  # what is scaled to a maximal norm twice is the same as once
+            norms = (nn.Embedding, nn.EmbeddingBag)
+            exempt = {id(m.weight) for m in self._root.modules() if isinstance(m, norms) and m.max_norm is not None}
+        named = [(name, p) for name, p in self._root.named_parameters() if not (is_lazy(p) or p.is_inference())]
+        self._named = named
+        self._weights = [p for _, p in named if id(p) not in exempt]
+
+    # --- the first micro-batch -----------------------------------------------------------------------------------
+
+    def followed(self, kind: str, function: Function) -> Function:
+        """``function``, the user's step; in the first step of a kind its first call, which is alone, is looked into."""
+        if self._num_steps.get(kind, 0):
+            return function
+        called = iter((True,))
+
+        def first(microbatch: Any) -> Any:
+            state = current()
+            if not next(called, False) or state is None or state.call_unit is None:
+                return function(microbatch)
+            call_unit = state.call_unit
+            state.call_unit = self._watched(call_unit)
+            gradients = self._gradients_now()
+            try:
+                with self.hints.watching_encoders():
+                    output = function(microbatch)
+            finally:
+                state.call_unit = call_unit
+            self._check_weights(kind)
+            if kind == "training_step" and self._root.automatic_optimization:
+                self._check_gradients(gradients)
+            return output
+
+        return first
+
+    def _watched(self, call_unit: Callable[..., Any]) -> Callable[..., Any]:
+        """``call_unit``, with a look at the weights of the unit before and after."""
+        known = set(map(id, self._weights))
+
+        def call(unit: Any, *arguments: Any) -> Any:
+            weights = _Weights([p for p in unit.module.parameters() if id(p) in known], is_sampled=True)
+            result = call_unit(unit, *arguments)
+            changed = weights.changed()
+            if changed:
+                raise MisconfigurationException(
+                    f"the forward of unit {unit.name!r} ({type(unit.module).__name__}) changes its weight "
+                    f"{self._names(changed)} in place. A unit runs once per micro-batch and again in the backward, and "
+                    f"where it runs on a copy of its weights the change is lost: make it in {_HOOKS}"
+                )
+            return result
+
+        return call
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_shared(self, kind: str, shared: _Shared | None) -> None:
+        if shared is not None and (name := shared.changed()) is not None:
+            raise MisconfigurationException(
+                f"{kind} changes the tensor {name} in place. All {self._count} micro-batches share it, so that it has "
+                f"been changed {self._count} times: change a copy, for instance x = x.clone()"
+            )
+
+    def _check_weights(self, kind: str) -> None:
+        count = self._count
+        changed = self._before.changed(with_samples=count > 1 or not self._aliases_host)
+        if count == 1:  # glue may; the engine notices by the version
+            changed = [weight for weight in changed if self._before.versions.has(weight, weight)]
+        if not changed:
+            return
+        what = f"{kind}, or code that it calls, changes the weight {self._names(changed)} in place"
+        if count == 1:
+            raise MisconfigurationException(
+                f"{what}, through .data: the copies of the weight on the devices are not made anew then. Change it "
+                f"under torch.no_grad(), without .data, or in {_HOOKS}"
+            )
+        raise MisconfigurationException(
+            f"{what}. It runs once per micro-batch, so that the change is made {count} times per batch, while other "
+            f"micro-batches compute with the weight: make it in {_HOOKS}, or use num_microbatches=1"
+        )
+
+    def _num_scheduler_steps(self, kind: str) -> list[Any]:
+        """How often schedulers were stepped, as far as a step must not do it."""
+        if self._count == 1 or kind != "training_step" or not self._root.automatic_optimization:
+            return []
+        configs = self._root.trainer.lr_scheduler_configs
+        return [getattr(config.scheduler, "last_epoch", None) for config in configs]
+
+    def _check_gradients(self, before: Versions[nn.Parameter]) -> None:
+        if written := self._written_since(before):
+            raise MisconfigurationException(
+                f"training_step writes the gradient (.grad) of {self._names(written)}, by itself or by a backward of "
+                "its own. Gradients of the micro-batches are added up elsewhere while the step runs: change them in "
+                "on_after_backward or on_before_optimizer_step, and return the loss without running its backward"
+            )
+
+    def _note_gradients(self, kind: str) -> None:
+        self._gradients = None
+        if self._count > 1 and kind == "training_step" and not self._root.automatic_optimization:
+            self._gradients = self._gradients_now()
+
+    def _gradients_now(self) -> Versions[nn.Parameter]:
+        """What is in ``.grad`` of weights, and its version."""
+        return Versions((p, p.grad) for p in self._weights if p.grad is not None)
+
+    def _written_since(self, before: Versions[nn.Parameter]) -> list[nn.Parameter]:
+        return [p for p in self._weights if p.grad is not None and not before.has(p, p.grad)]
+
+    def _check_complete_gradients(self) -> None:
+        if self._gradients is not None and (written := self._written_since(self._gradients)):
+            raise MisconfigurationException(
+                f"training_step writes the gradient (.grad) of {self._names(written)}. It runs once per micro-batch, "
+                f"so that the change is made {self._count} times: clip with self.clip_gradients(...), or call "
+                "torch.nn.utils.clip_grad_norm_(...) by this whole name; set gradients to None instead of zero; make "
+                "other changes in on_after_backward or on_before_optimizer_step, or use num_microbatches=1"
+            )
+
+    def _check_places(self, cause: Exception | None = None) -> None:
+        for weight in self._weights:
+            if not weight.is_cpu:
+                raise MisconfigurationException(
+                    f"the weight {self._names([weight])} was moved to the device {str(weight.device)!r} by hand "
+                    "(.to(), .cuda() or the like). Weights stay on the host, and RoundPipe brings them to the devices "
+                    "by itself: remove that call from the module, its hooks and callbacks"
+                ) from cause
+
+    def _names(self, weights: Iterable[nn.Parameter]) -> str:
+        first, *others = weights
+        name = repr(next((name for name, weight in self._named if weight is first), "?"))
+        return f"{name} (and {len(others)} more)" if others else name
+
+    def _hint(self, batches: Batches) -> None:
+        """Says once that there is nothing to pipeline."""
+        if len(batches.microbatches) > 1 or self._num_microbatches == 1 or self._num_devices == 1:
+            return
+        rows, wanted = batches.batch_size, self._num_microbatches
+        why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
+        if rows is not None:
+            why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
+        rank_zero_warn(
+            f"the first training batch {why}, so that it is a single micro-batch, and the {self._num_devices} devices "
+            f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
+            category=PossibleUserWarning,
+        )
+
+
+def _note_small(error: Exception, batches: Batches) -> None:
+    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
+    rows, count = batches.batch_size, len(batches.microbatches)
+    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(
+            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
+            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
+        )
+
+
+class _Weights:
+    """Weights at one moment: versions, and some elements if asked for."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], *, is_sampled: bool) -> None:
+        self._weights = weights
+        self.versions = Versions((weight, weight) for weight in weights)
+        self.samples = [_sample(weight) for weight in weights] if is_sampled else None
+
+    def changed(self, *, with_samples: bool = True) -> list[nn.Parameter]:
+        """The weights that are different now."""
+        found = self.versions.written()
+        if found or self.samples is None or not with_samples:
+            return found
+        pairs = zip(self._weights, self.samples, strict=True)
+        return [weight for weight, sample in pairs if not torch.equal(_sample(weight), sample)]
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A copy of evenly spread elements, as bytes: NaN equals NaN. Nothing of tensors with a layout of their own."""
+    data = weight.detach()  # waits for an update that is under way; until then the weight is of another class
+    if type(weight) is not nn.Parameter or data.layout is not torch.strided:
+        return torch.empty(0)
+    most = max(1, int(_MAX_SAMPLES ** (1 / max(1, data.dim()))))
+    steps = tuple(slice(None, None, -(-size // most) or 1) for size in data.shape)
+    return data[steps].contiguous().clone().reshape(-1).view(torch.uint8)
+
+
+class _Shared:
+    """Tensors that several micro-batches hold, and their versions."""
+
+    def __init__(self, microbatches: Sequence[Any]) -> None:
+        first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
+        known = set(map(id, second.values()))
+        self._versions = Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)
+
+    def changed(self) -> str | None:
+        """The path of the first one that was written since."""
+        return next(iter(self._versions.written()), None)
+
+
+def check_has_data(root: nn.Module) -> None:
+    """Checks that every weight has memory, before the module is brought to the host.
+
+    Raises:
+        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
+    """
+    for name, module in root.named_modules():
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise MisconfigurationException(
+                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
+                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
+                "example of what it gets: 'with torch.no_grad(): self(example)'"
+            )
+    for name, weight in root.named_parameters():
+        if weight.is_meta:
+            raise MisconfigurationException(
+                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
+                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
+            )

@@ -1,0 +1,204 @@
+"""Optimizer steps of Lightning that run behind the pipeline: when they do, and when they are waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from ..common.fingerprints import Versions
+from ..common.sizes import num_bytes_of
+from ..devices.pool import DevicePool
+from ..engine.runner import Engine
+from ..optimizer.stale import StaleWeights
+from ..optimizer.state import unguard
+from ..optimizer.updates import Updates, why_not_separable
+from ..options import RoundPipeOptions
+from ..reporting.host_memory import trained_by
+from .clipping import clipped_by
+from .workers import update_threads
+
+# Less is updated before a thread has begun.
+MIN_BYTES = 16 * 2**20
+
+Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
+
+
+def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine]) -> OptimizerOverlap:
+    """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
+    if options.optimizer_overlap == "off":
+        return NO_OVERLAP
+    is_stale = options.optimizer_overlap == "stale"
+
+    def order() -> list[list[nn.Parameter]]:
+        return engine().order_of("training_step")
+
+    return OptimizerOverlap(
+        update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
+    )
+
+
+class OptimizerOverlap:
+    """The optimizer steps of one ``fit``; see [Note: overlapped updates] in :mod:`engine.optimizer`.
+
+    Args:
+        num_threads: intra-op threads of the updates.
+        order: gives the weights in the order in which the next step needs them, in groups that are needed together.
+        stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
+            update, see [Note: stale weights] in :mod:`engine.stale`; None for never.
+        is_off: whether nothing overlaps.
+    """
+
+    def __init__(
+        self, num_threads: int, order: Order, *, stale_after_steps: int | None = None, is_off: bool = False
+    ) -> None:
+        self._is_off = is_off
+        self._stale = None if stale_after_steps is None else StaleWeights()
+        self._stale_after_steps = stale_after_steps or 0
+        self._updates = Updates(num_threads, self._stale)
+        self._order = order
+        self._module: pl.LightningModule | None = None
+        self._is_scripted = False
+        self._guarded: list[Optimizer] = []
+        self._refused: list[Optimizer] = []
+
+    def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
+        """The fit begins: the snapshots that will be taken of weights, None if none will be.
+
+        Raises:
+            MisconfigurationException: if weights are to be one update behind, and that cannot be done for this module.
+        """
+        if self._is_off:
+            return None
+        self._module = module
+        self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
+        self._updates.others = module.parameters
+        for optimizer in optimizers:  # before anybody keeps a reference to the state of one
+            if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
+                self._guard(optimizer)
+        if self._stale is not None:
+            if (why_not := _why_not_stale(module, optimizers)) is not None:
+                raise _refusal(why_not)
+            exact = (
+                f"After {self._stale_after_steps} exact optimizer steps" if self._stale_after_steps else "From now on"
+            )
+            rank_zero_warn(
+                f"optimizer_overlap='stale' trains with another algorithm than plain Lightning. {exact} (see "
+                "stale_after_steps), gradients are computed with the weights from before the last update, one step too "
+                "old. Training may converge worse, or not at all, above all with AdamW, high learning rates and few "
+                "rows per batch: compare the losses with those of optimizer_overlap='exact'."
+            )
+        return self._stale
+
+    @contextlib.contextmanager
+    def computing(self, module: pl.LightningModule) -> Iterator[None]:
+        """Around a training step of ``module``, which computes with weights that are stale if they are to be.
+
+        Raises:
+            MisconfigurationException: if the step has changed one of these.
+        """
+        if self._stale is None or module.trainer.global_step < self._stale_after_steps:
+            yield
+            return
+        weights = [weight for optimizer in module.trainer.optimizers for weight in trained_by(optimizer)]
+        with self._stale.computing(weights):
+            versions = Versions((weight, weight) for weight in weights)
+            yield
+            changed = versions.written()
+        if changed:
+            name = next((name for name, weight in module.named_parameters() if weight is changed[0]), "")
+            raise _refusal(f"training_step has changed the weight {name!r} in place, or rather a snapshot of it")
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of ``optimizer``, its closure included: the update itself may come later."""
+        if not self._applies(optimizer):
+            self._updates.wait()
+            yield
+            return
+        assert self._module is not None
+        with self._updates.overlapping(optimizer, self._order), clipped_by(self._updates, optimizer, self._module):
+            yield
+        trainer = self._module.trainer
+        if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
+            # What comes now is no next step: exports, other trainers, new workers of data loaders.
+            self._updates.wait()
+
+    def check(self) -> None:
+        """A step begins.
+
+        Raises:
+            BaseException: what went wrong in an update before.
+        """
+        self._updates.check()
+
+    def _applies(self, optimizer: Optimizer) -> bool:
+        if self._is_off or not self._is_worth_it(optimizer):
+            return False
+        why_not = self._why_not(optimizer)
+        if why_not is None:
+            self._guard(optimizer)
+            return True
+        if self._stale is not None:
+            raise _refusal(why_not)
+        if not any(other is optimizer for other in self._refused):
+            self._refused.append(optimizer)
+            rank_zero_info(f"optimizer steps do not overlap with the next forward: {why_not}")
+        return False
+
+    def _is_worth_it(self, optimizer: Optimizer) -> bool:
+        return self._stale is not None or num_bytes_of(trained_by(optimizer)) >= MIN_BYTES
+
+    def _why_not(self, optimizer: Optimizer) -> str | None:
+        if self._is_scripted:  # what reads weights in C++ would not wait
+            return "a part of the module is a torch.jit.ScriptModule"
+        return why_not_separable(optimizer)
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        self._updates.guard(optimizer)
+        if not any(other is optimizer for other in self._guarded):
+            self._guarded.append(optimizer)
+
+    def wait(self) -> None:
+        """Blocks until no update is under way.
+
+        Raises:
+            BaseException: what went wrong in one.
+        """
+        self._updates.wait()
+
+    def finish(self) -> None:
+        """The fit has ended: as :meth:`wait`, and the optimizers are as they were."""
+        try:
+            self.wait()
+        finally:
+            for optimizer in self._guarded:
+                unguard(optimizer)
+            self._guarded.clear()
+
+
+NO_OVERLAP = OptimizerOverlap(1, list, is_off=True)
+
+
+def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why the weights of training steps cannot be one update behind; None if they can."""
+    if not module.automatic_optimization:
+        return "with manual optimization, weights change in the middle of a training step"
+    if len(optimizers) != 1:
+        return f"configure_optimizers has returned {len(optimizers)} optimizers, and one is needed"
+    weights = set(trained_by(optimizers[0]))
+    for name, child in module.named_modules():
+        is_renormed = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+        if is_renormed and child.weight in weights:
+            return f"the embedding {name!r} with its max_norm changes its weight in the forward"
+    return why_not_separable(optimizers[0])
+
+
+def _refusal(why: str) -> MisconfigurationException:
+    return MisconfigurationException(f"optimizer_overlap='stale' is not possible: {why}. Use optimizer_overlap='exact'")

@@ -1,0 +1,218 @@
+"""A step that does not fit on the devices is run again, with more and so smaller micro-batches.
+
+[Note: steps that do not fit]
+Whether a step fits is only known when it runs: the planner, the books of a device or the driver of a GPU say that it
+does not. Nothing is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step
+changes before it succeeds (buffers, metrics that user code updates, generators) is noted before it and put back
+(:mod:`step_state`). Then the same batch is split into twice as many micro-batches, and planned for anew.
+
+- ``num_microbatches="auto"``: again and again, as long as there are rows.
+- A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
+  is 1, which is how users say that something else does.
+
+Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is run again,
+and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest batch that
+fits with the number of micro-batches that training starts with. Every trial starts without plan and costs, as training
+does. What no batch size would make fit ends the search.
+
+The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
+files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
+step has written before, the step is not run again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..devices.memory import DeviceOutOfMemoryError
+from ..devices.pool import DevicePool
+from ..engine.runner import Engine
+from ..options import RoundPipeOptions
+from ..planning.costs import CostProfile
+from ..planning.plan import StageMemoryError, describe_need, needed_bytes
+from .batches.splitting import Batches
+from .step_state import StepState, WrittenBuffers
+
+T = TypeVar("T")
+_OUT_OF_MEMORY = (DeviceOutOfMemoryError, torch.OutOfMemoryError, StageMemoryError)
+
+
+class Retry:
+    """Runs steps, and runs them again where they do not fit; see [Note: steps that do not fit].
+
+    Args:
+        root: the user's module.
+        num_microbatches: how many a batch is split into at first.
+        is_auto: whether the number may be raised again and again.
+        devices: of the pool. None where memory cannot run out: nothing is noted and nothing is run again.
+        forget: called with the kind of step before such a step is run again: what was planned for it is void.
+        costs: of the calls of a kind of step, as far as they are known.
+        is_trial: whether Lightning is trying a batch size at the moment.
+
+    Attributes:
+        num_microbatches: kind of step -> how many micro-batches are asked for now.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        num_microbatches: int,
+        *,
+        is_auto: bool,
+        devices: Sequence[torch.device] | None,
+        forget: Callable[[str], None],
+        costs: Callable[[str], CostProfile | None],
+        is_trial: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._root = root
+        self._start = num_microbatches
+        self._is_auto = is_auto
+        self._devices = devices
+        self._forget = forget
+        self._costs = costs
+        self._is_trial = is_trial
+        self._tried_rows: int | None = None
+        self._written = WrittenBuffers()
+        self._final: str | None = None
+        self.num_microbatches: dict[str, int] = {}
+
+    def forbid(self, why: str) -> None:
+        """The step that is under way cannot be run again, because of what has been done in it."""
+        self._final = why
+
+    def run(
+        self, kind: str, batch: Any, split: Callable[[Any, int], Batches], attempt: Callable[[Batches], T]
+    ) -> tuple[Batches, T]:
+        """Runs a step; returns the micro-batches it was run with, and what ``attempt`` gave.
+
+        Args:
+            kind: of the step; each has its own number of micro-batches.
+            batch: of the step.
+            split: (batch, number of micro-batches) -> micro-batches, at most as many.
+            attempt: runs the step on them.
+
+        Raises:
+            DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
+                takes the memory, why it was not run again, and what to change.
+        """
+        self._final = None
+        wanted = self.num_microbatches.setdefault(kind, self._start)
+        batches = split(batch, wanted)
+        if self._devices is None:
+            return batches, attempt(batches)
+        if self._is_trial() and batches.batch_size != self._tried_rows:
+            self._tried_rows = batches.batch_size
+            self._forget(kind)
+        state = StepState(self._root, batch, self._devices, self._written)
+        num_retries = 0
+        while True:
+            try:
+                result = attempt(batches)
+            except _OUT_OF_MEMORY as error:
+                before = len(batches.microbatches)
+                more = self._split_again(error, state, split, before, num_retries)
+                state.restore()
+                if self._is_trial() and getattr(error, "fits_if_split", True) and batches.batch_size != 1:
+                    raise _for_finder(error, kind, before) from error
+                if isinstance(more, str):
+                    raise self._explained(error, kind, before, more) from error
+                reason = str(error)
+            else:
+                self.num_microbatches[kind] = wanted
+                state.note_written()
+                return batches, result
+            # Outside of the handler, where the traceback no longer holds tensors of the attempt.
+            self._forget(kind)
+            gc.collect()
+            torch.cuda.empty_cache()  # smaller pieces are wanted now; does nothing where no GPU is used
+            wanted, batches = 2 * before, more
+            num_retries += 1
+            self._announce(kind, before, len(batches.microbatches), reason)
+
+    def _split_again(
+        self,
+        error: BaseException,
+        state: StepState,
+        split: Callable[[Any, int], Batches],
+        before: int,
+        num_retries: int,
+    ) -> Batches | str:
+        """More micro-batches of the same batch, or why not."""
+        if self._final is not None:
+            return self._final
+        if not self._is_auto and num_retries:
+            return "it was run again once with twice the micro-batches already"
+        if not getattr(error, "fits_if_split", True):  # what a driver raises does not say
+            return "smaller micro-batches would not help, because weights and gradients alone take too much"
+        if not self._is_auto and self._start == 1:
+            return "num_microbatches=1 is kept, because the loss may depend on all rows of the batch together"
+        if not self._is_auto and any(isinstance(m, _NormBase) and m.training for m in self._root.modules()):
+            return "num_microbatches is kept, because the statistics of batch norm depend on it"
+        if (lost := state.lost()) is not None:
+            return f"it cannot be run again, because {lost} has changed meanwhile"
+        batches = split(state.batch, 2 * before)
+        if len(batches.microbatches) <= before:
+            return "the batch cannot be split further"
+        return batches
+
+    def _announce(self, kind: str, before: int, now: int, reason: str) -> None:
+        announce = rank_zero_info if self._is_auto else rank_zero_warn
+        announce(
+            f"{kind} does not fit on the devices with {_microbatches(before)} per batch, and is run again with {now}, "
+            f"as will be the next ones: {reason}"
+        )
+
+    def _explained(self, error: BaseException, kind: str, num_microbatches: int, why: str) -> Exception:
+        """The error to raise: what happened, why it was final, what takes the memory, what to change."""
+        text = (
+            f"{kind} does not fit on the devices with {_microbatches(num_microbatches)} per batch, and {why}. {error}"
+        )
+        if isinstance(error, StageMemoryError):
+            return StageMemoryError(text, fits_if_split=error.fits_if_split)
+        is_training = kind == "training_step"
+        costs = self._costs(kind)
+        if costs is not None and costs.calls:
+            largest = max(costs.calls, key=lambda call: needed_bytes(call, is_training=is_training))
+            text += f" Of all units {describe_need(largest, is_training=is_training)}, which is the most."
+        return DeviceOutOfMemoryError(
+            f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
+            "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
+        )
+
+
+def make_retry(
+    root: pl.LightningModule, options: RoundPipeOptions, pool: DevicePool, engine: Engine, seeks_batch_size: bool
+) -> Retry:
+    """What runs steps of ``engine`` again that do not fit on ``pool``.
+
+    Args:
+        seeks_batch_size: whether there is a batch size finder among the callbacks.
+    """
+    return Retry(
+        root,
+        options.microbatches_for(len(pool)),
+        is_auto=options.num_microbatches == "auto",
+        devices=None if pool.memory_limit is None else [device.torch_device for device in pool.devices],
+        forget=engine.forget,
+        costs=engine.costs,
+        # The finder puts all callbacks aside, itself included, while it tries a size.
+        is_trial=lambda: seeks_batch_size and not root.trainer.callbacks,  # type: ignore[attr-defined]
+    )
+
+
+def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:
+    """The error that lets Lightning's batch size finder go on with a smaller batch: it goes by type and words."""
+    count = _microbatches(num_microbatches)
+    return DeviceOutOfMemoryError(f"CUDA out of memory: {kind} does not fit on the devices with {count}. {error}")
+
+
+def _microbatches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"

@@ -1,0 +1,123 @@
+"""Refuses models whose weights the engine could not copy to a device.
+
+[Note: weights that cannot travel]
+A unit computes with copies of its parameters, and what a copy has is the values in the memory of the parameter: no
+class, no attributes. So these are refused, before anything is trained:
+
+- parameters with a class and a state of their own. bitsandbytes keeps the scales of ``Params4bit`` and ``Int8Params``
+  in attributes, and lets ``to()`` quantize.
+- parameters whose values are elsewhere: tensor classes that wrap other tensors (torchao, quanto, ``DTensor``), sparse
+  layouts. Where devices use the memory of the host nothing is copied, and wrapped tensors work.
+- modules that keep the scales of an integer weight in an attribute that is neither a parameter nor a buffer (HQQ). The
+  same holds there.
+- modules with hooks of ``accelerate`` (``device_map=``), which put weights on devices of their own choice.
+- modules that assign to their own weights in ``forward``: the assignment would reach a copy.
+
+Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) travel like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from ..optimizer.pending import PendingParameter
+from ..weights.units import UnitClasses, check_chosen
+
+_REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
+# What a parameter class overrides if moving it is more than copying its values.
+_MOVES = ("to", "cpu", "cuda", "__torch_function__")
+# Class of PEFT -> what it does.
+_WRITES_WEIGHTS = {"CPTEmbedding": "CPT projects the trained prompt in its forward"}
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies: bool) -> None:
+    """Refuses what cannot be trained correctly; see [Note: weights that cannot travel].
+
+    Args:
+        units: classes of modules that the user has chosen.
+        has_copies: whether devices have memory of their own.
+
+    Raises:
+        MisconfigurationException: for the first parameter or module that is not supported, with its name.
+        ValueError: for a class of ``units`` that does not occur in ``root``.
+    """
+    check_chosen(root, units)
+    for name, module in root.named_modules():
+        _check_module(name, module, has_copies)
+    for name, parameter in root.named_parameters():
+        reason = _why_not(parameter, has_copies)
+        if reason:
+            raise MisconfigurationException(
+                f"strategy='roundpipe' cannot copy parameter {name!r} to a device: {reason}. Remedy: {_REMEDY}"
+            )
+
+
+def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
+    kind = type(module).__name__
+    if hasattr(module, "_hf_hook"):
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) has hooks of accelerate, which move its weights by themselves: "
+            "strategy='roundpipe' keeps all weights on the host. Load the model without device_map"
+        )
+    if kind in _WRITES_WEIGHTS:
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) assigns to its own weights while it runs ({_WRITES_WEIGHTS[kind]}), and "
+            "strategy='roundpipe' runs it on copies: train it with strategy='auto'"
+        )
+    frozen = [key for key, p in module._parameters.items() if p is not None and _is_integer(p)]
+    beside = [key for key, value in _own_attributes(module) if _holds_tensors(value)]
+    if has_copies and frozen and beside:
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) has the quantized weight {frozen[0]!r}, and keeps tensors that belong to it in "
+            f"its attribute {beside[0]!r}, which is neither a parameter nor a buffer and does not travel to a device "
+            f"with strategy='roundpipe'. Remedy: {_REMEDY}"
+        )
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
+
+
+def _why_not(parameter: nn.Parameter, has_copies: bool) -> str:
+    """Why copies of ``parameter`` would not do; empty if they would."""
+    kind = type(parameter)
+    named = f"it is a {kind.__module__}.{kind.__qualname__}"
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        return (
+            f"it has the layout {parameter.layout} and the dtype {parameter.dtype}, and only dense tensors are copied"
+        )
+    if has_copies and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{named}, which keeps its values in other tensors"
+    if issubclass(kind, nn.Parameter) and kind not in (nn.Parameter, PendingParameter):
+        state = [key for key in vars(parameter) if not key.startswith("_")]
+        own = [key for key in _MOVES if getattr(kind, key) != getattr(nn.Parameter, key)]
+        if state or own:
+            return f"{named}, and copies would lack its own {' and '.join(map(repr, (state or own)[:3]))}"
+    if _is_integer(parameter):
+        state = [key for key, value in vars(parameter).items() if _holds_tensors(value)]
+        if state:
+            return f"its attribute {state[0]!r} holds tensors, which its copies would lack"
+    return ""
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or a container or plain object with one in it."""
+    if isinstance(value, (Tensor, nn.Module)):
+        return isinstance(value, Tensor)
+    if isinstance(value, Mapping):
+        inside: Any = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside = value
+    else:
+        inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return any(isinstance(item, Tensor) for item in inside)

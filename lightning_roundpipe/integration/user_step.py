@@ -1,0 +1,49 @@
+"""A step of the user as micro-batches call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .batches.splitting import first_argument
+
+
+class UserStep:
+    """``training_step`` or another step, with its arguments.
+
+    One that takes the iterator over the batches may end with a ``StopIteration``. Then it has not failed: what it has
+    logged and written to attributes stays. So the error waits until its only micro-batch has been put together.
+
+    Attributes:
+        batch: among the arguments.
+        rest: positional arguments after it.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._function = function
+        self._kwargs = dict(kwargs)
+        (self._key, self.batch), self.rest = first_argument(args, self._kwargs)
+        self._stopped: StopIteration | None = None
+
+    def __call__(self, microbatch: Any) -> Any:
+        """Runs it, on the thread of the micro-batch."""
+        self._stopped = None
+        try:
+            if self._key is not None:
+                return self._function(**{**self._kwargs, self._key: microbatch})
+            return self._function(microbatch, *self.rest, **self._kwargs)
+        except StopIteration as stopped:
+            if microbatch is not self.batch:  # there are others
+                raise
+            self._stopped = stopped
+            return None
+
+    def end(self) -> None:
+        """All that it has done is where it belongs.
+
+        Raises:
+            StopIteration: if it has raised it.
+        """
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            raise stopped

@@ -1,0 +1,307 @@
+"""Optimizer steps that run behind the pipeline, weight by weight.
+
+[Note: overlapped updates]
+The update of one weight by Adam or SGD needs nothing of the others. So ``optimizer.step`` only notes what is to be
+done, and a thread does it in *shares*: the weights of the units that the next forward needs first come first. The next
+step begins meanwhile, and its uploads wait for the share that they read ([Note: pending weights] in :mod:`pending`). So
+does everything else that looks at weights, gradients or optimizer state. What is computed is what ``optimizer.step``
+would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
+the options of their groups as they were when ``step`` was called.
+
+This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
+:func:`why_not_separable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from ..common.threads import Surroundings
+from ..engine.patches import attribute_set
+from .pending import Failure, Share, can_be_pending, unwaited, updating
+from .shares import shares_of, tied
+from .stale import StaleWeights
+from .state import GuardedState
+from .update_part import Part, options_of
+
+_SEPARABLE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """Why the step of ``optimizer`` cannot be taken apart; None if it can.
+
+    Optimizers of others can say that it can: a class attribute ``is_separable = True`` tells that the update of a
+    parameter depends on it, its gradient, ``state[parameter]`` and the options of its group alone, and that ``step``
+    reads them from ``self.param_groups`` and ``self.state``. Not so ASGD: it makes tensors of the default dtype in
+    every step, which the next training step may change.
+    """
+    kind = type(optimizer)
+    if kind not in _SEPARABLE and not getattr(kind, "is_separable", False):
+        return f"{kind.__name__} is not known to update each parameter by itself"
+    if kind not in _SEPARABLE and any(not isinstance(key, nn.Parameter) for key in _keys(optimizer)):
+        return f"{kind.__name__} keeps state that belongs to no parameter"
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any((*hooks, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)):
+        return f"hooks are registered on the step of {kind.__name__}"
+    if _has_own_step(optimizer):
+        return f"the step of {kind.__name__} has been replaced by another function"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{kind.__name__} is differentiable"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not can_be_pending(parameter):
+                return f"a parameter of {kind.__name__} is a {type(parameter).__name__} on {parameter.device}"
+    return None
+
+
+def _keys(optimizer: Optimizer) -> list[Any]:
+    state = optimizer.state
+    return state.peek_keys() if isinstance(state, GuardedState) else list(state)
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether user code has put a ``step`` of its own on the object. Schedulers do so to count, and so does manual
+    optimization here: those call what was there."""
+    step = vars(optimizer).get("step")
+    while step is not None:
+        place = getattr(step, "__globals__", {}).get("__name__", "")
+        if place != "torch.optim.lr_scheduler" and place.partition(".")[0] != __name__.partition(".")[0]:
+            return getattr(step, "__func__", step) is not type(optimizer).step
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+class Updates:
+    """Runs optimizer steps on a thread; see [Note: overlapped updates].
+
+    Args:
+        num_threads: intra-op threads of the updates.
+        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`stale`; None if nobody
+            computes with them.
+
+    Attributes:
+        others: gives parameters that may be in the same memory as weights that are updated.
+    """
+
+    def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
+        self._num_threads = num_threads
+        self._stale = stale
+        self.others: Callable[[], Iterable[nn.Parameter]] = tuple
+        self._thread: threading.Thread | None = None
+        self._earlier: threading.Thread | None = None
+        self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
+        self._failure = Failure()
+        self._closing: Optimizer | None = None  # whose closure runs
+        self._factor: Tensor | None = None
+
+    @contextlib.contextmanager
+    def overlapping(
+        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
+    ) -> Iterator[None]:
+        """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
+
+        Args:
+            order: gives the weights in the order in which they are needed next, in groups that are needed together.
+        """
+
+        plain = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+            if others:  # nobody knows what they do
+                self.wait()
+                return plain(closure, **others)
+            result = None
+            self._closing, self._factor = optimizer, None
+            try:
+                if closure is not None:
+                    with torch.enable_grad():
+                        result = closure()
+            finally:
+                self._closing = None
+            fresh = _without_state(optimizer)
+            self.start(optimizer, order(), self._factor)
+            if fresh:
+                self._wait_for_state(optimizer, fresh)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+            return result
+
+        with attribute_set(optimizer, "step", step):
+            yield
+
+    def multiplies(self, optimizer: Optimizer, factor: Callable[[list[Tensor]], Tensor | None]) -> bool:
+        """Leaves a multiplication of all gradients of ``optimizer`` to its update, if that begins as soon as the
+        caller's closure has returned; whether it does.
+
+        Args:
+            factor: gives it for these gradients; None if it has to be done in another way.
+        """
+        if self._closing is not optimizer or self._factor is not None:
+            return False
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._factor = factor(gradients)
+        return self._factor is not None
+
+    def start(
+        self,
+        optimizer: Optimizer,
+        order: Sequence[Iterable[nn.Parameter]],
+        factor: Tensor | None = None,
+    ) -> None:
+        """Begins an optimizer step; it comes after those that have begun already.
+
+        Args:
+            order: see :meth:`overlapping`.
+            factor: a number that the gradients are multiplied by first.
+
+        Raises:
+            BaseException: what went wrong in one before.
+        """
+        self._failure.check()
+        state = self.guard(optimizer)
+        options = options_of(optimizer)
+        gradients = {p: g for p in options if (g := p.grad) is not None}
+        if not gradients:
+            return
+        with contextlib.nullcontext() if self._stale is None else self._stale.turning():
+            for parameter in gradients:
+                # What is copied to devices was made of the old values.
+                torch.autograd.graph.increment_version(parameter)
+        ties = self._ties((*gradients, *self.others()))
+        works = []
+        for parameters in shares_of(gradients, order, ties):
+            share = Share(list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), self._failure)
+            works.append((share, Part(optimizer, {p: gradients[p] for p in parameters}, options, state, factor)))
+        # The thread takes them, or whoever finds that it will not: exactly one of them.
+        offered = [works]
+        ready = threading.Event()
+        surroundings = Surroundings.of_this_thread("cpu")
+        beginner = [threading.get_ident()]
+        arguments = offered, beginner, ready, self._thread, surroundings
+        thread = threading.Thread(target=self._run, args=arguments, name="roundpipe-optimizer", daemon=True)
+        before = torch.get_num_threads()
+        try:
+            for share, _ in works:
+                share.passes_for = beginner
+                share.begin()
+            self._earlier, self._thread = self._thread, thread
+            thread.start()
+            ready.wait()
+        except BaseException:  # no thread could be started, or Ctrl-C
+            with contextlib.suppress(IndexError):
+                for share, _ in offered.pop():
+                    share.end(is_undone=True)
+                if self._thread is thread:
+                    self._thread = self._earlier
+            raise
+        finally:
+            torch.set_num_threads(before)  # the thread has set what new threads would begin with
+
+    def _ties(self, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Those of ``weights`` that share memory with others."""
+        weights = tuple(dict.fromkeys(weights))
+        with unwaited():
+            places = [(id(weight), weight.data_ptr()) for weight in weights]
+            if places != self._tied[0]:
+                self._tied = places, tied(weights)
+        return self._tied[1]
+
+    def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
+        """The first update of weights is over at once: the state made for them depends on the default dtype, which
+        the next step may change for the whole process. It comes in the order in which the optimizer makes it."""
+        self.wait()
+        state = self.guard(optimizer)
+        made = {parameter: state.pop(parameter) for parameter in fresh if parameter in state}
+        state.update(made)
+        state.stateless.update(parameter for parameter in fresh if parameter not in made)
+
+    def guard(self, optimizer: Optimizer) -> GuardedState:
+        """The state of ``optimizer``, such that whoever looks at it waits."""
+        state = optimizer.state
+        if not isinstance(state, GuardedState):
+            state = optimizer.state = GuardedState(state, self._be_looked_at)
+        return state
+
+    def _be_looked_at(self) -> None:
+        """Somebody looks at the state of an optimizer."""
+        self.join()
+        self._failure.tell()
+
+    def _run(
+        self,
+        offered: list[list[tuple[Share, Part]]],
+        beginner: list[int],
+        ready: threading.Event,
+        earlier: threading.Thread | None,
+        surroundings: Surroundings,
+    ) -> None:
+        torch.set_num_threads(self._num_threads)
+        try:
+            works = offered.pop()
+        except IndexError:
+            return
+        beginner.clear()
+        ready.set()
+        if earlier is not None:
+            earlier.join()
+        with updating(), surroundings.entered():
+            for share, part in works:
+                try:
+                    if not self._failure:
+                        part.step()
+                        if self._stale is not None:
+                            part.pass_on(self._stale)
+                except BaseException as error:  # must reach those who wait
+                    self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
+                finally:
+                    share.end()
+
+    def wait(self) -> None:
+        """Blocks until no update is under way.
+
+        Raises:
+            BaseException: what went wrong in one, unless this is the tear-down after it.
+        """
+        self.join()
+        self._failure.check()
+
+    def check(self) -> None:
+        """Training goes on.
+
+        Raises:
+            BaseException: what went wrong in an update, if that is known already.
+        """
+        self._failure.check()
+
+    def join(self) -> None:
+        """Blocks until no update is under way, whatever becomes of it."""
+        # Several threads may wait: the references stay, as another update may have begun by the time one gets on.
+        for thread in (self._earlier, self._thread):
+            if thread is not None and thread.ident is not None:
+                thread.join()
+
+
+def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The weights to be updated that have no state yet but may get some."""
+    state = optimizer.state
+
+    def is_known(parameter: nn.Parameter) -> bool:
+        if isinstance(state, GuardedState):
+            return state.lend(parameter) is not None or parameter in state.stateless
+        return parameter in state
+
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]

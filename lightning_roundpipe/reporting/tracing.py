@@ -1,0 +1,250 @@
+"""Recording some training steps, for ``RoundPipeStrategy(trace=...)`` and the :class:`RoundPipeTimeline` callback.
+
+[Note: recording]
+A :class:`TraceWriter` belongs to the strategy while ``fit`` runs. Before a training step each writer says whether it
+wants that step, and only then the engine traces; afterwards it gets the result. The files are written as soon as the
+last wanted step is there, so that they can be looked at while training goes on, or with fewer steps when ``fit`` ends,
+on whichever way. Without a writer nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ..engine.requests import StepRequest, StepResult
+from ..engine.runner import Engine
+from ..options import check_count, check_writable
+from ..planning.costs import CostProfile
+from ..planning.files import write_text
+from ..planning.partition import Partition
+from ..planning.timeline import Mark, Timeline
+from .pictures import check_picture, draw_timelines
+
+_MAX_PANELS = 4  # of a picture
+
+
+class TraceWriter:
+    """Keeps the timelines of some training steps and writes them, see [Note: recording].
+
+    Args:
+        path: the trace, for chrome://tracing or Perfetto, as JSON; None for no trace.
+        picture: Gantt charts of the first four of them, one above the other, ``.png``, ``.svg`` or ``.pdf``; None for
+            no picture.
+        first_step: the first training step of a fit that is recorded, counted from 0. Step 0 records the model's calls
+            and the next ones may plan again, so that the default is 2.
+        num_steps: how many steps are recorded; the memory and the files grow with it.
+
+    Raises:
+        ValueError, TypeError: if a file could not be written later, or a number is out of range.
+        ModuleNotFoundError: if a picture is wanted and matplotlib is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        picture: str | Path | None = None,
+        *,
+        first_step: int = 2,
+        num_steps: int = 3,
+    ) -> None:
+        for option, value in (("path", path), ("picture", picture)):
+            if value is not None:
+                check_writable(option, value)
+        if picture is not None:
+            check_picture(picture)
+        check_count("first_step", first_step, at_least=0)
+        check_count("num_steps", num_steps)
+        # Absolute: written is what was checked, whatever the current folder is by then.
+        self._path, self._picture = (None if file is None else Path(file).resolve() for file in (path, picture))
+        if self._path is not None and self._path == self._picture:
+            raise ValueError(f"path and picture are both {os.fspath(self._path)!r}: give each a file of its own")
+        self._wanted = range(first_step, first_step + num_steps)
+        self.start()
+
+    @property
+    def files(self) -> set[Path]:
+        """What it writes."""
+        return {file for file in (self._path, self._picture) if file is not None}
+
+    def start(self) -> None:
+        """Begins anew: a fit starts."""
+        self._num_seen = 0
+        self._steps: list[_Recorded] = []
+        self._is_written = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next training step is to be recorded."""
+        return self._num_seen in self._wanted
+
+    def note(self, result: StepResult, started_at: float) -> None:
+        """Takes a training step, which began at ``started_at`` (seconds, :func:`time.perf_counter`)."""
+        if self.is_due:
+            self._steps.append(_Recorded.of(self._num_seen, result, started_at))
+        self._num_seen += 1
+        if len(self._steps) == len(self._wanted):
+            self._write()
+
+    def finish(self) -> None:
+        """Writes what there is, if that has not happened: fit has ended."""
+        if self._steps:
+            self._write()
+        elif self._num_seen and not self._is_written:
+            rank_zero_warn(
+                f"no training step was recorded: fit has run {self._num_seen}, and recording begins with step "
+                f"{self._wanted.start} (counted from 0). Train for longer, or let first_step be smaller."
+            )
+
+    def _write(self) -> None:
+        """A file that cannot be written must not end the training, nor hide the error that has ended it."""
+        steps, self._steps, self._is_written = self._steps, [], True
+        try:
+            if self._path is not None:
+                timeline, marks = _joined(steps)
+                write_text(self._path, json.dumps(timeline.to_chrome_trace(marks)))
+            if self._picture is not None:
+                panels = [(step.name, step.timeline, step.partition) for step in steps[:_MAX_PANELS]]
+                draw_timelines(panels, self._picture)
+        except OSError as error:
+            rank_zero_warn(f"the recorded training steps could not be written: {error}")
+
+
+def run_traced(engine: Engine, request: StepRequest, writers: Sequence[TraceWriter]) -> StepResult:
+    """Runs a training step under the eyes of ``writers``."""
+    before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in writers)
+    started_at = perf_counter()
+    try:
+        result = engine.run(request)
+    finally:
+        engine.trace = before
+    for writer in writers:
+        writer.note(result, started_at)
+    return result
+
+
+class Recordings:
+    """What is written about the training steps of a ``fit``: recorded steps, and their costs.
+
+    Args:
+        trace, save_profile: files, see :class:`RoundPipeStrategy`.
+
+    Attributes:
+        writers: of the present fit.
+    """
+
+    def __init__(self, trace: str | Path | None, save_profile: str | Path | None) -> None:
+        # Absolute: written is what was checked, whatever the current folder is by then.
+        self._profile_path = None if save_profile is None else Path(save_profile).resolve()
+        self._own = [] if trace is None else [TraceWriter(trace)]
+        self.writers: list[TraceWriter] = []
+
+    def add(self, writer: TraceWriter) -> None:
+        """Lets ``writer`` record steps of the fit that is being set up.
+
+        Raises:
+            MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
+        """
+        taken = {self._profile_path}.union(*(other.files for other in self.writers))
+        for file in writer.files & taken:
+            raise MisconfigurationException(
+                f"{os.fspath(file)!r} would be written twice: give each RoundPipeTimeline, and trace and save_profile "
+                "of RoundPipeStrategy, a file of its own"
+            )
+        self.writers.append(writer)
+
+    def start(self) -> None:
+        """A fit starts.
+
+        Raises:
+            MisconfigurationException: see :meth:`add`.
+        """
+        for writer in self._own:
+            self.add(writer)
+        for writer in self.writers:
+            writer.start()
+
+    def finish(self, costs: Callable[[], CostProfile | None]) -> None:
+        """A fit has ended, on whichever way: an error here must not hide the one that has ended it.
+
+        Args:
+            costs: gives those of the training steps; None if there were none.
+        """
+        writers, self.writers = self.writers, []
+        for writer in writers:
+            writer.finish()
+        profile = None if self._profile_path is None else costs()
+        if self._profile_path is None or profile is None:
+            return
+        try:
+            profile.save(self._profile_path)
+        except OSError as error:
+            rank_zero_warn(f"the cost profile could not be written: {error}")
+
+    def run(self, engine: Engine, request: StepRequest) -> StepResult:
+        """Runs a training step, and records it for those that want it."""
+        return run_traced(engine, request, self.writers) if self.writers else engine.run(request)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What is kept of a step."""
+
+    name: str
+    started_at: float
+    timeline: Timeline
+    partition: Partition | None
+    num_microbatches: int
+    step_ms: float
+    figures: dict[str, Any]
+
+    @classmethod
+    def of(cls, index: int, result: StepResult, started_at: float) -> _Recorded:
+        # A step that only recorded calls carries the partition of the next one.
+        partition = None if result.schedule is None else result.partition
+        figures = {"partition": partition.format() if partition else "none yet", "replanned": result.replanned}
+        figures |= step_figures(result)
+        sizes = (result.num_microbatches, result.step_ms)
+        return cls(f"training step {index}", started_at, result.timeline, partition, *sizes, figures)
+
+
+def step_figures(result: StepResult) -> dict[str, float]:
+    """What one wants to know of a training step: bubble and busy share (0 to 1), ms, bytes, stages."""
+    figures: dict[str, float] = {
+        "step_ms": result.step_ms,
+        "h2d_bytes": sum(result.bytes_up),
+        "d2h_bytes": sum(result.bytes_down),
+        "host_activation_bytes": result.saved_bytes,
+        "num_microbatches": result.num_microbatches,
+    }
+    if result.schedule is not None:  # otherwise the step has only recorded the model's calls
+        figures |= {"bubble": result.timeline.bubble_ratio, "busy": result.timeline.busy_fraction}
+    if result.partition is not None:
+        figures["num_stages"] = result.partition.num_stages
+    peaks = [peak for peak in result.peak_memory_bytes if peak is not None]
+    if peaks:
+        figures["peak_memory_bytes"] = max(peaks)
+    return figures
+
+
+def _joined(steps: Sequence[_Recorded]) -> tuple[Timeline, list[Mark]]:
+    """One timeline of all steps, as they followed each other; micro-batches are numbered on."""
+    spans, marks = [], []
+    num_before = 0
+    for step in steps:
+        shift = (step.started_at - steps[0].started_at) * 1e3
+        for span in step.timeline.spans:
+            index = span.microbatch_index + num_before if span.microbatch_index >= 0 else -1
+            start, end = span.start_ms + shift, span.end_ms + shift
+            spans.append(replace(span, start_ms=start, end_ms=end, microbatch_index=index))
+        marks.append(Mark(step.name, shift, shift + step.step_ms, step.figures))
+        num_before += step.num_microbatches
+    return Timeline(tuple(spans), steps[0].timeline.num_devices), marks

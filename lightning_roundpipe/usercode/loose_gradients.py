@@ -1,0 +1,179 @@
+"""Gradients of parameters that user code uses between units.
+
+[Note: loose parameters]
+``F.linear(h, self.lm_head.weight)`` in ``training_step`` makes the master itself a leaf of the graph between units. All
+micro-batches share it, so the engine's own backward does not accumulate into its ``.grad``: it asks autograd for the
+gradients of the leaves, and keeps them per micro-batch. At the end of the segment they are added up in the order of
+the micro-batches. Until ``loss.backward()`` of the user, ``.grad`` is what it was before the step, and hooks of
+parameters, which are out of the way meanwhile (:func:`hooks_out_of_the_way`), see the whole gradient, once.
+
+Which leaves there are is looked up once per micro-batch, before its backward, by a walk over the graph between units:
+0.2 us for each node, which takes 5 us to be made and walked by autograd. A graph is cut at units (:class:`Cut`), and
+each cut leads to the anchor of its micro-batch, which is one of the leaves. So whatever autograd would walk for
+``loss.backward()``, it walks for these leaves. A leaf that is no parameter (``batch.requires_grad_()``) gets its
+``.grad`` when the backward of the micro-batch ends.
+
+The graph inside a unit belongs to its replica, and accumulates into the replica's leaves. A hook on a submodule may
+bring a parameter from elsewhere into it; the first call of the unit notes so (``Facts.has_loose``), and the leaves of
+such a graph are looked up and asked for as well.
+
+A function of the user may begin a backward of its own inside the engine's (reversible layers, Reformer): it asks for
+gradients too, and hands those of tensors that it has made itself to their ``.grad``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from ..common.graphs import walk_graph
+from .lock import current
+
+_LEAF_NODE: Any = vars(torch._C._functions)["AccumulateGrad"]
+_engine: Any = torch.autograd.Variable._execution_engine
+_others_lock = threading.Lock()
+
+
+def leaves_behind(roots: Iterable[Any]) -> dict[Tensor, GradientEdge]:
+    """The leaves of the graph that begins at the nodes ``roots``, and where their gradients arrive."""
+    return {node.variable: GradientEdge(node, 0) for node in walk_graph(roots) if isinstance(node, _LEAF_NODE)}
+
+
+def node_of(tensor: Tensor) -> Any:
+    """The autograd node that a gradient of ``tensor`` goes to."""
+    return get_gradient_edge(tensor).node
+
+
+def run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward."""
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class LooseGradients:
+    """What the backward of one micro-batch gives for leaves between units; see [Note: loose parameters].
+
+    Attributes:
+        own: leaves of replicas on which units run that are called in the middle of the backward: they accumulate.
+    """
+
+    def __init__(self) -> None:
+        self.own: set[Tensor] = set()
+        self._edges: dict[Tensor, GradientEdge] = {}
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def look_up(self, roots: Iterable[Any]) -> None:
+        """A backward is about to begin, which will start from some of the nodes ``roots`` at a time."""
+        self._edges = leaves_behind(roots)
+
+    def run_backward(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+        """``torch.autograd.backward`` through user code, from tensors or edges. The graph is kept, because the backward
+        of other calls leads through it too."""
+        for leaf, gradient in _captured(roots, gradients, self._edges, retain_graph=True):
+            self._add(leaf, gradient)
+
+    def run_unit_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], own: Container[Tensor]) -> None:
+        """``torch.autograd.backward`` inside a unit that computes with loose parameters.
+
+        Args:
+            own: leaves of the unit's replica, which accumulate.
+        """
+        edges = leaves_behind(map(node_of, roots))
+        for leaf, gradient in _captured(roots, gradients, edges, retain_graph=False):
+            if leaf not in own:
+                self._add(leaf, gradient)
+            else:
+                _accumulate(leaf, gradient)
+
+    def run_nested_backward(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """``torch.autograd.backward``, called by user code in the middle of :meth:`run_backward`."""
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        leaves = list(leaves_behind(map(node_of, roots)))
+        found = torch.autograd.grad(roots, leaves, grad_tensors, retain_graph, create_graph, allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is None:
+                continue
+            if isinstance(leaf, nn.Parameter) and leaf not in self.own:
+                self._add(leaf, gradient)
+            else:
+                _accumulate(leaf, gradient)
+
+    def _add(self, leaf: Tensor, gradient: Tensor) -> None:
+        known = self._sums.get(leaf)
+        self._sums[leaf] = gradient if known is None else known + gradient
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The backward has ended: parameter -> gradient, which autograd may hold elsewhere. Other leaves get theirs
+        into ``.grad``. Nothing is kept of the graph."""
+        self._edges = {}
+        self.own = set()
+        sums, self._sums = self._sums, {}
+        for leaf in [leaf for leaf in sums if not isinstance(leaf, nn.Parameter)]:
+            with _others_lock:
+                _accumulate(leaf, sums.pop(leaf))
+        return cast(dict[nn.Parameter, Tensor], sums)
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    # autograd may hold the same tensor elsewhere
+    leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+
+
+def _captured(
+    roots: Sequence[Any], gradients: Sequence[Tensor], edges: dict[Tensor, GradientEdge], *, retain_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    leaves = [leaf for leaf in edges if leaf.requires_grad]  # as torch: a flag that was switched off since counts
+    found = _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(edges[leaf] for leaf in leaves),
+        allow_unreachable=True, accumulate_grad=False,
+    )  # fmt: skip
+    return ((leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None)
+
+
+@contextlib.contextmanager
+def nested_backwards_followed() -> Iterator[None]:
+    """While open, a backward that user code runs inside one of the engine's does not accumulate into parameters."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        # In a backward that asks for gradients; torch has the same test, for its reentrant checkpoints.
+        is_nested = torch._C._current_graph_task_id() != -1 and not _engine.is_checkpoint_valid()
+        if not is_nested or kwargs.get("inputs") is not None:
+            original(*args, **kwargs)
+        elif (state := current()) is not None and state.loose is not None:
+            kwargs.pop("inputs", None)
+            state.loose.run_nested_backward(*args, **kwargs)
+        else:
+            raise RuntimeError(
+                "a function of the user runs a backward inside the backward of a step, on a thread of autograd, where "
+                "its gradients cannot be followed: make the module around it a unit with "
+                "RoundPipeStrategy(units=[TheClassAroundIt])"
+            )
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+@contextlib.contextmanager
+def hooks_out_of_the_way(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """While open, hooks on the gradients of ``parameters`` do not run: parts of gradients arrive."""
+    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooks:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hook in hooks:
+            parameter._backward_hooks = hook

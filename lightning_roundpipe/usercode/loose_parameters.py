@@ -1,0 +1,287 @@
+"""Device copies of parameters that glue uses by itself.
+
+[Note: raw parameters]
+``F.linear(h, self.lm_head.weight)`` in ``training_step`` needs on a GPU what lives on the host, in every micro-batch.
+The first such use on a device uploads the parameter; the uses after it, of all micro-batches, share the copy. In the
+graph each use is a node of its own that leads to the master. Gradients of a large parameter are added up on the device
+and go home when the copy is given up, once, as those of units do; so the last bits depend on which uses were on which
+device. Those of a small one go to the master as they come, in the order of the micro-batches. (So does any gradient in
+a backward that the *user* runs.)
+
+A copy is given up when a slot of its device ends, no graph leads through it and no view of it is left: the weight of a
+head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
+master that was changed in place since the upload is uploaded anew. Changes that leave no trace in the version of the
+parameter (through ``.data``, NumPy) cannot be noticed, so a parameter that was opened that way is not kept in this
+step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..common.fingerprints import version_of
+from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
+from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
+from ..weights.gradients import GradientStore
+from .lock import GlueState
+
+# Parameters from this size on have the sum of their gradients on the device.
+LARGE_BYTES = 2**20
+
+
+class _Lease:
+    """A graph that leads through a copy holds one."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Copy:
+    """A parameter on a device.
+
+    Attributes:
+        tensor: the copy.
+        version: of the master when the copy was made; None if the master may have changed without a trace.
+        upload: which made it.
+        has_sum: whether gradients are added up on the device.
+        gradient: the sum of what has arrived; None before the first.
+        num_bytes: booked as weights.
+        gradient_bytes: booked as gradients.
+    """
+
+    def __init__(self, master: nn.Parameter, device: Device, upload: Transfer) -> None:
+        self.master = master
+        self.device = device
+        self.upload = upload
+        (self.tensor,) = upload.tensors
+        self.version: int | None = version_of(master)
+        self.num_bytes = num_bytes_of([self.tensor])
+        self.has_sum = self.num_bytes >= LARGE_BYTES
+        self.gradient: Tensor | None = None
+        self.gradient_bytes = 0
+        self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def lease(self) -> _Lease:
+        lease = _Lease()
+        self._leases.add(lease)
+        return lease
+
+    @property
+    def lacks_room_for_sum(self) -> bool:
+        return self.has_sum and not self.gradient_bytes
+
+    @property
+    def is_in_use(self) -> bool:
+        return len(self._leases) > 0
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Called by autograd, on a thread of its own on GPUs."""
+        with self._lock:
+            if self.gradient is None:
+                self.gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
+            else:
+                self.gradient.add_(gradient)
+
+
+class _Use(torch.autograd.Function):
+    """A use of a device copy; where its gradient goes: see [Note: raw parameters]."""
+
+    @staticmethod
+    def forward(ctx: Any, master: nn.Parameter, copy: _Copy, lease: _Lease, is_engine: Callable[[], bool]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.copy, ctx.lease, ctx.is_engine = copy, lease, is_engine
+        return copy.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        (gradient,) = gradients
+        copy: _Copy = ctx.copy
+        if gradient is None:
+            return None, None, None, None
+        if copy.has_sum and ctx.is_engine() and gradient.layout is torch.strided:
+            copy.add_gradient(gradient)
+            return None, None, None, None
+        return gradient.to(copy.master.device), None, None, None
+
+
+class GlueParameters:
+    """The device copies of one step; see [Note: raw parameters].
+
+    Args:
+        gradients: where the sums go.
+    """
+
+    def __init__(self, gradients: GradientStore) -> None:
+        self._gradients = gradients
+        self._lock = threading.Lock()  # of what follows; never held during a wait
+        self._copies: list[_Copy] = []
+        self._newest: dict[tuple[int, int], _Copy] = {}
+        self._opened: dict[int, nn.Parameter] = {}
+        self._ordinals: dict[int, int] = {}
+
+    def use(
+        self,
+        master: nn.Parameter,
+        device: Device,
+        state: GlueState | None,
+        is_engine: Callable[[], bool],
+        *,
+        tracks: bool,
+    ) -> Tensor | None:
+        """``master`` on ``device``; None if it cannot be kept there.
+
+        Called by glue, which gives up the glue lock if there is something to upload: it waits for the device.
+
+        Args:
+            state: of the micro-batch; None on a thread that is not a micro-batch's, which uses what is there.
+            is_engine: whether the engine itself walks the graph at the moment.
+            tracks: whether the result is part of the graph.
+        """
+        found = self._find(master, device, tracks)
+        # A hook on a submodule of a unit runs with the compute lane held, a recomputation between units inside a walk
+        # of autograd: neither may wait for the device or let other glue in.
+        may_wait = state is not None and state.lock is not None and state.call_unit is not None and not is_engine()
+        if found is None and may_wait and id(master) not in self._opened:
+            assert state is not None
+            assert state.lock is not None
+            with state.lock.released(state), device.occupied():
+                self._make(master, device, tracks)
+            found = self._find(master, device, tracks)
+        if found is None:
+            return None
+        copy, lease = found
+        if not tracks:
+            # What keeps this tensor keeps the lease: a graph of a frozen one, or a view (``position.expand_as(h)``).
+            given: Any = copy.tensor.detach()
+            given._lease = lease
+            return cast(Tensor, given)
+        return cast(Tensor, _Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
+
+    def _find(self, master: nn.Parameter, device: Device, tracks: bool) -> tuple[_Copy, _Lease] | None:
+        """A copy that is right, with a lease that keeps it from being given up."""
+        with self._lock:
+            copy = self._newest.get((id(master), device.index))
+            if copy is None or copy.version != version_of(master) or (tracks and copy.lacks_room_for_sum):
+                return None
+            return copy, copy.lease()
+
+    def _make(self, master: nn.Parameter, device: Device, tracks: bool) -> None:
+        """Uploads ``master``, unless another micro-batch has done so meanwhile; for a thread that occupies the device.
+
+        Raises:
+            DeviceOutOfMemoryError: if there is no room for it and its gradient.
+        """
+        key = (id(master), device.index)
+        copy = self._newest.get(key)
+        if copy is None or copy.version != version_of(master):
+            num_bytes = num_bytes_of([master])
+            device.memory.reserve("weights", num_bytes)
+            try:
+                upload = device.upload([master.detach()], "parameter in glue", is_bulk=num_bytes > CHUNK_BYTES)
+            except BaseException:
+                device.memory.release("weights", num_bytes)
+                raise
+            copy = _Copy(master, device, upload)
+            with self._lock:  # one that was there before stays until its graphs are gone
+                self._copies.append(copy)
+            upload.wait(Edge.WEIGHTS)
+            with self._lock:  # not before: other micro-batches use what they find here without a wait
+                self._newest[key] = copy
+        if tracks and copy.lacks_room_for_sum:
+            device.memory.reserve("gradients", copy.num_bytes)
+            copy.gradient_bytes = copy.num_bytes
+
+    def before_write(self, master: nn.Parameter) -> None:
+        """``master`` is about to be changed in place: no upload may still be reading it."""
+        for copy in self._copies_of(master):
+            copy.upload.await_done()
+
+    def open(self, master: nn.Parameter) -> None:
+        """``master`` may be changed from now on without a trace: its copies are right only until then."""
+        self.before_write(master)
+        self._opened[id(master)] = master
+        for copy in self._copies_of(master):
+            copy.version = None
+
+    def _copies_of(self, master: nn.Parameter) -> list[_Copy]:
+        with self._lock:
+            return [copy for copy in self._copies if copy.master is master]
+
+    def end_slot(self, device: Device) -> None:
+        """A slot of ``device`` has ended: gives up the copies that no graph leads through any more."""
+        if any(copy.device is device for copy in self._copies):
+            with device.occupied():
+                self._give_up(self._take(lambda copy: copy.device is device and not copy.is_in_use))
+
+    def send_sums(self) -> None:
+        """All micro-batches have stopped for a while: gradients go home; copies that graphs lead through stay."""
+        for device in self._devices():
+            with device.occupied():
+                self._give_up(self._take(lambda copy, here=device: copy.device is here and not copy.is_in_use))  # type: ignore[misc]
+                held = [copy for copy in self._copies if copy.device is device and copy.gradient is not None]
+                sums = [copy.gradient for copy in held if copy.gradient is not None]
+                if sums:
+                    download = device.download(sums, "gradients in glue", is_bulk=True)
+                    self._gradients.add_later([copy.master for copy in held], download, *self._source(device))
+                    download.await_done()
+                    for copy in held:
+                        copy.gradient = None
+                    device.free(sums)
+
+    def _devices(self) -> list[Device]:
+        return list(dict.fromkeys(copy.device for copy in self._copies))
+
+    def _source(self, device: Device) -> tuple[tuple[int, int], int]:
+        """Where gradients come from, for :meth:`GradientStore.add_later`."""
+        ordinal = self._ordinals[device.index] = self._ordinals.get(device.index, -1) + 1
+        return (-1, device.index), ordinal
+
+    def take_home(self) -> None:
+        """All micro-batches are through: what has not gone home yet goes now."""
+        for device in self._devices():
+            with device.occupied():
+                self._give_up(self._take(lambda copy, here=device: copy.device is here))  # type: ignore[misc]
+
+    def drop(self) -> None:
+        """The step has ended, well or not: nothing stays on the books, gradients that are still here are lost."""
+        self._opened.clear()
+        for copy in self._take(lambda copy: True):
+            copy.device.memory.release("weights", copy.num_bytes)
+            copy.device.memory.release("gradients", copy.gradient_bytes)
+            copy.gradient = None
+
+    def _take(self, which: Callable[[_Copy], bool]) -> list[_Copy]:
+        """Nobody finds these any more."""
+        with self._lock:
+            taken = [copy for copy in self._copies if which(copy)]
+            self._copies = [copy for copy in self._copies if copy not in taken]
+            self._newest = {key: copy for key, copy in self._newest.items() if copy not in taken}
+        return taken
+
+    def _give_up(self, copies: list[_Copy]) -> None:
+        """Sends the gradients of copies on one device, which is occupied, home, and frees what is there."""
+        if not copies:
+            return
+        device = copies[0].device
+        arrived = [(copy, copy.gradient) for copy in copies if copy.gradient is not None]
+        download: Transfer | None = None
+        if arrived:
+            num_bytes = num_bytes_of([gradient for _, gradient in arrived])
+            download = device.download(
+                [gradient for _, gradient in arrived], "gradients in glue", is_bulk=num_bytes > CHUNK_BYTES
+            )
+            self._gradients.add_later([copy.master for copy, _ in arrived], download, *self._source(device))
+        for copy in copies:
+            passing = device.free([copy.tensor])
+            device.memory.release("weights", copy.num_bytes, passing)
+            if copy.gradient_bytes:
+                passing = None if copy.gradient is None else device.free([copy.gradient], after=download)
+                device.memory.release("gradients", copy.gradient_bytes, passing)
+            copy.gradient = None

@@ -1,0 +1,65 @@
+"""What a step returns to its caller: on the host, and without the graph.
+
+[Note: results]
+What ``training_step`` returns may hang on the graph of the loss, which holds the logits, and on GPUs it lives wherever
+its micro-batch happened to be. So it is detached as soon as the micro-batch has returned it, before the backward, and
+its tensors travel to the host, where those of all micro-batches can be put together. So does what is left behind in
+attributes and lists of modules when the step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.trees import mapped
+from ..devices.devices import Device
+from ..devices.transfer import Transfer
+
+
+class Results:
+    """What one micro-batch has returned, on its way to the host; see [Note: results].
+
+    Args:
+        output: any value; tensors are looked for in containers, dataclasses and registered pytrees.
+        worker_of: the device that has a tensor; None if it is on the host already.
+    """
+
+    def __init__(self, output: Any, worker_of: Callable[[Tensor], Device | None]) -> None:
+        self._arriving: dict[int, tuple[Tensor, Transfer]] = {}
+        sent: dict[int, Tensor] = {}  # not kept: it leads to the graph
+
+        def send(tensor: Tensor) -> Tensor:
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._send(tensor, worker_of(tensor))
+            return sent[id(tensor)]
+
+        self._output = mapped(output, send)
+
+    def _send(self, tensor: Tensor, worker: Device | None) -> Tensor:
+        """``tensor`` without its graph, which begins to travel if it has to."""
+        detached = tensor.detach() if tensor.grad_fn is not None else tensor
+        if worker is None or tensor.layout is not torch.strided:
+            return detached.cpu()
+        self._arriving[id(detached)] = (detached, worker.download([detached], "results"))
+        return detached
+
+    def arrive(self) -> Any:
+        """The value, after a wait for what travels."""
+        return mapped(self._output, self._received) if self._arriving else self._output
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._arriving:
+            return tensor
+        transfer = self._arriving[id(tensor)][1]
+        transfer.await_done()
+        (received,) = transfer.tensors
+        return received
+
+
+def brought_home(value: Any) -> Any:
+    """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
+    return mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())

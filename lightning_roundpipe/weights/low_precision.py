@@ -1,0 +1,261 @@
+"""What device copies of weights are made from: the masters, or copies of them in the dtype that autocast computes in.
+
+[Note: working copies]
+Under mixed precision a device gets the *low* parameters of a unit (see [Note: low parameters] in :mod:`casts`) in the
+low dtype, which halves what travels. The cast is made on the host, once per step and weight, into a *working copy*
+that is kept: a buffer of the low dtype. The masters stay as they are, and gradients of low parameters add up in the
+masters' dtype.
+
+Which parameters are low is learned in runs in the masters' dtypes, for training and evaluation apart, and holds for
+one state of autocast. So a unit has two *forms*: low and full. It takes its full form
+
+- in every run that learns something about it, and from there to the end of the step,
+- in steps that begin with nothing known about it, or after it was switched to another behaviour,
+- for good, in training or in evaluation, as soon as it was called in another state of autocast there.
+
+Both forms give the same values, so that a forward in one and a recomputation in the other agree.
+
+A copy is right as long as its master does not change. Trainable masters may change between a training step and the
+next step. All others count as changed if their version, address, shape or dtype says so, or some of their values do,
+or if another kind of step begins. Writes through ``.data`` leave no other trace: callbacks swap weights before a
+validation in this way, and let a frozen teacher follow its student, which changes all values. So a few values of
+every such master are looked at in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..common.fingerprints import fingerprint_of
+from ..common.sizes import num_bytes_of
+from .casts import CastWatch, Use, in_doubt
+from .events import tell
+from .units import Unit
+
+if TYPE_CHECKING:
+    from .parameters import Replica
+
+Autocast = tuple[bool, torch.dtype]
+# (number of elements, dtype) -> flat host tensor; its content does not matter.
+Allocate = Callable[[int, torch.dtype], Tensor]
+_NUM_SAMPLES = 32
+
+
+@dataclass
+class _Evidence:
+    """What is known about a unit.
+
+    Attributes:
+        autocast: the state in which it was called; None if there were several.
+        travels: whether it runs on devices with memory of their own.
+        uses: of its parameters, the worst of all runs.
+    """
+
+    autocast: Autocast | None
+    travels: bool = True
+    uses: dict[nn.Parameter, Use] = field(default_factory=dict)
+
+
+@dataclass
+class _Copy:
+    """A working copy and what it was made of."""
+
+    data: Tensor
+    generation: Hashable = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype)
+
+
+class WorkingCopies:
+    """See [Note: working copies]. May be used from any thread.
+
+    Args:
+        allocate: gives the memory of the copies, for example page-locked.
+    """
+
+    def __init__(self, allocate: Allocate = _allocate) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
+        self._forms: dict[Unit, bool] = {}
+        self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
+        self._samples: dict[nn.Parameter, bytes] = {}  # in this step
+        self._num_updates = 0
+        self._num_loops = 0
+        self._kind: Hashable = None
+        self._trains = False
+
+    # --- what the masters are now --------------------------------------------------------------------------------
+
+    def begin_step(self, kind: Hashable, *, training: bool) -> None:
+        """A step begins; a training step before it may have been followed by an update."""
+        with self._lock:
+            self._num_updates += self._trains
+            self._num_loops += kind != self._kind
+            self._kind, self._trains = kind, training
+            self._forms.clear()
+            self._samples.clear()
+
+    def outlast_step(self, masters: Iterable[nn.Parameter]) -> bool:
+        """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
+        return not self._trains or not any(master.requires_grad for master in masters)
+
+    def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
+        if dtype == master.dtype:
+            return master.detach()
+        with self._lock:
+            copy = self._copies.get((master, dtype))
+            if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
+                copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+        generation = self.generation(master, dtype)
+        with copy.lock:  # not the other one: different weights are converted at the same time
+            if copy.generation != generation:
+                tell("refresh", (master,), place=dtype)
+                copy.data.copy_(master.detach())
+                copy.generation = generation
+        return copy.data
+
+    def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # else it could not be written to in training
+            return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
+
+    def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
+        """Equal as long as a device copy that was made of :meth:`source` is still right."""
+        values: Hashable = self._num_updates
+        if not (master.requires_grad and self._trains):
+            values = self._samples.get(master)
+            if values is None:
+                values = self._samples[master] = _sample(master)
+        return dtype, values, self._num_loops, id(master), fingerprint_of(master)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the working copies take on the host."""
+        with self._lock:
+            return num_bytes_of(copy.data for copy in self._copies.values())
+
+    @property
+    def expected_bytes(self) -> int:
+        """What they are going to take, as far as it is known which ones there will be."""
+        with self._lock:
+            sizes = {
+                master: master.numel() * self._dtype_of(unit, master).itemsize
+                for (unit, trains), evidence in self._evidence.items()
+                if evidence.travels and trains == self._trains
+                for master in evidence.uses
+                if self._dtype_of(unit, master) != master.dtype
+            }
+        return sum(sizes.values())
+
+    def clear(self) -> None:
+        """Forgets everything, copies included."""
+        with self._lock:
+            self._evidence.clear()
+            self._forms.clear()
+            self._copies.clear()
+
+    # --- which form a unit takes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def learning(self, autocast: Autocast, replica: Replica) -> Iterator[CastWatch | None]:
+        """Around a run of ``replica``, in the full form of its unit, in this state of autocast: learns from it."""
+        # Where nothing travels there is no low form, but see gradient_dtypes.
+        has_use = not replica.device.aliases_host or (self._trains and autocast[1] is torch.float16)
+        if not autocast[0] or not has_use:
+            yield None
+            return
+        watch = CastWatch(replica.leaves, autocast[1])
+        with watch:
+            yield watch
+        uses = {master: use for leaf, master in replica.leaves.items() if (use := watch.use_of(leaf)) is not None}
+        for leaf in in_doubt(replica.module):
+            uses[replica.leaves[leaf]] = Use.OTHER
+        self.note_run(replica.unit, autocast, uses, travels=not replica.device.aliases_host)
+
+    def note_run(
+        self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use], *, travels: bool = True
+    ) -> None:
+        """Notes what a run of ``unit`` in its full form has made of its parameters."""
+        with self._lock:
+            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast, travels))
+            if evidence.autocast != autocast:
+                evidence.autocast = None
+            for master, use in uses.items():
+                evidence.uses[master] = max(use, evidence.uses.get(master, use))
+            self._forms[unit] = False
+
+    def is_low(self, unit: Unit, autocast: Autocast | None = None) -> bool:
+        """Whether ``unit`` takes its low form at the moment.
+
+        Args:
+            autocast: its state at the call that is to be run; None if that is not known yet.
+        """
+        with self._lock:
+            evidence = self._evidence.get((unit, self._trains))
+            if evidence is None or not evidence.travels:
+                return False
+            if autocast is not None and evidence.autocast != autocast:
+                evidence.autocast = None
+                self._forms[unit] = False
+            form = self._forms.get(unit)
+            if form is None:
+                # Without facts its next run learns.
+                form = bool(unit.facts) and any(self._dtype_of(unit, p) != p.dtype for p in evidence.uses)
+                self._forms[unit] = form
+            return form
+
+    def dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
+        """In which dtype ``master`` travels for the low form of ``unit``."""
+        with self._lock:
+            return self._dtype_of(unit, master)
+
+    def gradient_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
+        """Masters whose gradient autocast computes in a dtype that overflows earlier than the master's: as a whole, if
+        the batch is not split. Which is where plain training finds that its loss scale is too high.
+        """
+        found: dict[nn.Parameter, torch.dtype] = {}
+        several: set[nn.Parameter] = set()
+        with self._lock:
+            for (_, trains), evidence in self._evidence.items():
+                if not trains or evidence.autocast is None or evidence.autocast[1] is not torch.float16:
+                    continue
+                for master, use in evidence.uses.items():
+                    if use is not Use.CAST or master in found:
+                        several.add(master)
+                    found[master] = evidence.autocast[1]
+        return {master: dtype for master, dtype in found.items() if master not in several}
+
+    def _dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
+        evidence = self._evidence.get((unit, self._trains))
+        if evidence is None or evidence.autocast is None:
+            return master.dtype
+        dtype = evidence.autocast[1]
+        worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
+        is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
+        return dtype if is_low else master.dtype
+
+
+def _sample(master: nn.Parameter) -> bytes:
+    """A few values of ``master``, over its whole memory; nothing for tensors that are no plain memory."""
+    data = master.data
+    if type(data) is not Tensor or not data.is_contiguous() or not data.numel():
+        return b""
+    num_samples = min(_NUM_SAMPLES, data.numel())
+    values = data.as_strided((num_samples,), (data.numel() // num_samples,))
+    return bytes(values.contiguous().view(torch.uint8).numpy())
+
+
+def _strides_for(master: Tensor) -> tuple[int, ...]:
+    """Strides that a cast of ``master`` has: its own, if it fills its memory without overlap."""
+    return torch.empty_like(master, device="meta").stride()

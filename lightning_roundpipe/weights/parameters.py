@@ -1,0 +1,380 @@
+"""Host masters, and the copies of units that run on devices.
+
+[Note: weights and gradients]
+The user's parameters are the *master weights*; they never leave the host and their ``.grad`` is not touched while a
+step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
+leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, which
+come and go as :mod:`loading` decides. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
+and go home to a :class:`GradientStore` when the stage's last micro-batch leaves. A unit that has a low form (see
+[Note: working copies] in :mod:`working_copies`) has a replica of each form; in the low one, gradients are added up in
+the masters' dtype beside the leaves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+
+from ..common.fingerprints import fingerprint_of
+from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
+from ..devices.transfer import Done, Edge, Transfer
+from ..usercode.lock import assign
+from .events import tell
+from .gradients import GradientStore
+from .low_precision import WorkingCopies
+from .units import Unit, rebind
+
+# What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
+Relay = Callable[[nn.Module], dict[str, Any]]
+Attributes = Iterable[tuple[nn.Module, str, Any]]
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_flag = operator.attrgetter("requires_grad")
+
+
+@dataclass(eq=False)
+class _Copies:
+    """Weights of a unit that have travelled together: they are on a device, or on their way there.
+
+    Attributes:
+        leaves: of the replica, one per weight.
+        generations: of the masters, see :meth:`WorkingCopies.generation`.
+        upload: that brings them.
+        num_bytes: booked for them.
+        is_waited_for: whether the device waits for the upload.
+    """
+
+    leaves: list[nn.Parameter]
+    generations: list[Hashable]
+    upload: Transfer
+    num_bytes: int
+    is_waited_for: bool = False
+
+
+class Replica:
+    """A shallow structural copy of a unit; see [Note: weights and gradients].
+
+    Attributes:
+        module: the copy that runs.
+        leaves: leaf parameter of the copy -> master weight.
+        is_low: whether it has the low form of the unit.
+    """
+
+    def __init__(self, unit: Unit, device: Device, relay: Relay, *, is_low: bool = False) -> None:
+        self.unit = unit
+        self.is_low = is_low
+        self._relay = relay
+        self.device = device
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._copy_of: dict[int, nn.Module] = {}
+        self._master_of: dict[int, nn.Module] = {}
+        self._leaf_of: dict[int, nn.Parameter] = {}
+        self.leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
+        self.is_active = False
+        self.has_gradients = False
+        self.last_use = 0
+        self.num_hooks = 0
+        self._owns_buffers = False
+        self._copies: list[_Copies] = []
+        self._is_loading = False
+        self._gradient_bytes = 0
+        self._low_gradient_bytes = 0
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
+        for module in unit.module.modules():
+            copy = module.__new__(type(module))
+            self._pairs.append((module, copy))
+            self._copy_of[id(module)] = copy
+            self._master_of[id(copy)] = module
+        self.module = self._copy_of[id(unit.module)]
+        self._structure = [_structure_of(module) for module, _ in self._pairs]
+        # What was copied last time; held, so that an equal id means the same object.
+        self._seen: list[list[Any]] = [[] for _ in self._pairs]
+        self._index = {id(module): i for i, (module, _) in enumerate(self._pairs)}
+        for master in unit.module.parameters():
+            leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+            self._leaf_of[id(master)] = leaf
+            self.leaves[leaf] = master
+
+    def is_current(self) -> bool:
+        """Whether modules and parameter objects of the unit are still the ones that were copied."""
+        return all(known == _structure_of(m) for known, (m, _) in zip(self._structure, self._pairs, strict=True))
+
+    def copy_of(self, module: nn.Module) -> nn.Module | None:
+        """The copy of a master module, or None if it does not belong to this unit."""
+        return self._copy_of.get(id(module))
+
+    def master_of(self, copy: nn.Module) -> nn.Module | None:
+        """The master of one of this replica's modules."""
+        return self._master_of.get(id(copy))
+
+    def refresh(self, baseline: Callable[[], Attributes]) -> None:
+        """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
+
+        Glue of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
+        """
+        buffers = []
+        for i, (master, copy) in enumerate(self._pairs):
+            now = [*master.__dict__.values(), *master._buffers.values(), len(master._forward_hooks)]
+            if len(now) != len(self._seen[i]) or any(map(operator.is_not, now, self._seen[i])):
+                self._seen[i] = now
+                self._copy_state(master, copy)
+            if master._buffers:
+                buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
+        self.buffers = buffers
+        for module, name, value in baseline():
+            if (copied := self.copy_of(module)) is not None:
+                assign(copied, name, value)
+                self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
+
+    def switch(self, trained: tuple[bool, ...]) -> None:
+        """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
+        if tuple(map(_flag, self.leaves)) == trained:
+            return
+        for leaf, flag in zip(self.leaves, trained, strict=True):
+            if leaf.requires_grad is not flag:
+                Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]
+
+    def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
+        state = copy.__dict__
+        state.clear()
+        for name, value in list(master.__dict__.items()):  # a list: glue writes attributes meanwhile
+            state[name] = value if type(value) in _PLAIN else rebind(value, self._copy_of, self._leaf_of)
+        state.pop("forward", None)
+        own_forward = _own_forward(master)
+        if own_forward is not None:
+            state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
+        # What torch.compile made is bound to the master, and would compute with the weights on the host.
+        state.pop("_compiled_call_impl", None)
+        if isinstance(master, OptimizedModule):
+            state["forward"] = self._copy_of[id(master._orig_mod)].__call__
+        state["_parameters"] = {
+            name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
+        }
+        state["_modules"] = {name: None if m is None else self._copy_of[id(m)] for name, m in master._modules.items()}
+        state["_buffers"] = dict(master._buffers)
+        if master is not self.unit.module and master._forward_hooks:
+            state.update(self._relay(master))
+
+    # --- weights on the device -----------------------------------------------------------------------------------
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all weights are on the device, or on their way."""
+        return sum(len(copies.leaves) for copies in self._copies) == len(self.leaves)
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it takes memory that nobody uses at the moment."""
+        return bool(self._copies) and not self.is_active and not self._is_loading
+
+    def _wanted(self, weights: WorkingCopies, leaf: nn.Parameter) -> tuple[nn.Parameter, torch.dtype]:
+        """The master of ``leaf``, and in which dtype it is to be on the device."""
+        master = self.leaves[leaf]
+        return master, weights.dtype_of(self.unit, master) if self.is_low else master.dtype
+
+    def load(self, weights: WorkingCopies, *, must: bool) -> bool:
+        """Starts the upload of the weights that are missing, on a device that has copies; whether there was room.
+
+        Args:
+            must: whether to make room for them; then there was.
+
+        Raises:
+            DeviceOutOfMemoryError: if they must be there and cannot.
+        """
+        there = {leaf for copies in self._copies for leaf in copies.leaves}
+        missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
+        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
+        if must:
+            self._is_loading = True
+            try:
+                self.device.memory.reserve("weights", num_bytes)
+            finally:
+                self._is_loading = False
+        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+            return False
+        try:
+            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}  # once: glue may switch them
+            for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
+                leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
+                if leaves:
+                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
+                    self._copies.append(copies)
+                    num_bytes -= copies.num_bytes
+        finally:
+            self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
+        return True
+
+    def _start_upload(
+        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
+    ) -> _Copies:
+        generations = [weights.generation(*one) for one in wanted.values()]
+        sources = [weights.source(*one) for one in wanted.values()]
+        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
+        return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
+
+    def drop_stale(self, weights: WorkingCopies) -> None:
+        """Frees copies of what the masters no longer are; not while the replica is active."""
+        for copies in list(self._copies):
+            if copies.generations != [weights.generation(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
+                self._free(copies)
+
+    def unload(self, unless: Callable[[Iterable[nn.Parameter]], bool] | None = None) -> None:
+        """Frees the device copies; what still reads them sees NaN on a virtual device.
+
+        Args:
+            unless: tells of masters that travel together whether their copies stay.
+        """
+        self.deactivate()
+        for copies in list(self._copies):
+            if unless is None or not unless(self.leaves[leaf] for leaf in copies.leaves):
+                self._free(copies)
+
+    def _free(self, copies: _Copies) -> None:
+        self._copies.remove(copies)
+        # Memory that is still written must not be freed.
+        passing = self.device.free(copies.upload.tensors, None if copies.is_waited_for else copies.upload)
+        self.device.memory.release("weights", copies.num_bytes, passing)
+        with torch.inference_mode(False):  # a leaf that became an inference tensor could not be unfrozen
+            for leaf in copies.leaves:
+                leaf.data = torch.empty(0, dtype=leaf.dtype)
+
+    def activate(self, baseline: Callable[[], Attributes]) -> None:
+        """Makes the replica ready to run: up-to-date attributes, weights, buffers."""
+        self.refresh(baseline)
+        if self.device.aliases_host:
+            for leaf, master in self.leaves.items():
+                data = master.data
+                if fingerprint_of(leaf).memory != fingerprint_of(data).memory:
+                    leaf.data = data
+        for copies in self._copies:
+            for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
+                leaf.data = data
+            copies.is_waited_for = True
+        self.load_buffers()
+        self.is_active = True
+        tell("activate", self.leaves.values(), self.unit.name, self)
+
+    def deactivate(self) -> None:
+        """Ends the use of the replica; gradients that were not harvested are lost."""
+        if not self.is_active:
+            return
+        self.is_active = False
+        tell("deactivate", self.leaves.values(), self.unit.name, self)
+        self.has_gradients = False
+        self._sums.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.book_gradients(False)
+        if not self.device.aliases_host:
+            for _, copy, name in self.buffers:
+                copy._buffers[name] = None
+
+    # --- buffers and gradients -----------------------------------------------------------------------------------
+
+    def load_buffers(self, *, own: bool = False) -> None:
+        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'.
+
+        Args:
+            own: makes copies there as well: for a graph that is kept while other micro-batches change the masters'.
+        """
+        self._owns_buffers = own
+        if self.device.aliases_host:
+            for master, copy, name in self.buffers:
+                buffer = master._buffers[name]
+                copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
+            return
+        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
+        sources = [b for _, _, b in found if b is not None]
+        moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
+        for (copy, name, _), tensor in zip(found, moved, strict=True):
+            copy._buffers[name] = tensor
+
+    def store_buffers(self) -> None:
+        """Brings buffers home that the forward wrote."""
+        for master, copy, name in self.buffers:
+            value, home = copy._buffers.get(name), master._buffers.get(name)
+            if value is None or home is None or value is home:
+                continue
+            if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
+                master._buffers[name] = value.detach()
+                continue
+            if not self.device.aliases_host:
+                (value,) = self.device.download([value], f"buffers {self.unit.name}").wait(Edge.BUFFERS)
+            if home.shape == value.shape and home.dtype == value.dtype:
+                with torch.no_grad():
+                    home.copy_(value)
+            else:
+                master._buffers[name] = value.detach()
+
+    def book_gradients(self, are_there: bool, after: Any = None) -> None:
+        """Notes that gradients of this unit are on the device, before they are made; or that they are gone."""
+        memory = self.device.memory
+        if self.device.aliases_host or are_there == (self._gradient_bytes > 0):
+            return
+        if are_there:
+            trained = [(leaf, master) for leaf, master in self.leaves.items() if leaf.requires_grad]
+            num_bytes = num_bytes_of([master for _, master in trained])
+            # Of a low leaf there is a sum, and the gradient of one call that is going to be added to it.
+            num_low = num_bytes_of([leaf for leaf, master in trained if leaf.dtype != master.dtype])
+            memory.reserve("gradients", num_bytes + num_low)
+            self._gradient_bytes, self._low_gradient_bytes = num_bytes, num_low
+        else:
+            memory.release("gradients", self._low_gradient_bytes)
+            memory.release("gradients", self._gradient_bytes, after)
+            self._gradient_bytes = self._low_gradient_bytes = 0
+
+    def add_up(self) -> None:
+        """A backward has run: adds gradients in the low dtype to their sums."""
+        if not self.is_low:
+            return
+        for leaf, master in self.leaves.items():
+            if leaf.grad is not None and leaf.dtype != master.dtype:
+                gradient, leaf.grad = leaf.grad, None
+                known = self._sums.get(leaf)
+                self._sums[leaf] = gradient.to(master.dtype) if known is None else known.add_(gradient)
+
+    def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
+        """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""
+        if not self.has_gradients:
+            return None
+        self.has_gradients = False
+        self.add_up()
+        masters, gradients = [], []
+        for leaf, master in self.leaves.items():
+            gradient = self._sums.pop(leaf, leaf.grad)
+            leaf.grad = None
+            if gradient is not None:
+                masters.append(master)
+                gradients.append(gradient)
+        if self.device.aliases_host:
+            arriving: Transfer = Done(gradients)
+        else:
+            arriving = self.device.download(gradients, f"gradients {self.unit.name}", is_bulk=True)
+            self.book_gradients(False, self.device.free(gradients, after=arriving))
+        tell("download", masters, self.unit.name, self, arriving)
+        return masters, arriving
+
+    def harvest_now(self, store: GradientStore) -> None:
+        """Brings the gradients home at once."""
+        if (harvested := self.harvest()) is not None:
+            for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
+                store.add(master, gradient, (self.unit.order,))
+            tell("take", harvested[0], self.unit.name, transfer=harvested[1])
+
+
+def _structure_of(module: nn.Module) -> list[int]:
+    return [*map(id, module._modules.values()), -1, *map(id, module._parameters.values())]
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The ``forward`` a user set on the instance, looking through the interceptor of the engine."""
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "roundpipe_original", forward) if forward is not None else None

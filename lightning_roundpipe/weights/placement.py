@@ -1,0 +1,309 @@
+"""Which weights are on which device, and when they travel.
+
+[Note: slots]
+A *slot* is a run of consecutive actions of one stage on a device. When a device begins a slot, the weights of the slot
+are on it or on their way, unit by unit in the order in which they are needed, and those of the next slot follow as far
+as there is room (prefetch). When a slot ends, its gradients go home. Weights that this step does not need there again
+are given up; others stay until their place is needed, the one that is needed last goes first. Frozen weights stay
+from step to step that way. A call off the plan loads what it needs when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..devices.devices import Device
+from ..devices.pool import DevicePool
+from ..optimizer.pending import is_pending
+from ..planning.partition import StageKind
+from ..planning.schedule import Schedule
+from .gradients import GradientStore
+from .low_precision import WorkingCopies
+from .parameters import Attributes, Relay, Replica
+from .units import Unit
+
+if TYPE_CHECKING:
+    from ..autograd.recompute import Call
+    from ..engine.context import Plan
+
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A run of consecutive actions of one stage on a device; see [Note: slots].
+
+    Attributes:
+        units: in the order in which they are needed.
+        has_gradients: whether their backward runs in it.
+        ordinal: which of the slots of its stage it is, on any device, by their first micro-batches.
+        activation_bytes: what the activations of a micro-batch take on the device, and those that wait there for the
+            next stage, as far as it is known.
+    """
+
+    stage: int
+    units: tuple[Unit, ...]
+    has_gradients: bool
+    ordinal: int
+    activation_bytes: int
+
+
+def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
+    """The slots of each device, in order."""
+    starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
+    stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
+    for device, actions in enumerate(schedule.devices):
+        row: list[list[int]] = []
+        for action in actions:
+            if not row or row[-1][0] != action.stage_index:
+                starts.setdefault(action.stage_index, []).append((action.microbatch_index, device, len(row)))
+                row.append([action.stage_index, 0])
+            row[-1][1] += 1
+        stages.append(row)
+    ordinals = {
+        (device, place): ordinal
+        for found in starts.values()
+        for ordinal, (_, device, place) in enumerate(sorted(found))
+    }
+    units = [_units_of(plan, stage) for stage in range(schedule.num_stages)]
+    backward = [plan.partition.stages[stage].kind is not StageKind.FORWARD for stage in range(schedule.num_stages)]
+    needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
+    return [
+        [
+            Slot(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
+            for place, (s, count) in enumerate(row)
+        ]
+        for device, row in enumerate(stages)
+    ]
+
+
+def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
+    stage = plan.partition.stages[stage_index]
+    units = plan.sequence[stage.start : stage.stop]
+    return tuple(dict.fromkeys(reversed(units) if stage.kind is StageKind.BACKWARD else units))
+
+
+class ReplicaCache:
+    """Replicas of units on devices, kept across steps (building one costs more than refreshing it).
+
+    Replicas of a device are only touched by the thread that holds its compute lane, or occupies it.
+    """
+
+    def __init__(self, relay: Relay, pool: DevicePool) -> None:
+        self._relay = relay
+        self._num_hooks = 0
+        self._num_uses = 0
+        self._replicas: dict[tuple[int, int, bool], Replica] = {}
+        self._by_device: list[list[Replica]] = [[] for _ in pool.devices]
+        self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
+        self.weights = WorkingCopies()
+        for device in pool.devices:
+            device.memory.evict = _Evict(self, device.index)
+
+    def note_hook(self) -> None:
+        """A forward hook was registered during the step: active replicas are out of date."""
+        self._num_hooks += 1
+
+    def expect(self, device: Device, next_use: dict[Unit, int]) -> None:
+        """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
+        self._next_use[device.index] = next_use
+
+    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
+        """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
+
+        Args:
+            is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
+
+        Raises:
+            DeviceOutOfMemoryError: if there is no room to be made.
+        """
+        replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
+        if not device.aliases_host and not self._is_there(replica):
+            replica.load(self.weights, must=True)
+        return replica
+
+    def prefetch(self, unit: Unit, device: Device) -> bool:
+        """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
+        on its way."""
+        replica = self._find(unit, device, self.weights.is_low(unit))
+        if is_pending(unit.module.parameters()):  # a wait would hold up the unit that runs now
+            return False
+        needed = self._next_use[device.index].get(unit, _NEVER)
+        while not self._is_there(replica) and not replica.load(self.weights, must=False):
+            if not self.evict(device.index, later_than=needed):
+                return False
+        return True
+
+    def _is_there(self, replica: Replica) -> bool:
+        if not replica.is_active:
+            replica.drop_stale(self.weights)
+        return replica.is_loaded
+
+    def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
+        """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
+
+        Args:
+            learns: whether something is to be learned about the unit, which takes the full form.
+            baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
+                else.
+        """
+        if call.local is None:  # a graph that was kept is part of the replica that it was made on
+            call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
+        replica = self.load(call.unit, device, is_low=call.is_low)
+        self._num_uses += 1
+        replica.last_use = self._num_uses
+        if not replica.is_active:
+            replica.activate(baseline)
+        elif replica.num_hooks != self._num_hooks:
+            replica.refresh(baseline)
+            replica.load_buffers()
+        replica.num_hooks = self._num_hooks
+        replica.switch(call.trained)
+        return replica
+
+    def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
+        key = (id(unit), device.index, is_low)
+        replica = self._replicas.get(key)
+        other = self._replicas.get((id(unit), device.index, not is_low))
+        if other is not None and not other.is_active:
+            other.unload()
+        if replica is None or (not replica.is_active and not replica.is_current()):
+            if replica is not None:
+                replica.unload()
+                self._by_device[device.index].remove(replica)
+            replica = self._replicas[key] = Replica(unit, device, self._relay, is_low=is_low)
+            self._by_device[device.index].append(replica)
+        return replica
+
+    def active_on(self, device: Device) -> Iterator[Replica]:
+        """Active replicas on ``device``."""
+        return (replica for replica in list(self._by_device[device.index]) if replica.is_active)
+
+    def give_up(self, device: Device) -> None:
+        """Ends the use of what is active on ``device``. Copies that cannot be used again are freed, others may stay."""
+        for replica in self.active_on(device):
+            replica.deactivate()
+            if replica.unit not in self._next_use[device.index]:
+                replica.unload(unless=self.weights.outlast_step)
+
+    def evict(self, device_index: int, *, later_than: int = 0) -> bool:
+        """Frees the copies of that unit on a device that is needed last, and not in use; whether there was any.
+
+        Args:
+            later_than: units that are needed in this slot or before stay; see :meth:`expect`.
+        """
+        next_use = self._next_use[device_index]
+        idle = [replica for replica in self._by_device[device_index] if replica.is_evictable]
+        idle = [r for r in idle if next_use.get(r.unit, _NEVER) > later_than]
+        if not idle:
+            return False
+        # Of those that no slot of this step needs, the last one used: the next step uses the others before it.
+        max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
+        return True
+
+    def leaf_names(self) -> dict[int, str]:
+        """Id of every replica parameter -> name of its unit."""
+        return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
+
+    def end_step(self) -> None:
+        """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
+        for replica in list(self._replicas.values()):
+            replica.unload(unless=self.weights.outlast_step)
+
+    def clear(self) -> None:
+        """Forgets all replicas."""
+        for replica in list(self._replicas.values()):
+            replica.unload()
+        self._replicas.clear()
+        self.weights.clear()
+        for row in self._by_device:
+            row.clear()
+
+
+@dataclass(frozen=True)
+class _Evict:
+    """What the books of a device call for room."""
+
+    cache: ReplicaCache
+    device_index: int
+
+    def __call__(self, num_bytes: int) -> bool:
+        return self.cache.evict(self.device_index)
+
+
+class Loader:
+    """Moves the weights of one run over a schedule; see [Note: slots]."""
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, pool: DevicePool, replicas: ReplicaCache, gradients: GradientStore
+    ) -> None:
+        self._pool = pool
+        self._replicas = replicas
+        self._gradients = gradients
+        self._is_recording = plan.recording
+        self._slots = slots_of(plan, schedule)
+        self._now = [0] * len(pool)
+        self._coming: list[list[Unit]] = [[] for _ in pool.devices]
+
+    def begin(self) -> None:
+        """Loads the first slots, before any micro-batch starts."""
+        for device in self._pool.devices:
+            if not device.aliases_host:
+                with device.occupied():
+                    self._load_slot(device)
+
+    def end_slot(self, device_index: int) -> None:
+        """The last micro-batch of a slot has left it, and nobody has been let into the next one yet."""
+        device = self._pool[device_index]
+        slot = self._slots[device_index][self._now[device_index]]
+        self._now[device_index] += 1
+        if device.aliases_host:
+            self._harvest(device, slot)
+            return
+        with device.occupied():
+            self._harvest(device, slot)
+            self._replicas.expect(device, self._next_uses(device))
+            self._replicas.give_up(device)
+            self._load_slot(device)
+
+    def _harvest(self, device: Device, slot: Slot) -> None:
+        """Gradients go home, unit by unit, in the order of the slots of their stage."""
+        if self._is_recording:
+            for replica in self._replicas.active_on(device):
+                replica.harvest_now(self._gradients)
+            return
+        harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
+        planned = slot.units if slot.has_gradients else ()
+        for unit in planned:
+            for is_low in (False, True):
+                masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
+                self._gradients.add_later(masters, arriving, (unit.order, slot.stage, is_low), slot.ordinal)
+        for (unit, is_low), found in harvested.items():
+            if found is not None:  # calls off the plan
+                ordinal = self._now[device.index]
+                self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
+
+    def _load_slot(self, device: Device) -> None:
+        """The weights of the slot that begins must come; those of the next one as far as there is room."""
+        if self._is_recording:
+            return
+        self._replicas.expect(device, self._next_uses(device))
+        following = self._slots[device.index][self._now[device.index] :][:2]
+        device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
+        if following:
+            for unit in following[0].units:
+                self._replicas.load(unit, device)
+        self._coming[device.index] = [unit for slot in following[1:] for unit in reversed(slot.units)]
+        self.prefetch(device)
+
+    def prefetch(self, device: Device) -> None:
+        """Weights of the next slot begin to travel, as far as there is room; asked again while the slot runs."""
+        coming = self._coming[device.index]
+        while coming and self._replicas.prefetch(coming[-1], device):
+            coming.pop()
+
+    def _next_uses(self, device: Device) -> dict[Unit, int]:
+        following = self._slots[device.index][self._now[device.index] :]
+        return {unit: i for i, slot in reversed(list(enumerate(following))) for unit in slot.units}
