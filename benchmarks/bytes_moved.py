@@ -20,7 +20,7 @@ from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.engine.plain_loop import cut_at
+from tests.support.plain_loop import cut_at
 
 METHOD = """
 A decoder of pre-norm blocks (attention, MLP of four times the width) is trained by the engine on two virtual devices

@@ -27,19 +27,16 @@ from .engine.requests import StepRequest, StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches, BatchSplitter
+from .integration.checks import check_model, check_modes
+from .integration.huggingface import training_settings
 from .integration.log_merging import LogCapture, MetricTwins
-from .integration.loss import hand_over, loss_of, merged_step
+from .integration.loss import checked_precision, expected_scale, hand_over, loss_of, merged_step
 from .integration.manual import ManualOptimization
 from .integration.misuse import StepGuard
-from .integration.model_settings import training_settings
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.precision import checked_precision, expected_scale
 from .integration.retry import Retry, make_retry
-from .integration.seeds import seed_of_step
 from .integration.single_process import SingleProcessStrategy
-from .integration.supported import check_model
-from .integration.trainer_checks import check_modes
-from .integration.user_step import UserStep
+from .integration.user_step import UserStep, seed_of_step
 from .integration.workers import make_engine, make_pool
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
@@ -403,8 +400,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_training = name == "training_step"
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
-        meetings = self._meetings(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches), meetings:
+        barriers = self._barriers(batches, guard) if is_manual else contextlib.nullcontext()
+        with logs.capturing(), guard.watching(name, batches), barriers:
             request = StepRequest(
                 function=guard.followed(name, call),
                 microbatches=batches.microbatches,
@@ -422,7 +419,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         return logs, result
 
     @contextlib.contextmanager
-    def _meetings(self, batches: Batches, guard: StepGuard) -> Iterator[None]:
+    def _barriers(self, batches: Batches, guard: StepGuard) -> Iterator[None]:
         """Around a step with manual optimization."""
 
         def holding() -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 import torch
 
 from lightning_roundpipe.planning import plan
-from tests.forks import Forks
+from tests.support.forks import Forks
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
 # which the tests of planning and of the commands, the projects and the examples do as it is.

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.forks import Forks
+from tests.support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -1,6 +1,6 @@
 """Every example runs as a newcomer would run it: a process of its own, the command of its docstring, less work.
 
-The first one starts an interpreter for itself, the others are forks; see :mod:`tests.forks`.
+The first one starts an interpreter for itself, the others are forks; see :mod:`tests.support.forks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.forks import ENVIRONMENT, Forks
+from tests.support.forks import ENVIRONMENT, Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -2,10 +2,11 @@
 
 [Note: checkpointing]
 Inside a unit ``torch.utils.checkpoint`` is a pass-through: the engine recomputes the unit as a whole, and a second
-recomputation would draw other random numbers. Around units, in glue, it stays: what its region needs in the backward
-is computed again then, and units that are called for it run inline. That is user code in the backward, so from then on
-glue is flushed under the glue lock. A reentrant checkpoint would run a backward of its own, past the one of the engine
-(see [Note: loose parameters] in :mod:`loose`), so it becomes one that is not reentrant.
+recomputation would draw other random numbers. Around units, in user code, it stays: what its region needs in the
+backward is computed again then, and units that are called for it run inline. That is user code in the backward, so from
+then on user code is flushed under the user-code lock. A reentrant checkpoint would run a backward of its own, past the
+one of the engine (see [Note: loose parameters] in :mod:`usercode.loose_gradients`), so it becomes one that is not
+reentrant.
 """
 
 from __future__ import annotations

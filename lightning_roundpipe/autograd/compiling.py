@@ -7,9 +7,9 @@ per structure, torch device and grad mode, each with a code object of its own: t
 counts it against a limit, per code object. A unit is compiled whole or not at all.
 
 A function is called in two ways. First with what has been compiled so far: if that does not fit, its Python body runs,
-and says so. Then it is compiled, while no glue and no other unit runs (:class:`_Gate`). For compiling changes the whole
-process: it replaces ``Module.__call__``, sets flags that compiled functions and user code ask for, and puts the random
-generators back afterwards, as if nobody else had drawn.
+and says so. Then it is compiled, while no user code and no other unit runs (:class:`_Gate`). For compiling changes the
+whole process: it replaces ``Module.__call__``, sets flags that compiled functions and user code ask for, and puts the
+random generators back afterwards, as if nobody else had drawn.
 
 Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever. If
 something cannot be compiled, one warning names it, and the units of that structure run as ever.
@@ -31,7 +31,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 
-from ..usercode.implicit_transfers import StrayOperands
+from ..usercode.implicit_transfers import ImplicitTransfers
 from ..usercode.lock import left
 from ..weights.parameters import Replica
 from ..weights.units import Unit
@@ -142,7 +142,7 @@ class UnitCompiler:
         replica: Replica,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        without_glue: Callable[[], AbstractContextManager[Any]],
+        without_user_code: Callable[[], AbstractContextManager[Any]],
     ) -> tuple[Any, bool]:
         """The unit's forward, in the caller's grad mode.
 
@@ -150,7 +150,7 @@ class UnitCompiler:
             call: the call, with the facts about it.
             replica: loaded replica on the current device.
             args, kwargs: of the unit's forward.
-            without_glue: makes a context in which no glue runs.
+            without_user_code: makes a context in which no user code runs.
 
         Returns:
             What the unit returned, and whether it was compiled now, which took most of the time.
@@ -160,7 +160,7 @@ class UnitCompiler:
             with _gate.shared():
                 return module.forward(*args, **kwargs), False
         function = self._function_of(replica)
-        with _strays_aside():
+        with _implicit_transfers_aside():
             with _gate.shared():
                 if function.is_final and not function.num_versions:
                     return module.forward(*args, **kwargs), False
@@ -168,16 +168,16 @@ class UnitCompiler:
                     return function.cached(module, args, kwargs), False
                 if function.is_final:
                     return module.forward(*args, **kwargs), False
-            with _gate.alone(), without_glue():
+            with _gate.alone(), without_user_code():
                 return self._compile(function, replica, args, kwargs)
 
     @staticmethod
     def _suits(call: Call) -> bool:
         """Whether the call does the same compiled, going by the facts about it. (Units that draw are watched instead.)
 
-        Written buffers and attributes, changed inputs, hooks on submodules and attributes that glue set are followed by
-        the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters that only
-        serve results without gradient.
+        Written buffers and attributes, changed inputs, hooks on submodules and attributes that user code set are
+        followed by the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters
+        that only serve results without gradient.
         """
         facts = call.facts
         if facts is None or facts.buffers or facts.writes or call.side:
@@ -284,7 +284,7 @@ def _compile_settings() -> Iterator[None]:
 
 def _has_hooks(unit: Unit) -> bool:
     """Whether a submodule carries hooks. Torch does not check that there are still none. Hooks on the unit itself run
-    as glue."""
+    as user code."""
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in unit.members[1:]
     ) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
@@ -293,12 +293,12 @@ def _has_hooks(unit: Unit) -> bool:
 def _has_other_modes() -> bool:
     """Whether user code has entered a mode around the unit that sees every operator."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return torch._C._len_torch_dispatch_stack() > 0 or any(not isinstance(mode, StrayOperands) for mode in modes)
+    return torch._C._len_torch_dispatch_stack() > 0 or any(not isinstance(mode, ImplicitTransfers) for mode in modes)
 
 
 @contextlib.contextmanager
-def _strays_aside() -> Iterator[None]:
-    """Without the mode of :mod:`strays`, which does nothing in units, but would be traced."""
+def _implicit_transfers_aside() -> Iterator[None]:
+    """Without the mode of :mod:`usercode.implicit_transfers`, which does nothing in units, but would be traced."""
     modes: list[Any] = []
     while torch._C._len_torch_function_stack():
         modes.append(torch._C._pop_torch_function_stack())

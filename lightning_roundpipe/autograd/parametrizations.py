@@ -11,7 +11,7 @@ To parametrize a weight in a forward sets it to itself, which raises its version
 [Note: power iterations]
 Spectral normalisation estimates the largest singular value of a weight, one iteration further in every forward of a
 training step. The whole batch is one forward: so while a step runs one micro-batch iterates, and the others compute
-with what it has left. In units, which micro-batches pass in order, it is the first one; in glue the one that comes
+with what it has left. In units, which micro-batches pass in order, it is the first one; in user code the one that comes
 first. (If a step calls a module twice, this one may have been there twice before the next one comes.) What the others
 do not change they write as it is: whether a unit writes its buffers is learned in any micro-batch, and holds for all.
 """

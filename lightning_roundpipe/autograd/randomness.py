@@ -12,9 +12,7 @@ recomputation see the same stream, for any number of devices. Only units that we
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,14 +21,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_SEED_BYTES = 8
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that depends on every one of ``parts`` (integers of any size), the same on every machine."""
-    packed = b"".join(struct.pack("<q", (part + 2**63) % 2**64 - 2**63) for part in parts)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=_SEED_BYTES).digest(), "little") >> 1
 
 
 def _takes_generator(func: torch._ops.OpOverload) -> bool:
@@ -61,7 +51,7 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives random operators on the host a generator of their own; see [Note: private randomness].
 
     Args:
-        seed: seed of the private generator, from :func:`derive_seed`.
+        seed: seed of the private generator, from :func:`~lightning_roundpipe.common.seeds.derive_seed`.
         exclusive: context manager factory under which the default generator may be borrowed for an operator that
             takes no generator (nobody else draws from it meanwhile).
     """
@@ -131,8 +121,8 @@ _generators: dict[torch.device, threading.Lock] = {}
 def device_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
     """On a GPU random operators draw from the device's generator: seeded here, restored after.
 
-    Several workers on one GPU share it, so their units that draw run one at a time. Whoever holds the glue lock must
-    not ask for it: a unit may need the glue lock to end. Does nothing on the host.
+    Several workers on one GPU share it, so their units that draw run one at a time. Whoever holds the user-code lock
+    must not ask for it: a unit may need the user-code lock to end. Does nothing on the host.
     """
     if device.type != "cuda":
         yield

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import walk_graph
-from ..engine.runs import Run
+from ..devices.runs import Run
 from ..usercode.loose_gradients import LooseGradients
 from ..weights.units import Unit
 
@@ -62,7 +62,7 @@ class UnitEscapeError(RuntimeError):
 
 
 class Flushing:
-    """Whether the engine itself is walking the glue graph of a micro-batch; shared by its calls."""
+    """Whether the engine itself is walking the user code graph of a micro-batch; shared by its calls."""
 
     __slots__ = ("active",)
 
@@ -91,7 +91,7 @@ class Entry(torch.autograd.Function):
 
 
 class Cut(torch.autograd.Function):
-    """End of a call for the glue graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
+    """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
 
     @staticmethod
     def forward(
@@ -131,10 +131,10 @@ def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
 
 
 class Receiver:
-    """Where the gradient of an input of a call goes: an edge of the glue graph.
+    """Where the gradient of an input of a call goes: an edge of the user code graph.
 
     If the input is an unchanged output of another call, the gradient is handed to that call directly, without a walk
-    through glue; unless hooks of the user sit on the tensor, which the walk would run.
+    through user code; unless hooks of the user sit on the tensor, which the walk would run.
     """
 
     __slots__ = ("_cut", "_edge", "device")
@@ -148,7 +148,7 @@ class Receiver:
 
     @property
     def edge(self) -> GradientEdge | None:
-        """The edge of the glue graph, or None if :attr:`owner` is handed the gradient directly."""
+        """The edge of the user code graph, or None if :attr:`owner` is handed the gradient directly."""
         if self._cut is None:
             return self._edge
         call, slot = self._cut
@@ -178,7 +178,7 @@ class Facts:
         output_bytes: of all slots.
         input_bytes: of the tensor arguments then.
         has_loose: whether the local graph leads to leaves that are not the replica's, see [Note: loose parameters] in
-            :mod:`loose`.
+            :mod:`usercode.loose_gradients`.
     """
 
     flagged: frozenset[Slot]
@@ -209,7 +209,7 @@ class Call:
     Attributes:
         unit: what was called.
         index: ordinal of the call in its micro-batch; seeds its random numbers.
-        trained: for each parameter of the unit whether it required a gradient when glue called it.
+        trained: for each parameter of the unit whether it required a gradient when user code called it.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
         leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
@@ -217,10 +217,10 @@ class Call:
         differentiable: indices of leaves that required a gradient.
         receivers: for each of them where its gradient goes.
         flagged: slots of this call that required a gradient.
-        hooked: slots that carry hooks of the user in glue, with the edges at which the hooks sit.
-        side: attributes set by glue on the unit's modules: (master module, name); their values end ``leaves``.
+        hooked: slots that carry hooks of the user in user code, with the edges at which the hooks sit.
+        side: attributes set by user code on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
-        is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`working_copies`.
+        is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
         local: slots of the kept graph.
@@ -312,9 +312,9 @@ class Call:
 
 
 class PendingGradients:
-    """Gradients that wait at the inputs of calls, until the glue graph is flushed.
+    """Gradients that wait at the inputs of calls, until the user code graph is flushed.
 
-    Several consumers of a glue tensor add up here, so that its producers are walked once.
+    Several consumers of a user code tensor add up here, so that its producers are walked once.
 
     Args:
         loose: runs the backward, and takes the gradients of leaves.
@@ -342,14 +342,14 @@ class PendingGradients:
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Pushes what waits through the glue graph, down to the cuts and to loose parameters."""
+        """Pushes what waits through the user code graph, down to the cuts and to loose parameters."""
         if not self._waiting:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
         self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
-        """Pushes gradients through the glue graph."""
+        """Pushes gradients through the user code graph."""
         self._flushing.active = True
         try:
             self._loose.run_backward(roots, gradients)
@@ -370,7 +370,7 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
 
 
 def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
-    """Looks for parameters of replicas that are reachable from glue.
+    """Looks for parameters of replicas that are reachable from user code.
 
     Args:
         roots: autograd nodes to start from: of the loss and of the inputs of every call.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..common import trees
-from ..usercode.lock import GlueLock, GlueState, UnitWrites, assign, read
+from ..common.attributes import assign, read
+from ..usercode.lock import UnitWrites, UserCodeLock, UserCodeState
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
 from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
@@ -53,14 +54,14 @@ class UnitRunner:
     """Runs units for one micro-batch.
 
     Attributes:
-        state: the micro-batch's glue state.
-        lock: the glue lock of the step.
+        state: the micro-batch's user code state.
+        lock: the user-code lock of the step.
         seed_of: seed of the random numbers of a call, from its ordinal.
         compiler: runs units compiled; None to run them as they are.
     """
 
-    state: GlueState
-    lock: GlueLock
+    state: UserCodeState
+    lock: UserCodeLock
     seed_of: Any
     anchor: Tensor
     compiler: UnitCompiler | None = None
@@ -68,7 +69,7 @@ class UnitRunner:
     @staticmethod
     def check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
         """Raises:
-        RuntimeError: if the unit put something into a list or dict that it was given: glue would not see it.
+        RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
         """
         now = trees.leaves_of((args, kwargs))
         if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
@@ -138,7 +139,7 @@ class UnitRunner:
         watch = PrivateRandomness(seed, self.lock.borrowed)
         with contextlib.ExitStack() as stack:
             if _has_saved_tensor_hooks():
-                # Those of non-reentrant activation checkpointing in glue must not see the tensors of a unit.
+                # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
             if watch_randomness:
                 stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
@@ -185,8 +186,8 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
 
 # [Note: relays]
 # Forward hooks on submodules of a unit (recorders of hidden states, attentions, router logits) keep the tensors they
-# see. Inside a unit these belong to the local graph, which glue must not reach, so on the replica such hooks are run
-# by a relay that shows them cut tensors: further outputs of the call. A recomputation does not run the hooks again,
+# see. Inside a unit these belong to the local graph, which user code must not reach, so on the replica such hooks are
+# run by a relay that shows them cut tensors: further outputs of the call. A recomputation does not run the hooks again,
 # unless they changed the output, which the rest of the unit needs.
 
 
@@ -233,7 +234,7 @@ class _Relay:
             for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
-        with runner.lock.as_glue(runner.state):
+        with runner.lock.in_user_code(runner.state):
             if self._call_hooks(args, kwargs, shown) is shown:
                 return False, output
             # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.

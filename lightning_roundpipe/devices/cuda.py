@@ -72,7 +72,7 @@ class _Freed:
 
 
 class CudaDevice(Device):
-    """A worker on a GPU; see [Note: streams] in :mod:`cuda_lanes`.
+    """A worker on a GPU; see [Note: streams] in :mod:`devices.cuda_lanes`.
 
     Args:
         index: position in the pool.

@@ -39,7 +39,7 @@ MAX_CHUNKS_IN_FLIGHT = 2
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Tensors made here may be written to by any thread, and no mode of glue looks at what is done."""
+    """Tensors made here may be written to by any thread, and no mode of user code looks at what is done."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 

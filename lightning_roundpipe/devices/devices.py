@@ -1,8 +1,8 @@
 """Devices: the one seam between the engine and the hardware.
 
-A :class:`Device` owns two transfer lanes (see [Note: transfers] in :mod:`transfer`), the books on its memory, the
-mutual exclusion of its compute lane, a clock and its statistics. The engine asks for nothing else, so that what runs
-on virtual devices is what runs on GPUs.
+A :class:`Device` owns two transfer lanes (see [Note: transfers] in :mod:`devices.transfer`), the books on its memory,
+the mutual exclusion of its compute lane, a clock and its statistics. The engine asks for nothing else, so that what
+runs on virtual devices is what runs on GPUs.
 
 [Note: stamps]
 Time on a device is marked by stamps in its stream of work, which are read when the step is over. On the host a stamp is
@@ -84,7 +84,7 @@ class Device(ABC):
             yield
 
     def enter(self, before: Device | None) -> None:  # noqa: B027
-        """A micro-batch's thread comes from another worker, or from the host (None): its glue runs here from now on."""
+        """A micro-batch comes from another worker, or from the host (None): its user code runs here from now on."""
 
     def throttle(self) -> None:  # noqa: B027
         """A micro-batch begins a stage here: holds its thread back if the host is too far ahead of the device."""

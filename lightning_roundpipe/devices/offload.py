@@ -3,7 +3,7 @@
 [Note: offloaded activations]
 Between two workers an activation goes through the host: down from the one that made it, up to the one that needs it.
 The copy on the host is at the same time what a recomputation needs later, so it is made once. It is made from a
-snapshot on the device: glue may change the tensor itself (``x += position``) before the lane has read it. What a
+snapshot on the device: user code may change the tensor itself (``x += position``) before the lane has read it. What a
 micro-batch needs next is fetched before its turn has come, while the one before it computes, if there is room.
 """
 
@@ -43,8 +43,8 @@ class Offloaded:
 class SavedInputs:
     """Host copies of tensors that one micro-batch needs again: to recompute a call, or on another worker.
 
-    Copies, because glue may change the original later (``x += position``), which would give wrong gradients without
-    an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
+    Copies, because user code may change the original later (``x += position``), which would give wrong gradients
+    without an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class _Arrival(NamedTuple):
     ahead: Ahead | None
 
 
-class Cargo:
+class TravellingActivations:
     """What one micro-batch has brought along to the worker that it visits; see [Note: offloaded activations].
 
     Args:
@@ -128,7 +128,7 @@ class Cargo:
         self._leaving: list[Offloaded] = []
         self._here: Device | None = None
         self._before: Device | None = None
-        # Whether no unit has run here yet: what glue has made so far, it made where the micro-batch was before.
+        # Whether no unit has run here yet: what user code has made so far, it made where the micro-batch was before.
         self._is_new = True
 
     def go_to(self, device: Device) -> None:
@@ -138,10 +138,10 @@ class Cargo:
         self._is_new = True
 
     def settle(self) -> None:
-        """A unit has run here: what glue makes from now on is made here."""
+        """A unit has run here: what user code makes from now on is made here."""
         self._is_new = False
         self._leaving.clear()
-        # Glue may change inference tensors before the next call, and nothing would tell: they are brought anew.
+        # User code may change inference tensors before the next call, and nothing would tell: they are brought anew.
         self._drop([key for key, arrival in self._arrivals.items() if arrival.version == UNKNOWN])
 
     def drop(self, values: Iterable[Any] | None = None) -> None:

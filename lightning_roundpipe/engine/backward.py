@@ -12,12 +12,12 @@ from torch import Tensor
 from ..autograd.recompute import Call, Slot
 from ..autograd.unit_run import UnitRunner, autocast_as
 from ..common.sizes import num_bytes_of
-from ..devices.offload import Cargo
+from ..devices.offload import TravellingActivations
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, run_backward
 from ..weights.parameters import Replica
 from .forward import add_changed, enter
-from .route import Visits
+from .route import Route
 
 
 @dataclass
@@ -25,8 +25,8 @@ class BackwardRunner:
     """Backward runs of one micro-batch."""
 
     runner: UnitRunner
-    cargo: Cargo
-    visits: Visits
+    activations: TravellingActivations
+    route: Route
     loose: LooseGradients
     anchor: Tensor
     autocast_device: str
@@ -49,13 +49,13 @@ class BackwardRunner:
         replica.book_gradients(True)
         sizes = call.ran.input_bytes, call.ran.output_bytes, call.ran.graph_bytes
         slots = list(call.gradients)
-        gradients = self.cargo.receive(
+        gradients = self.activations.receive(
             [call.gradients[slot] for slot in slots], Edge.OUTPUT_GRADIENTS, f"gradient {name}"
         )
-        leaves = None if call.kept else self.cargo.receive(call.leaves, Edge.RELOADED, f"saved {name}")
+        leaves = None if call.kept else self.activations.receive(call.leaves, Edge.RELOADED, f"saved {name}")
         coming = drop_all_but_coming()
-        booked = self.visits.book_backward(call, *sizes)
-        self.cargo.send(coming, "saved inputs")
+        booked = self.route.book_backward(call, *sizes)
+        self.activations.send(coming, "saved inputs")
         started = device.stamp()
         local = call.local if leaves is None else self._recompute(call, replica, leaves)
         assert local is not None
@@ -74,8 +74,8 @@ class BackwardRunner:
             run_backward(roots, gradients)
         replica.add_up()
         ended = device.stamp()
-        self.cargo.settle()
-        self.visits.rebook_backward(booked, num_bytes_of(call.input_gradients))
+        self.activations.settle()
+        self.route.rebook_backward(booked, num_bytes_of(call.input_gradients))
         return started, ended
 
     def _recompute(self, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:

@@ -1,16 +1,16 @@
 """Where the micro-batches of a step meet: what user code does for the whole batch, in the middle of the step.
 
-[Note: meetings]
+[Note: barriers]
 With manual optimization ``training_step`` itself calls what concerns the whole batch: ``manual_backward``,
 ``optimizer.step``, ``scheduler.step``. Every micro-batch comes to such a call; there it stops until all have come, the
 call is made once, on the thread that runs the step, and all go on with what it returned or raised. What a micro-batch
-does from one meeting to the next is a *segment*: a run over a schedule, with a plan of its own.
+does from one barrier to the next is a *segment*: a run over a schedule, with a plan of its own.
 
 A call that nobody has to wait for (``zero_grad``: its effect shows at the next backward) may be *deferred* to the next
-meeting, so that it does not come between a forward and its backward.
+barrier, so that it does not come between a forward and its backward.
 
 A call may come with a closure (``optimizer.step(closure)``): then each call of it is made by all micro-batches, as
-further segments, while the meeting is held.
+further segments, while the barrier is held.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _CLOSURE_ENDS = "the end of the closure"
 _RECHECK_S = 2.0
 
 
-class MeetingError(RuntimeError):
+class BarrierError(RuntimeError):
     """The micro-batches of one batch do not make the same calls."""
 
 
 @dataclass(eq=False)
 class Collective:
-    """A call that concerns the whole batch, as one micro-batch makes it; see [Note: meetings].
+    """A call that concerns the whole batch, as one micro-batch makes it; see [Note: barriers].
 
     Attributes:
         name: what users call it, for messages.
@@ -45,20 +45,20 @@ class Collective:
         perform: makes the call, on the thread that runs the step; its result goes to all micro-batches. That of the
             first micro-batch is taken.
         value: of this micro-batch.
-        closure: see [Note: meetings].
+        closure: see [Note: barriers].
         is_deferred: whether nobody waits for it.
     """
 
     name: str
     key: Hashable
-    perform: Callable[[Meeting], Any]
+    perform: Callable[[Barrier], Any]
     value: Any = None
     closure: Callable[[], Any] | None = None
     is_deferred: bool = False
 
 
 @dataclass
-class Meeting:
+class Barrier:
     """What all micro-batches have brought.
 
     Attributes:
@@ -76,12 +76,12 @@ class Meeting:
 def meet(
     collective: Collective, roots: Sequence[tuple[Tensor, float]] = (), *, retain_graph: bool = False
 ) -> tuple[bool, Any]:
-    """Brings the micro-batch of the calling thread to a meeting: (True, what came out of it).
+    """Brings the micro-batch of the calling thread to a barrier: (True, what came out of it).
 
     Outside of steps that meet nothing happens: (False, None).
 
     Args:
-        roots: losses to run backward from, and their shares; the backward comes before the meeting.
+        roots: losses to run backward from, and their shares; the backward comes before the barrier.
         retain_graph: whether what was differentiated may be differentiated again.
 
     Raises:
@@ -94,12 +94,12 @@ def meet(
 
 
 class Attendance:
-    """One micro-batch's way from meeting to meeting; what its thread and that of the step tell each other.
+    """One micro-batch's way from barrier to barrier; what its thread and that of the step tell each other.
 
     Attributes:
         arrival: what the micro-batch has come for; None if it is over.
-        deferred: what it has come by since the last meeting.
-        halted: set when its thread waits at a meeting or has ended.
+        deferred: what it has come by since the last barrier.
+        halted: set when its thread waits at a barrier or has ended.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ def raising(error: BaseException, index: int) -> Callable[[], Any]:
 
 def closure_end(value: Any) -> Collective:
     """To where micro-batches come when they have called their closures."""
-    return Collective(_CLOSURE_ENDS, _CLOSURE_ENDS, lambda meeting: None, value)
+    return Collective(_CLOSURE_ENDS, _CLOSURE_ENDS, lambda barrier: None, value)
 
 
 def ends_closure(arrival: Collective | None) -> bool:
@@ -177,7 +177,7 @@ def agreed(attendances: Sequence[Attendance]) -> tuple[list[list[Collective]], l
     None if all are over.
 
     Raises:
-        MeetingError: if they have not come for the same.
+        BarrierError: if they have not come for the same.
     """
     arrivals = [attendance.arrival for attendance in attendances]
     deferred = [attendance.deferred for attendance in attendances]
@@ -188,7 +188,7 @@ def agreed(attendances: Sequence[Attendance]) -> tuple[list[list[Collective]], l
     for index, way in enumerate(ways):
         if way != ways[0]:
             here, there = (_names(deferred[i], arrivals[i]) for i in (0, index))
-            raise MeetingError(
+            raise BarrierError(
                 f"the micro-batches of one batch have gone different ways in training_step: micro-batch 0 to {here}, "
                 f"micro-batch {index} to {there}. With manual optimization all must make the same calls of "
                 "manual_backward, optimizers and schedulers: do not let them depend on the data, or use "
@@ -224,7 +224,7 @@ class Segment:
 
 @dataclass
 class Place:
-    """Where a step is, between two meetings."""
+    """Where a step is, between two barriers."""
 
     step: Hashable
     closures: tuple[Hashable, ...] = ()
@@ -239,7 +239,7 @@ class Place:
         return Segment(self.step, (*self.closures, self.last, self.seen[self.last]))
 
     def passed(self, collective: Collective) -> None:
-        """A meeting was held."""
+        """A barrier was held."""
         self.last = collective.key
         self.seen[self.last] += 1
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from ..autograd.compiling import UnitCompiler
 from ..devices.pool import DevicePool
 from ..planning.partition import Partition, StageKind
-from ..usercode.lock import GlueLock
+from ..planning.schedule import Schedule
+from ..usercode.lock import UserCodeLock
 from ..weights.gradients import GradientStore
-from ..weights.placement import Loader, ReplicaCache
+from ..weights.placement import Loader, ReplicaCache, Slot
 from ..weights.units import Unit
-from .gate import Turnstile
+from .gate import Gate
 
 
 @dataclass
@@ -34,35 +35,70 @@ class Plan:
     activation_bytes: tuple[tuple[int, int], ...] = ()
 
 
+def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
+    """The slots of each device, in order."""
+    starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
+    stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
+    for device, actions in enumerate(schedule.devices):
+        row: list[list[int]] = []
+        for action in actions:
+            if not row or row[-1][0] != action.stage_index:
+                starts.setdefault(action.stage_index, []).append((action.microbatch_index, device, len(row)))
+                row.append([action.stage_index, 0])
+            row[-1][1] += 1
+        stages.append(row)
+    ordinals = {
+        (device, place): ordinal
+        for found in starts.values()
+        for ordinal, (_, device, place) in enumerate(sorted(found))
+    }
+    units = [_units_of(plan, stage) for stage in range(schedule.num_stages)]
+    backward = [plan.partition.stages[stage].kind is not StageKind.FORWARD for stage in range(schedule.num_stages)]
+    needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
+    return [
+        [
+            Slot(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
+            for place, (s, count) in enumerate(row)
+        ]
+        for device, row in enumerate(stages)
+    ]
+
+
+def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
+    stage = plan.partition.stages[stage_index]
+    units = plan.sequence[stage.start : stage.stop]
+    return tuple(dict.fromkeys(reversed(units) if stage.kind is StageKind.BACKWARD else units))
+
+
 @dataclass
 class StepContext:
     """What the micro-batches of one run over a schedule share.
 
     Attributes:
-        meets: whether there may be other runs in the same step, see [Note: meetings] in :mod:`meetings`.
+        meets: whether there may be other runs in the same step, see [Note: barriers] in :mod:`engine.barrier`.
     """
 
     plan: Plan
-    turnstile: Turnstile
+    gate: Gate
     pool: DevicePool
     replicas: ReplicaCache
     loader: Loader
-    lock: GlueLock
+    lock: UserCodeLock
     training: bool
     is_measured: bool
     seed: int
     autocast_device: str
     gradients: GradientStore
-    glue_is_user_code: threading.Event
+    backward_runs_user_code: threading.Event
     compiler: UnitCompiler | None = None
     meets: bool = False
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
     _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:
-        """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the glue lock.
+        """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the user-code lock.
 
-        Looks at the unit once per step, unless glue switches parameters.
+        Looks at the unit once per step, unless user code switches parameters.
         """
         known = self._trained.get(unit)
         if known is None:
@@ -74,7 +110,7 @@ class StepContext:
     @functools.cached_property
     def _stage_orders(self) -> tuple[tuple[int, ...], ...]:
         num_forward = sum(stage.kind is not StageKind.BACKWARD for stage in self.plan.partition.stages)
-        return self.turnstile.schedule.stage_orders(num_forward)
+        return self.gate.schedule.stage_orders(num_forward)
 
     def _before(self, stage: int, slot: int) -> tuple[int, ...]:
         """The micro-batches that write the buffers of units in ``stage`` before ``slot``.
@@ -95,7 +131,7 @@ class StepContext:
         if before:
             last = max(i for i in range(position, stage.stop) if self.plan.sequence[i] is unit)
             for other in before:
-                self.turnstile.await_position(slot, other, last)
+                self.gate.await_position(slot, other, last)
 
     @functools.cached_property
     def repeated(self) -> frozenset[Unit]:

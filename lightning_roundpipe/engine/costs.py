@@ -1,12 +1,14 @@
 """Costs of unit calls, for the planner: guessed first, measured while training.
 
 [Note: measured costs]
-Every run of a unit is noted with stamps of its device (see [Note: stamps] in :mod:`devices`), taken inside the compute
-lane: waiting is not in it. After a step the runs of each call position are reduced to one time per direction, their
-median, and the estimate is the median over the last steps, so that neither a slow micro-batch nor a slow step counts.
+Every run of a unit is noted with stamps of its device (see [Note: stamps] in :mod:`devices.devices`), taken inside the
+compute lane: waiting is not in it. After a step the runs of each call position are reduced to one time per direction,
+their median, and the estimate is the median over the last steps, so that neither a slow micro-batch nor a slow step
+counts.
 
 - Of a step, only micro-batches count that gave the call as many bytes as any other did.
-- A run that learned facts (see [Note: facts] in :mod:`recompute`) is the first one of its kind: it may have compiled
+- A run that learned facts (see [Note: facts] in :mod:`autograd.recompute`) is the first one of its kind: it may have
+compiled
   or allocated. It counts as long as there is no other.
 - What runs in a B stage is the forward again and the backward; the forward is taken off.
 - A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
@@ -25,9 +27,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..common.sizes import num_bytes_of
+from ..devices.runs import Run
 from ..planning.costs import CallCost, CostProfile
 from ..weights.units import Unit
-from .runs import Run
 
 # Backward without recomputation over forward, of matrix products: two products instead of one.
 _BACKWARD_RATIO = 2.0

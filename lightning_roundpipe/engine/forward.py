@@ -16,9 +16,10 @@ from ..autograd.unit_run import UnitResult, UnitRunner
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
-from ..devices.offload import Cargo
+from ..devices.offload import TravellingActivations
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import leaves_behind, node_of
+from ..weights.casts import CastWatch
 from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
 
@@ -28,14 +29,14 @@ Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
 @dataclass
 class ForwardResult:
-    """What a call hands to glue.
+    """What a call hands to user code.
 
     Attributes:
         unit: the unit's own result.
         replica: on which it was made: the one given, or one of the unit's full form, if there was something to learn.
         passed_through: index of a result leaf -> index of the argument leaf that it is.
         changed: argument leaves that the unit changed in place.
-        outputs: tensors for glue, by slot; never views of device copies, which are freed when the stage ends.
+        outputs: tensors for user code, by slot; never views of device copies, which are freed when the stage ends.
         graph_bytes: what the local graph held besides parameters, arguments and results; looked at to learn facts.
     """
 
@@ -49,14 +50,14 @@ class ForwardResult:
 
 @dataclass
 class ForwardRunner:
-    """Forward runs of one micro-batch; see [Note: facts] in :mod:`recompute`.
+    """Forward runs of one micro-batch; see [Note: facts] in :mod:`autograd.recompute`.
 
     Attributes:
         saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
     """
 
     runner: UnitRunner
-    cargo: Cargo
+    activations: TravellingActivations
     anchor: Tensor
     weights: WorkingCopies
     saves_kept: bool = False
@@ -128,6 +129,10 @@ class ForwardRunner:
         if not call.kept:
             _drop_graph(done.unit)
 
+    def _learning(self, call: Call, replica: Replica) -> contextlib.AbstractContextManager[CastWatch | None]:
+        travels = not replica.device.aliases_host
+        return self.weights.learning(call.autocast, call.unit, replica.module, replica.leaves, travels=travels)
+
     def _attempt(
         self,
         call: Call,
@@ -144,19 +149,19 @@ class ForwardRunner:
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         label = f"inputs {call.unit.name}"
         before = torch.is_grad_enabled()
-        given = self.cargo.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+        given = self.activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
         arrived = list(given)
         versions = [version_of(given[i]) for i in tensors]
         # Which of several outputs require a gradient may depend on the data: only the graph can tell.
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
         if records and (self.saves_kept or not call.kept):
-            call.leaves = [self.cargo.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
+            call.leaves = [self.activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
         learning = ForeignRandomness.watched() if facts is None and not foreign else None
         torch._C._set_grad_enabled(graph if records else before)
         try:
             if graph:
                 enter(call, given, self.anchor)
-            with self.weights.learning(call.autocast, replica) if facts is None else contextlib.nullcontext() as casts:
+            with self._learning(call, replica) if facts is None else contextlib.nullcontext() as casts:
                 result = self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign)
                 if casts is not None:
                     casts.note_results(result.slots.values())
@@ -167,7 +172,7 @@ class ForwardRunner:
         done.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
         call.changed = done.changed
         for i in done.changed:
-            if arrived[i] is not leaves[i]:  # glue has another tensor than the one that was changed
+            if arrived[i] is not leaves[i]:  # user code has another tensor than the one that was changed
                 with torch.no_grad():
                     leaves[i].copy_(arrived[i])
         add_changed(call, done.unit, given)
@@ -181,7 +186,7 @@ class ForwardRunner:
         return done
 
     def cut(self, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
-        """Cuts the graph of a recorded call off from glue; its outputs are what glue gets then."""
+        """Cuts the graph of a recorded call off from user code; its outputs are what user code gets then."""
         flagged = call.flagged
         if not flagged:
             return

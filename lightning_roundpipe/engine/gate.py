@@ -1,9 +1,9 @@
-"""The turnstile: who may be on which device, in the order of the schedule.
+"""The gate: who may be on which device, in the order of the schedule.
 
-[Note: turnstile]
+[Note: gate]
 A device admits micro-batches in the order of its list of actions (stage, micro-batch). A thread that reaches the
-first unit of a stage calls :meth:`Turnstile.enter` and waits until its action is the head of the list; it calls
-:meth:`Turnstile.leave` when it goes on to another stage. Leaving without having entered (a stage whose units were all
+first unit of a stage calls :meth:`Gate.enter` and waits until its action is the head of the list; it calls
+:meth:`Gate.leave` when it goes on to another stage. Leaving without having entered (a stage whose units were all
 skipped) and leaving out of order are remembered, so every ticket is released on every path.
 
 Deadlock-freedom: a thread never holds a ticket while it waits for another one, and all lists are sub-orders of one
@@ -25,11 +25,11 @@ _RECHECK_S = 2.0
 
 
 class PipelineStalled(RuntimeError):
-    """No thread of the step can make progress; the message shows the state of the turnstile."""
+    """No thread of the step can make progress; the message shows the state of the gate."""
 
 
 class _Signal:
-    """A :class:`threading.Event` for one waiter and a setter that holds the turnstile's lock; much cheaper."""
+    """A :class:`threading.Event` for one waiter and a setter that holds the gate's lock; much cheaper."""
 
     __slots__ = ("_lock",)
 
@@ -45,8 +45,8 @@ class _Signal:
         return self._lock.acquire(timeout=timeout)
 
 
-class Turnstile:
-    """Admits micro-batch threads to devices in schedule order; see [Note: turnstile].
+class Gate:
+    """Admits micro-batch threads to devices in schedule order; see [Note: gate].
 
     Args:
         schedule: who runs where in which order.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..autograd.recompute import check_escape
 from ..common.threads import Surroundings, Worker
-from ..usercode.implicit_transfers import StrayOperands
-from ..usercode.lock import GlueLock, entered
-from ..usercode.loose_parameters import GlueParameters
+from ..usercode.implicit_transfers import ImplicitTransfers
+from ..usercode.lock import UserCodeLock, entered
+from ..usercode.loose_parameters import LooseParameters
 from ..usercode.outputs import Results
 from .requests import StepRequest
 from .walk import Walk
@@ -31,8 +31,8 @@ class MicrobatchThreads:
     """
 
     request: StepRequest
-    lock: GlueLock
-    glue_parameters: GlueParameters
+    lock: UserCodeLock
+    loose_parameters: LooseParameters
     leaf_names: Callable[[], dict[int, str]]
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class MicrobatchThreads:
 
     def _run(self, walk: Walk, fail: Callable[[BaseException], None]) -> None:
         try:
-            with entered(walk.state), self._surroundings.entered(), self._strays(walk):
+            with entered(walk.state), self._surroundings.entered(), self._implicit_transfers(walk):
                 try:
                     self.lock.acquire(walk.state)
                     results, roots = self._forward(walk)
@@ -66,10 +66,10 @@ class MicrobatchThreads:
         finally:
             walk.attendance.end()
 
-    def _strays(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
+    def _implicit_transfers(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
         if walk.device.aliases_host:
             return contextlib.nullcontext()
-        return StrayOperands(lambda: walk.device, self.glue_parameters, walk.is_flushing)
+        return ImplicitTransfers(lambda: walk.device, self.loose_parameters, walk.is_flushing)
 
     def _forward(self, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
         """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
@@ -95,5 +95,5 @@ class MicrobatchThreads:
                 "or was detached on the way, as what an attribute of the module holds is when a step ends"
             )
         if walk.shared.plan.recording:
-            check_escape([loss.grad_fn, *walk.glue_nodes()], self.leaf_names())
+            check_escape([loss.grad_fn, *walk.user_code_nodes()], self.leaf_names())
         return loss, torch.full_like(loss, share)

@@ -1,9 +1,18 @@
-"""What the engine changes outside itself, and its undoing on every exit path; for how long: :mod:`step_patches`."""
+"""What the engine changes outside itself, for how long, and its undoing on every exit path.
+
+[Note: patches]
+Some replacements are methods of classes from which hundreds of others are derived (``nn.Module``): to set one makes
+Python forget what it has cached about all of them, which takes milliseconds. They ask for the micro-batch of the
+calling thread, and do what the original does where there is none. So they are installed once for all engines of the
+process and stay as long as one of them is open (the Trainer keeps its engine open from set-up to tear-down) or runs
+a step. The others are cheap, and undone at the end of each segment.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,32 +21,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd.checkpointing import checkpoints_passed_through
+from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
-from ..usercode.lock import GlueState, current
+from ..usercode.lock import UserCodeState, current, noting_writes
+from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
+from .resources import Resources
+
+_lock = threading.Lock()
+_num_users = 0  # the lock is held where it changes
+_installed = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of an object or module itself, not of its class, for a while."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    vars(owner)[name] = value
+def classes_patched() -> Iterator[None]:
+    """While open, on any thread, micro-batch threads find the replacements of classes; see [Note: patches]."""
+    global _num_users, _installed
+    with _lock:
+        if not _num_users:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(noting_writes())
+                stack.enter_context(noting_hooks())
+                stack.enter_context(checkpoints_passed_through())
+                _installed = stack.pop_all()
+        _num_users += 1
     try:
         yield
     finally:
-        if before is missing:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = before
+        with _lock:
+            _num_users -= 1
+            if not _num_users:
+                _installed.close()
+
+
+def patch(stack: contextlib.ExitStack, resources: Resources, table: UnitTable) -> None:
+    """A segment of a step begins, which ends when ``stack`` is closed."""
+    stack.enter_context(intercepted(table))
+    stack.enter_context(guarded_grad())
+    stack.enter_context(nested_backwards_followed())
+    stack.enter_context(hooks_out_of_the_way(resources.root.parameters()))
+    stack.enter_context(process_settings_kept())
+    stack.enter_context(parametrizations_apart())
+    stack.enter_context(power_iterations_once())
+    stack.enter_context(intra_op_threads(resources.num_threads))
 
 
 @contextlib.contextmanager
 def intercepted(table: UnitTable) -> Iterator[None]:
     """While open, calls of candidate modules by micro-batch threads go to the engine.
 
-    The instance attribute ``forward`` is replaced, so hooks on the module itself run as glue around the unit, and put
-    back afterwards: copies, pickles and ``state_dict`` never see it.
+    The instance attribute ``forward`` is replaced, so hooks on the module itself run as user code around the unit, and
+    put back afterwards: copies, pickles and ``state_dict`` never see it.
     """
     before: list[tuple[nn.Module, Any]] = []
     traced = table.is_traced
@@ -77,7 +112,7 @@ def _interceptor(unit: Unit, traced: bool) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def guarded_grad() -> Iterator[None]:
-    """While open, ``torch.autograd.grad`` in glue that ends at a cut says so.
+    """While open, ``torch.autograd.grad`` in user code that ends at a cut says so.
 
     It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused.
     """
@@ -108,12 +143,12 @@ def guarded_grad() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_hooks() -> Iterator[None]:
-    """While open, hooks that glue registers on outputs of units and on modules are noted.
+    """While open, hooks that user code registers on outputs of units and on modules are noted.
 
     Replicas have to take over those on modules. What hooks on outputs change: :class:`recompute.Receiver`.
     """
 
-    def noting(original: Callable[..., Any], note: Callable[[GlueState, Any], None]) -> Callable[..., Any]:
+    def noting(original: Callable[..., Any], note: Callable[[UserCodeState, Any], None]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = current()

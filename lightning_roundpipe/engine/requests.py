@@ -24,9 +24,9 @@ class StepRequest:
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
-        merge: merges what micro-batches appended to a list, see :class:`GrowingContainers`.
+        merge: merges what micro-batches appended to a list, see :class:`CollectedLists`.
         autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
-        meets: whether the function runs its backward itself, by :func:`meetings.meet`; then ``loss_of`` is None and
+        meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
     """
 
@@ -50,7 +50,7 @@ class StepRequest:
 class StepResult:
     """What came out.
 
-    A step with meetings has several runs over schedules: the schedule and the partition are those of the run with most
+    A step with barriers has several runs over schedules: the schedule and the partition are those of the run with most
     calls.
 
     Attributes:
@@ -65,7 +65,7 @@ class StepResult:
         num_off_plan: unit calls that the plan did not foresee.
         step_ms: wall-clock time of the step, without the planning of the next one.
         bytes_up, bytes_down: per device, bytes that were copied to it and from it: weights, buffers, gradients, and
-            inputs of calls. Gradients on their way through glue are not counted.
+            inputs of calls. Gradients on their way through user code are not counted.
         saved_bytes: bytes of activations that were kept on the host at most, if all micro-batches had theirs there.
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.

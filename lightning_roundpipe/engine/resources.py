@@ -19,9 +19,9 @@ class Resources:
     """What the steps of an engine have in common.
 
     Attributes:
-        glue_is_user_code: set when glue has a backward that runs user code.
+        backward_runs_user_code: set when user code has a backward that runs user code.
         workers: threads of micro-batches.
-        switches: flags that turned out to be switched on for a while only, see :meth:`GlueLock._latch`.
+        switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
     """
 
     root: nn.Module
@@ -32,5 +32,5 @@ class Resources:
     exempt: tuple[type, ...]
     num_threads: int | None
     workers: Workers = field(default_factory=Workers)
-    glue_is_user_code: threading.Event = field(default_factory=threading.Event)
+    backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)

@@ -13,17 +13,17 @@ from typing import Any
 
 from ..autograd.recompute import Call
 from ..devices.devices import Device
-from ..devices.offload import Cargo, SavedInputs
+from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.pool import DevicePool
 from ..planning.schedule import Action
-from .gate import Turnstile
+from .gate import Gate
 
 
-class Visits:
+class Route:
     """Where one micro-batch is.
 
     Args:
-        slot: index of the micro-batch in the schedule of the turnstile.
+        slot: index of the micro-batch in the schedule of the gate.
 
     Attributes:
         stage: the stage that it is in; -1 before the first.
@@ -32,24 +32,24 @@ class Visits:
         saved: what of it is on the host.
     """
 
-    def __init__(self, pool: DevicePool, turnstile: Turnstile, slot: int) -> None:
+    def __init__(self, pool: DevicePool, gate: Gate, slot: int) -> None:
         self._pool = pool
-        self.begin(turnstile, slot)
+        self.begin(gate, slot)
         self.device = self._device_of(0)
         self._has_entered = False
         self.saved = SavedInputs()
-        self.cargo = Cargo(self.saved, pool.owners)
-        self.cargo.go_to(self.device)
+        self.activations = TravellingActivations(self.saved, pool.owners)
+        self.activations.go_to(self.device)
         self._waiting: tuple[Device, int] = (self.device, 0)
 
-    def begin(self, turnstile: Turnstile, slot: int) -> None:
+    def begin(self, gate: Gate, slot: int) -> None:
         """A run over a schedule begins; arguments as of the class. The micro-batch comes from where it was before."""
-        self._turnstile = turnstile
+        self._gate = gate
         self._slot = slot
         self.stage = -1
 
     def _device_of(self, stage: int) -> Device:
-        return self._pool[self._turnstile.device_of(Action(stage, self._slot))]
+        return self._pool[self._gate.device_of(Action(stage, self._slot))]
 
     def move_to(self, stage: int, values: Sequence[Any] = (), what: str = "") -> None:
         """Leaves the current stage and waits for the turn in ``stage``; stages in between are skipped.
@@ -63,20 +63,20 @@ class Visits:
         before, target = self.device, self._device_of(stage)
         if target is not before:
             # Before anybody else's work is queued on the device that is left.
-            self.cargo.offload(values, what)
+            self.activations.offload(values, what)
         for passed in range(max(self.stage, 0), stage):
-            self._turnstile.leave(Action(passed, self._slot))
+            self._gate.leave(Action(passed, self._slot))
         is_first, self._has_entered = not self._has_entered, True
         self.stage, self.device = stage, target
         if target is before:
-            self.cargo.drop()
+            self.activations.drop()
         else:
-            self.cargo.go_to(target)
+            self.activations.go_to(target)
         action = Action(stage, self._slot)
         if not target.aliases_host:
-            self._turnstile.approach(action)
-            self.cargo.send(values, what)
-        self._turnstile.enter(action)
+            self._gate.approach(action)
+            self.activations.send(values, what)
+        self._gate.enter(action)
         target.enter(None if is_first else before)
         target.throttle()
 
@@ -116,7 +116,7 @@ class Visits:
         self._wait_with(waiting)
 
     def _forward_bytes(self, call: Call, input_bytes: int) -> int:
-        inputs = max(0, input_bytes - self.cargo.booked_bytes)  # those that were brought are on the books already
+        inputs = max(0, input_bytes - self.activations.booked_bytes)  # those that were brought are on the books already
         if call.facts is None:
             return inputs
         output_bytes, graph_bytes = call.facts.bytes_for(input_bytes)
@@ -155,7 +155,7 @@ class Visits:
     def rest(self) -> None:
         """The micro-batch waits for others: nothing that it has brought along stays."""
         self._wait_with(0)
-        self.cargo.drop()
+        self.activations.drop()
 
     def forget(self, call: Call) -> None:
         """Drops what a call remembers."""
@@ -166,5 +166,5 @@ class Visits:
     def clear(self) -> None:
         """The micro-batch is over."""
         self._wait_with(0)
-        self.cargo.clear()
+        self.activations.clear()
         self.saved.clear()

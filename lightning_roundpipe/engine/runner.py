@@ -3,10 +3,10 @@
 [Note: one step]
 The first step with a new key (train, validate, ...) runs its first micro-batch alone on one device and records which
 units it calls in which order; the plan made from that drives everything after, until a better one is made between two
-steps (see [Note: re-planning] in :mod:`plans`). What happens in a step is in :mod:`step`: when it ends, on every path,
-its threads have nothing to do; they end with it, or stay as long as the engine is open. The first exception stops the
-others at their next wait and is raised to the caller with its own traceback; a KeyboardInterrupt in the calling thread
-does the same.
+steps (see [Note: re-planning] in :mod:`engine.plans`). What happens in a step is in :mod:`engine.step`: when it ends,
+on every path, its threads have nothing to do; they end with it, or stay as long as the engine is open. The first
+exception stops the others at their next wait and is raised to the caller with its own traceback; a KeyboardInterrupt in
+the calling thread does the same.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..planning.timeline import Timeline
 from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable
 from .context import Plan
+from .patches import classes_patched
 from .plans import Planner, Plans, Scheduler, scheduler_of
 from .requests import StepRequest, StepResult
 from .resources import Resources
 from .step import Step
-from .step_patches import classes_patched
 from .tracing import Trace
 
 __all__ = ["Engine", "StepRequest", "StepResult", "UnitEscapeError"]
@@ -51,10 +51,11 @@ class Engine:
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
-        compile_units: arguments of ``torch.compile`` for units; None runs them as they are. See :mod:`compiling`.
+        compile_units: arguments of ``torch.compile`` for units; None runs them as they are. See
+        :mod:`autograd.compiling`.
 
     Attributes:
-        trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`tracing`.
+        trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`engine.tracing`.
         working_copies: weights that travel in a low dtype.
     """
 
@@ -102,7 +103,7 @@ class Engine:
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the unit calls of one micro-batch in steps with this key, as far as they are known now.
 
-        Guesses from sizes at first, then measured ones; see [Note: measured costs] in :mod:`profiler`. None before
+        Guesses from sizes at first, then measured ones; see [Note: measured costs] in :mod:`engine.costs`. None before
         the first step with this key.
         """
         return self._plans.costs(key)
@@ -122,7 +123,7 @@ class Engine:
 
     def open(self) -> None:
         """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do replacements
-        of classes: see [Note: patches] in :mod:`step_patches`. Otherwise nothing is left between two steps."""
+        of classes: see [Note: patches] in :mod:`engine.patches`. Otherwise nothing is left between two steps."""
         self._open.close()
         self._open.callback(self._resources.workers.close)
         self._open.enter_context(classes_patched())
@@ -147,7 +148,7 @@ class Engine:
             BaseException: the first exception that user code raised in any micro-batch, with its traceback.
             PipelineStalled: if the schedule cannot make progress.
             UnitEscapeError: if a tensor leaves a unit on a way that would lose its gradient.
-            MeetingError: if micro-batches do not meet for the same.
+            BarrierError: if micro-batches do not meet for the same.
             ValueError: if preset costs do not match the calls.
         """
         started = perf_counter()

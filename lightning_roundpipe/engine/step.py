@@ -1,9 +1,9 @@
-"""One step in flight: its micro-batch threads, their runs over schedules, their meetings, the first error.
+"""One step in flight: its micro-batch threads, their runs over schedules, their barriers, the first error.
 
-A step is one segment, or several where micro-batches meet; see [Note: meetings] in :mod:`meetings`. The threads begin
-in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two segments
-they all stand still: no weight is on its way, the patches of a segment are undone, and the thread that runs the step
-has everything for itself.
+A step is one segment, or several where micro-batches meet; see [Note: barriers] in :mod:`engine.barrier`. The threads
+begin in the first segment, and the step waits at its end, on every path, until they have nothing to do. Between two
+segments they all stand still: no weight is on its way, the patches of a segment are undone, and the thread that runs
+the step has everything for itself.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..common.errors import StepAborted
 from ..common.threads import Worker, run_threads
 from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
-from ..usercode.collected_lists import GrowingContainers
-from ..usercode.lock import GlueLock, GlueState
-from ..usercode.loose_parameters import GlueParameters
+from ..usercode.collected_lists import CollectedLists
+from ..usercode.lock import UserCodeLock, UserCodeState
+from ..usercode.loose_parameters import LooseParameters
 from ..weights.events import tell
 from ..weights.gradients import GradientStore
 from ..weights.placement import Loader
 from ..weights.units import UnitTable
-from .barrier import Collective, Meeting, Place, agreed, closure_end, ends_closure, raising, returning
-from .context import Plan, StepContext
-from .gate import Turnstile
+from .barrier import Barrier, Collective, Place, agreed, closure_end, ends_closure, raising, returning
+from .context import Plan, StepContext, slots_of
+from .gate import Gate
 from .microbatch_thread import MicrobatchThreads
+from .patches import classes_patched, patch
 from .report import Report
 from .requests import StepRequest
 from .resources import Resources
-from .step_patches import classes_patched, patch
-from .tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
+from .tracing import Clock, Trace, TracedGate, TracedUserCodeLock
 from .walk import Walk
 
 
@@ -55,28 +55,28 @@ class Step:
         self._trace = trace
         self._aborted = threading.Event()  # shared with the lock, which must not know the step: no cycles
         if trace is None:
-            self._lock = GlueLock(resources.exempt, self._aborted.is_set, resources.switches)
+            self._lock = UserCodeLock(resources.exempt, self._aborted.is_set, resources.switches)
         else:
-            self._lock = TracedGlueLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
+            self._lock = TracedUserCodeLock(trace, resources.exempt, self._aborted.is_set, resources.switches)
         count = len(request.microbatches)
-        self._states = [GlueState(i, request.seed) for i in range(count)]
+        self._states = [UserCodeState(i, request.seed) for i in range(count)]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
-            state.on_checkpoint = resources.glue_is_user_code.set
+            state.on_checkpoint = resources.backward_runs_user_code.set
         self._walks: dict[int, Walk] = {}
         self._workers: list[Worker] = []
-        self._turnstile: Turnstile | None = None
+        self._gate: Gate | None = None
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
         self._place = Place(request.key)
         self._clock = Clock(resources.pool)
-        # How the micro-batches go on after a meeting, when the next segment begins.
+        # How the micro-batches go on after a barrier, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._store = GradientStore(resources.replicas.weights.gradient_dtypes)
-        self._glue_parameters = GlueParameters(self._store)
+        self._loose_parameters = LooseParameters(self._store)
         leaf_names = resources.replicas.leaf_names
-        self._threads = MicrobatchThreads(request, self._lock, self._glue_parameters, leaf_names)
+        self._threads = MicrobatchThreads(request, self._lock, self._loose_parameters, leaf_names)
         self.report = Report()
 
     @property
@@ -89,9 +89,9 @@ class Step:
 
         Raises:
             BaseException: the first exception of user code in any micro-batch, with its traceback.
-            MeetingError: if micro-batches do not meet for the same.
+            BarrierError: if micro-batches do not meet for the same.
         """
-        lists = GrowingContainers(self._table.glue)
+        lists = CollectedLists(self._table.user_code)
         succeeded = False
         self._resources.pool.open()
         try:
@@ -109,11 +109,11 @@ class Step:
             self._stop()
             self._lock.close(self._states, keep_writes=succeeded)
             self._resources.replicas.end_step()
-            self._glue_parameters.drop()
+            self._loose_parameters.drop()
             self._resources.pool.close()
             tell("step_ended" if succeeded else "step_failed")
 
-    # --- segments and meetings -----------------------------------------------------------------------------------
+    # --- segments and barriers -----------------------------------------------------------------------------------
 
     def _run_segments(self, is_end: Callable[[Collective | None], bool]) -> list[Any]:
         """Lets the micro-batches run, and meet, until they have come to an end; the values that they bring there."""
@@ -152,20 +152,20 @@ class Step:
                 return values
 
             values = [collective.value for collective in collectives]
-            return first.perform(Meeting(values, gradients, call_closures))
+            return first.perform(Barrier(values, gradients, call_closures))
 
     def _call_closure(self, index: int, closure: Callable[[], Any] | None) -> Any:
-        """In the thread of a micro-batch, at a meeting: calls the closure, and comes back."""
+        """In the thread of a micro-batch, at a barrier: calls the closure, and comes back."""
         assert closure is not None
         try:
             value = closure()
         except BaseException as error:
-            self._fail(error)  # the meeting is over as well
+            self._fail(error)  # the barrier is over as well
             raise
         return self._stand(self._walks[index], closure_end(value))
 
     def _meet(self, index: int, collective: Collective, roots: list[tuple[Tensor, float]], retain_graph: bool) -> Any:
-        """In the thread of a micro-batch, which runs glue: see :func:`meetings.meet`."""
+        """In the thread of a micro-batch, which runs user code: see :func:`barrier.meet`."""
         walk = self._walks[index]
         if collective.is_deferred:
             walk.attendance.deferred.append(collective)
@@ -212,26 +212,28 @@ class Step:
 
     def _gradients_at_home(self) -> dict[nn.Parameter, Tensor]:
         if self._request.meets:
-            self._glue_parameters.send_sums()
+            self._loose_parameters.send_sums()
         else:
-            self._glue_parameters.take_home()
+            self._loose_parameters.take_home()
         return self._store.take()
 
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _run_schedule(self, plan: Plan, schedule: Schedule, indices: range) -> list[Walk]:
-        """Lets micro-batches run over a schedule, until each has come to a meeting or is over."""
+        """Lets micro-batches run over a schedule, until each has come to a barrier or is over."""
         resources, request = self._resources, self._request
-        loader = Loader(plan, schedule, resources.pool, resources.replicas, self._store)
-        end_slot = functools.partial(_end_slot, self._glue_parameters, loader, resources.pool)
+        loader = Loader(
+            slots_of(plan, schedule), resources.pool, resources.replicas, self._store, is_recording=plan.recording
+        )
+        end_slot = functools.partial(_end_slot, self._loose_parameters, loader, resources.pool)
         if self._trace is None:
-            turnstile = Turnstile(schedule, end_slot)
+            gate = Gate(schedule, end_slot)
         else:
             self._trace.begin(schedule, indices)
-            turnstile = TracedTurnstile(self._trace, schedule, end_slot)
+            gate = TracedGate(self._trace, schedule, end_slot)
         shared = StepContext(
             plan=plan,
-            turnstile=turnstile,
+            gate=gate,
             pool=resources.pool,
             replicas=resources.replicas,
             loader=loader,
@@ -241,12 +243,12 @@ class Step:
             seed=request.seed,
             autocast_device=request.autocast_device,
             gradients=self._store,
-            glue_is_user_code=resources.glue_is_user_code,
+            backward_runs_user_code=resources.backward_runs_user_code,
             compiler=resources.compiler,
             meets=request.meets,
         )
-        self._turnstile = turnstile
-        turnstile.join(len(indices))
+        self._gate = gate
+        gate.join(len(indices))
         num_known = len(self._workers)
         go_on: list[Callable[[], None]] = []
         for slot, index in enumerate(indices):
@@ -278,8 +280,8 @@ class Step:
             if self._error is None and not isinstance(error, StepAborted):
                 self._error = error
             self._aborted.set()
-        if self._turnstile is not None:
-            self._turnstile.abort()
+        if self._gate is not None:
+            self._gate.abort()
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -291,7 +293,7 @@ class Step:
                 del error
 
     def _stop(self) -> None:
-        """Lets the micro-batches that still stand at a meeting come to their end, and waits for all threads."""
+        """Lets the micro-batches that still stand at a barrier come to their end, and waits for all threads."""
         if not all(walk.attendance.has_ended for walk in self._walks.values()):
             self._fail(StepAborted())
             for walk in self._walks.values():
@@ -304,7 +306,7 @@ class Step:
         self._outcomes.clear()
 
 
-def _end_slot(glue_parameters: GlueParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
-    """The last micro-batch of a slot has left it. What glue does not need any more makes room for the next slot."""
-    glue_parameters.end_slot(pool[device_index])
+def _end_slot(loose_parameters: LooseParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
+    """The last micro-batch of a slot has left it. What user code needs no more makes room for the next slot."""
+    loose_parameters.end_slot(pool[device_index])
     loader.end_slot(device_index)

@@ -2,7 +2,7 @@
 
 [Note: tracing]
 Runs of units are always noted, because costs are measured from them. Waits and transfers are noted on request: then the
-turnstile and the glue lock of the step are of classes that note them, and the devices have a list to note transfers in.
+gate and the user-code lock of the step are of classes that note them, and the devices have a list to note transfers in.
 Without, nothing of it exists.
 
 Waits are timed by the host, everything else by the stamps of its device. A :class:`Clock` brings both to one origin.
@@ -16,11 +16,11 @@ from typing import Any
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
+from ..devices.runs import Run
 from ..planning.schedule import Action, Schedule
 from ..planning.timeline import Span
-from ..usercode.lock import GlueLock, current
-from .gate import Turnstile
-from .runs import Run
+from ..usercode.lock import UserCodeLock, current
+from .gate import Gate
 
 
 class Clock:
@@ -95,7 +95,7 @@ class Trace:
             device.moved = None
 
 
-class TracedTurnstile(Turnstile):
+class TracedGate(Gate):
     """Notes who waited for a turn, or for another micro-batch's buffers."""
 
     def __init__(self, trace: Trace, schedule: Schedule, end_stage: Callable[[int], None]) -> None:
@@ -125,8 +125,8 @@ class TracedTurnstile(Turnstile):
         return has_waited
 
 
-class TracedGlueLock(GlueLock):
-    """Notes who waited for the glue lock."""
+class TracedUserCodeLock(UserCodeLock):
+    """Notes who waited for the user-code lock."""
 
     def __init__(self, trace: Trace, *args: Any) -> None:
         super().__init__(*args)
@@ -139,4 +139,4 @@ class TracedGlueLock(GlueLock):
         super()._take()
         state = current()
         if state is not None:
-            self._trace.waited(state.index, started, "the glue lock")
+            self._trace.waited(state.index, started, "the user-code lock")

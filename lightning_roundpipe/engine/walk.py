@@ -3,12 +3,12 @@
 [Note: the walk]
 Forward: the user's function runs; each unit call is located in the plan, the thread moves to the stage of that call
 (leaving the one before), runs the unit on the stage's device and cuts the graph. Backward, after the loss: the calls
-in reverse order, each in its backward stage: gradients that wait are flushed through glue, the local graph is made
+in reverse order, each in its backward stage: gradients that wait are flushed through user code, the local graph is made
 again or was kept, and the unit's backward runs on the stage's replica. A call that got no gradient is skipped.
 
-Where micro-batches meet ([Note: meetings] in :mod:`meetings`) a walk has several such segments, each with a plan of its
-own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph is dropped if
-it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for it.
+Where micro-batches meet ([Note: barriers] in :mod:`engine.barrier`) a walk has several such segments, each with a plan
+of its own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph is
+dropped if it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.randomness import derive_seed
 from ..autograd.recompute import Call, Flushing, PendingGradients, check_versions, versions_of
 from ..autograd.unit_run import UnitRunner, autocast_state
 from ..common import trees
+from ..common.attributes import read
+from ..common.seeds import derive_seed
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.offload import Offloaded
+from ..devices.runs import Run
 from ..planning.partition import StageKind
-from ..usercode.lock import GlueState, read
+from ..usercode.lock import UserCodeState
 from ..usercode.loose_gradients import LooseGradients, node_of
 from ..weights.parameters import Replica
 from ..weights.units import Unit
@@ -39,8 +41,7 @@ from .backward import BackwardRunner
 from .barrier import Attendance
 from .context import StepContext
 from .forward import ForwardResult, ForwardRunner
-from .route import Visits
-from .runs import Run
+from .route import Route
 
 _ALL_POSITIONS = 1 << 60
 
@@ -62,7 +63,7 @@ class Walk:
     index: int
     slot: int
     shared: StepContext
-    state: GlueState
+    state: UserCodeState
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     attendance: Attendance = field(default_factory=Attendance)
@@ -79,12 +80,12 @@ class Walk:
         shared = self.shared
         seed_of = functools.partial(derive_seed, shared.seed, self.index)
         self._runner = UnitRunner(self.state, shared.lock, seed_of, self._anchor, shared.compiler)
-        self._visits = Visits(shared.pool, shared.turnstile, self.slot)
-        self._cargo = self._visits.cargo
+        self._route = Route(shared.pool, shared.gate, self.slot)
+        self._activations = self._route.activations
         weights = shared.replicas.weights
-        self._forward = ForwardRunner(self._runner, self._cargo, self._anchor, weights, saves_kept=shared.meets)
+        self._forward = ForwardRunner(self._runner, self._activations, self._anchor, weights, saves_kept=shared.meets)
         self._backward = BackwardRunner(
-            self._runner, self._cargo, self._visits, self._loose, self._anchor, shared.autocast_device
+            self._runner, self._activations, self._route, self._loose, self._anchor, shared.autocast_device
         )
         self.state.call_unit = self.call_unit
         self._begin()
@@ -92,9 +93,9 @@ class Walk:
     # --- segments ----------------------------------------------------------------------------------------------
 
     def begin_segment(self, slot: int, shared: StepContext) -> None:
-        """Goes on after a meeting, by another plan; arguments as of the class."""
+        """Goes on after a barrier, by another plan; arguments as of the class."""
         self.slot, self.shared = slot, shared
-        self._visits.begin(shared.turnstile, slot)
+        self._route.begin(shared.gate, slot)
         self._begin()
 
     def _begin(self) -> None:
@@ -128,7 +129,7 @@ class Walk:
         return (*(self._called[index] for index in self.carried), *self._called[self._first_call :])
 
     def end_segment(self) -> None:
-        """Stops at a meeting: releases tickets and the lock, and keeps what later segments may need."""
+        """Stops at a barrier: releases tickets and the lock, and keeps what later segments may need."""
         self.shared.lock.release(self.state)
         versions: dict[Unit, tuple[int, ...]] = {}
         if not self.has_backward:
@@ -136,33 +137,33 @@ class Walk:
         for call in self.calls:
             if call.unit not in versions:
                 versions[call.unit] = versions_of(call.unit)
-            self._visits.put_aside(call, versions[call.unit])
+            self._route.put_aside(call, versions[call.unit])
         # What nothing leads to any more goes: the node of the cut is what holds a call.
         self._carried = [weakref.ref(call) for call in self.calls]
         self.calls.clear()
-        self._visits.rest()
-        self.shared.turnstile.retire(self.slot)
+        self._route.rest()
+        self.shared.gate.retire(self.slot)
 
     # --- stages and devices ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> Device:
         """The worker that the micro-batch is on."""
-        return self._visits.device
+        return self._route.device
 
     def owner_of(self, tensor: Tensor) -> Device | None:
         """The worker that has ``tensor``; None if it is on the host."""
-        return None if self.device.aliases_host else self._cargo.owner(tensor)
+        return None if self.device.aliases_host else self._activations.owner(tensor)
 
     @property
     def is_flushing(self) -> Callable[[], bool]:
-        """Tells whether the engine itself walks the glue graph of this micro-batch at the moment."""
+        """Tells whether the engine itself walks the user code graph of this micro-batch at the moment."""
         return self._flushing.is_active
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of activations that this micro-batch has put on the host."""
-        return self._visits.saved.num_bytes
+        return self._route.saved.num_bytes
 
     def _locate(self, unit: Unit) -> int | None:
         """Position of this call in the plan; None if it is off the plan."""
@@ -177,8 +178,8 @@ class Walk:
     # --- forward -----------------------------------------------------------------------------------------------
 
     def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a unit that glue has called; the calling thread holds the glue lock."""
-        self.shared.turnstile.check()
+        """Runs a unit that user code has called; the calling thread holds the user-code lock."""
+        self.shared.gate.check()
         if self._in_backward:
             return self._run_in_backward(unit, args, kwargs)
         call = Call(unit, len(self._called), self.shared.trained(unit), self._flushing)
@@ -226,13 +227,13 @@ class Walk:
     def _go_to_call(self, call: Call, position: int | None, leaves: list[Any]) -> None:
         partition = self.shared.plan.partition
         if position is None:
-            self._visits.move_to(max(self._visits.stage, 0))
-            stage = self._visits.stage
+            self._route.move_to(max(self._route.stage, 0))
+            stage = self._route.stage
         else:
             stage = partition.forward_stage(position)
-            if stage != self._visits.stage:  # nobody need wait for calls that were skipped until this one has its turn
-                self.shared.turnstile.pass_position(self.slot, position)
-            self._visits.move_to(stage, leaves, f"inputs {call.unit.name}")
+            if stage != self._route.stage:  # nobody need wait for calls that were skipped until this one has its turn
+                self.shared.gate.pass_position(self.slot, position)
+            self._route.move_to(stage, leaves, f"inputs {call.unit.name}")
             call.backward_stage = partition.backward_stage(position) if partition.is_training else None
         call.kept = partition.stages[stage].kind is StageKind.FUSED and not self.shared.plan.recording
 
@@ -254,27 +255,27 @@ class Walk:
         with device.computing():
             replica = self._replica(call, learns=facts is None)
             call.facts = facts
-            booked = self._visits.book_forward(call, input_bytes)
+            booked = self._route.book_forward(call, input_bytes)
             changes_buffers = facts is None or bool(facts.buffers)
             if changes_buffers:
                 replica.load_buffers(own=call.kept)
             started = device.stamp()
             done = self._forward.run(call, replica, leaves, records=records, key=key, full=self._replica)
             ended = device.stamp()
-            self._cargo.settle()
+            self._activations.settle()
             output_bytes = num_bytes_of(done.outputs.values()) if counts else 0
             replica = done.replica
-            self._visits.rebook_forward(call, input_bytes, booked, has_learned=facts is None)
+            self._route.rebook_forward(call, input_bytes, booked, has_learned=facts is None)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
             self._free_recorded(replica)
         if position is not None:
-            self.shared.turnstile.pass_position(self.slot, position + 1)
+            self.shared.gate.pass_position(self.slot, position + 1)
         elif self.shared.plan.recording:
             position = call.index - self._first_call  # in the plan that will be made of it
         assert call.facts is not None
         call.ran = Run(
-            device, "F", unit.name, started, ended, self._visits.stage, position,
+            device, "F", unit.name, started, ended, self._route.stage, position,
             call.kept, facts is None or done.unit.was_compiled, input_bytes, output_bytes,
             call.facts.bytes_for(input_bytes)[1],
         )  # fmt: skip
@@ -294,7 +295,7 @@ class Walk:
             replica.unload()
 
     def _run_in_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit called by glue's own recomputation (activation checkpointing around units): runs inline."""
+        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline."""
         made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
         call = Call(unit, made[-1] if made else len(self._called), self.shared.trained(unit), self._flushing)
         leaves: list[Any] = []
@@ -306,11 +307,11 @@ class Walk:
             self._loose.own.update(replica.leaves)
             started = self.device.stamp()
             result = self._runner.run(call, replica, leaves, watch_randomness=True)
-            self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._visits.stage))
+            self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._route.stage))
         if len(made) > 1 and result.num_draws:
             raise RuntimeError(
                 f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
-                "checkpoint of the glue, so it cannot be told which call is run again. Remove the checkpoint: "
+                "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
                 "RoundPipe recomputes units by itself."
             )
         return trees.unflatten(result.structure, result.leaves)
@@ -318,21 +319,21 @@ class Walk:
     # --- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
-        """From the loss to the parameters; called without the glue lock.
+        """From the loss to the parameters; called without the user-code lock.
 
         Args:
             roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
             retain_graph: whether it may be walked again, in another segment.
         """
         # The forward is over, also for calls at the end that this micro-batch has skipped.
-        self.shared.turnstile.pass_position(self.slot, _ALL_POSITIONS)
+        self.shared.gate.pass_position(self.slot, _ALL_POSITIONS)
         stages = self.shared.plan.partition.stages
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
-        self._visits.move_to(fused)
+        self._route.move_to(fused)
         self._in_backward = self.has_backward = True
         self.calls[:0] = self._living()
-        self._loose.look_up([*(node_of(root) for root, _ in roots), *self.glue_nodes()])
-        with self._glue_backward("loss"):
+        self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()])
+        with self._user_code_backward("loss"):
             self._pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
         roots.clear()
         kept: list[Call] = []
@@ -345,7 +346,7 @@ class Walk:
                     if stays:
                         kept.append(call)
                     else:
-                        self._visits.forget(call)
+                        self._route.forget(call)
             self._flush()
             if loose := self._loose.take():
                 self.shared.gradients.add_loose(loose, self.index)
@@ -354,10 +355,10 @@ class Walk:
 
     def _backward_of(self, call: Call, retain_graph: bool) -> bool:
         """Goes to the stage of the call's backward and runs it; whether it may have to run (again) later."""
-        self.shared.turnstile.check()
+        self.shared.gate.check()
         if call.backward_stage is not None:
             needed, what = _needed_in_backward(call), f"saved {call.unit.name}"
-            self._visits.move_to(call.backward_stage, needed, what)
+            self._route.move_to(call.backward_stage, needed, what)
         self._flush()
         if call.versions is not None and call.gradients:
             check_versions(call)
@@ -367,15 +368,16 @@ class Walk:
 
     def _flush(self) -> None:
         if self._pending:
-            with self._glue_backward("glue"):
+            with self._user_code_backward("user code"):
                 self._pending.flush()
 
     @contextlib.contextmanager
-    def _glue_backward(self, what: str) -> Any:
-        """Around backward through glue. With the glue lock where that runs glue again, or depends on flags of
+    def _user_code_backward(self, what: str) -> Any:
+        """Around backward through user code. With the user-code lock where that runs user code again, or depends on
+        flags of
         parameters that each micro-batch has for itself."""
         device = self.device
-        if self.shared.glue_is_user_code.is_set() or self.shared.lock.switches_flags:
+        if self.shared.backward_runs_user_code.is_set() or self.shared.lock.switches_flags:
             self.shared.lock.acquire(self.state)
         started = device.stamp()
         self.state.loose = self._loose
@@ -384,7 +386,7 @@ class Walk:
         finally:
             self.state.loose = None
             self.shared.lock.release(self.state)
-        self.runs.append(Run(device, "B", what, started, device.stamp(), self._visits.stage))
+        self.runs.append(Run(device, "B", what, started, device.stamp(), self._route.stage))
 
     def _backward_call(self, call: Call) -> None:
         if not call.gradients:
@@ -397,7 +399,7 @@ class Walk:
             if device.aliases_host and call.unit in self.shared.repeated and (harvested := replica.harvest()):
                 self.shared.gradients.add_later(*harvested, (call.unit.order, call.index), self.slot)
             self._free_recorded(replica)
-        self.runs.append(Run(device, "B", call.ran.name, started, ended, self._visits.stage, *call.ran[6:]))
+        self.runs.append(Run(device, "B", call.ran.name, started, ended, self._route.stage, *call.ran[6:]))
         for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
             if arrived is not None:
                 self._pending.deliver(receiver, arrived)
@@ -407,14 +409,14 @@ class Walk:
         if self.device.aliases_host:
             return []
         following = self.calls[-1] if self.calls else None
-        is_here = following is not None and following.backward_stage in (None, self._visits.stage)
+        is_here = following is not None and following.backward_stage in (None, self._route.stage)
         coming = _needed_in_backward(following) if following is not None and is_here else []
         still = set(map(id, coming))
-        self._cargo.drop([x for x in _needed_in_backward(call) if id(x) not in still])
+        self._activations.drop([x for x in _needed_in_backward(call) if id(x) not in still])
         return coming
 
-    def glue_nodes(self) -> list[Any]:
-        """Autograd nodes of glue that produced the inputs of calls."""
+    def user_code_nodes(self) -> list[Any]:
+        """Autograd nodes of user code that produced the inputs of calls."""
         edges = [receiver.edge for call in self.calls for receiver in call.receivers]
         return [edge.node for edge in edges if edge is not None]
 
@@ -422,13 +424,13 @@ class Walk:
         """Releases tickets, the lock and every reference to tensors of the step."""
         self.shared.lock.release(self.state)
         for call in (*self.calls, *self._living()):
-            self._visits.forget(call)
+            self._route.forget(call)
         self.calls.clear()
         self._pending.clear()
         self._loose.take()
-        self._visits.clear()
+        self._route.clear()
         self.state.call_unit = None
-        self.shared.turnstile.retire(self.slot)
+        self.shared.gate.retire(self.slot)
 
 
 def _needed_in_backward(call: Call) -> list[Any]:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..reporting.profiling import ThreadedStrategy
+from .profiling import ThreadedStrategy
 
 _VERSION = "pytorch-lightning_version"
 _MARKS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
+from ..common.attributes import attribute_set
 from ..common.fingerprints import version_of
 from ..common.trees import mapped
-from ..engine.patches import attribute_set
 from ..usercode.lock import current
 from ..usercode.outputs import brought_home
 
@@ -165,7 +165,7 @@ def _place_of_call() -> str:
 class MetricArguments:
     """Brings what metrics are updated with to their device: they live on the host, predictions may be on any GPU.
 
-    All micro-batches share the states of a metric: a unit that updates one has the glue lock meanwhile, and its
+    All micro-batches share the states of a metric: a unit that updates one has the user-code lock meanwhile, and its
     recomputation leaves the metric alone.
     """
 
@@ -187,7 +187,7 @@ class MetricArguments:
             state = current()
             if state is not None and state.is_recomputing:
                 return None
-            with _glue_lock_held():
+            with _user_code_lock_held():
                 args, kwargs = self.bring(metric, args, kwargs)
                 return original(*args, **kwargs)
 
@@ -196,7 +196,7 @@ class MetricArguments:
     def _forward(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             state = current()
-            with _glue_lock_held():
+            with _user_code_lock_held():
                 if state is not None and state.is_recomputing:
                     args, kwargs = self.bring(metric, args, kwargs)
                     return _empty_copy(metric).forward(*args, **kwargs)
@@ -220,12 +220,12 @@ class MetricArguments:
         return mapped(arguments, brought)
 
 
-def _glue_lock_held() -> contextlib.AbstractContextManager[None]:
-    """The glue lock for a unit; glue has it."""
+def _user_code_lock_held() -> contextlib.AbstractContextManager[None]:
+    """The user-code lock for a unit; user code has it."""
     state = current()
     if state is None or state.unit_writes is None or state.lock is None:
         return contextlib.nullcontext()
-    return state.lock.as_glue(state)
+    return state.lock.in_user_code(state)
 
 
 class MetricTwins:

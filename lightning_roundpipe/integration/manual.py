@@ -2,7 +2,7 @@
 
 [Note: manual optimization]
 The micro-batches of a step run ``training_step`` side by side. What it does for the whole batch, they do together, see
-[Note: meetings] in :mod:`engine.meetings`:
+[Note: barriers] in :mod:`engine.barrier`:
 
 - ``manual_backward``: each micro-batch runs its own backward. What has come together waits behind the loss of the
   whole batch, and the call is made with that one, so that hooks, loss scaling and accumulation are plain Lightning's.
@@ -11,7 +11,7 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
   call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
 - So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
   but not from ``configure_optimizers``.
-- ``zero_grad`` is deferred to the next meeting: it often stands between a forward and its backward, and to stop there
+- ``zero_grad`` is deferred to the next barrier: it often stands between a forward and its backward, and to stop there
   would cut the step in two.
 
 The methods are replaced on the objects, while a training step runs, and do what they always did on other threads.
@@ -32,8 +32,8 @@ from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..autograd.recompute import reached_cut
-from ..engine.barrier import Collective, Meeting, meet
-from ..engine.patches import attribute_set
+from ..common.attributes import attribute_set
+from ..engine.barrier import Barrier, Collective, meet
 from ..usercode.lock import current
 from .batches.splitting import Batches
 from .log_merging import weighted_mean
@@ -55,7 +55,7 @@ _OWN_KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
 
 
 class ManualOptimization:
-    """The meetings of one training step; see [Note: manual optimization].
+    """The barriers of one training step; see [Note: manual optimization].
 
     Args:
         module: the user's.
@@ -101,12 +101,12 @@ class ManualOptimization:
         assert state is not None
         share = self._loss_weights[state.index]
 
-        def perform(meeting: Meeting) -> None:
+        def perform(barrier: Barrier) -> None:
             self._wait()  # gradients are added to in place
-            parts = [value * w for value, w in zip(meeting.values, self._loss_weights, strict=True) if w != 0.0]
-            total = torch.stack(parts).sum() if parts else meeting.values[0]
+            parts = [value * w for value, w in zip(barrier.values, self._loss_weights, strict=True) if w != 0.0]
+            total = torch.stack(parts).sum() if parts else barrier.values[0]
             with self._holding():
-                whole(total, meeting.gradients)
+                whole(total, barrier.gradients)
 
         value = loss.detach().to("cpu").reshape(())
         collective = Collective("manual_backward", "manual_backward", perform, value)
@@ -172,9 +172,9 @@ class ManualOptimization:
         def method(*args: Any, **kwargs: Any) -> Any:
             args, kwargs, closure = _without_closure(name, args, kwargs)
 
-            def perform(meeting: Meeting) -> Any:
+            def perform(barrier: Barrier) -> Any:
                 if closure is None:
-                    merged = [self._merged(list(values)) for values in zip(*meeting.values, strict=True)]
+                    merged = [self._merged(list(values)) for values in zip(*barrier.values, strict=True)]
                     with self._holding():
                         return original(*merged, **kwargs)
                 with contextlib.ExitStack() as held:
@@ -182,7 +182,7 @@ class ManualOptimization:
 
                     def call_closures() -> Any:
                         held.close()
-                        values = meeting.call_closures()
+                        values = barrier.call_closures()
                         held.enter_context(self._holding())
                         return self._merged(values)
 

@@ -14,7 +14,7 @@ where it runs on a copy. Looked at are
 - **schedulers**, in automatic optimization: stepped in the step, they would be stepped M times.
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
 
-A step with a single micro-batch may change weights in glue. Later than in the first steps a mistake is an error as
+A step with a single micro-batch may change weights in user code. Later than in the first steps a mistake is an error as
 well: nobody could tell from which step on the weights are wrong. Changes that belong into a step (optimizers that are
 stepped by hand) are made inside :meth:`StepGuard.allowed`.
 """
@@ -199,7 +199,7 @@ class StepGuard:
     def _check_weights(self, kind: str) -> None:
         count = self._count
         changed = self._before.changed(with_samples=count > 1 or not self._aliases_host)
-        if count == 1:  # glue may; the engine notices by the version
+        if count == 1:  # user code may; the engine notices by the version
             changed = [weight for weight in changed if self._before.versions.has(weight, weight)]
         if not changed:
             return

@@ -1,27 +1,33 @@
-"""Optimizer steps of Lightning that run behind the pipeline: when they do, and when they are waited for."""
+"""Optimizer steps of Lightning that run behind the pipeline: when they do, and when they are waited for.
+
+Clipping by norm leaves its multiplication to them: see [Note: clipping by norm] in :mod:`optimizer.clipping`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.attributes import attribute_set
 from ..common.fingerprints import Versions
 from ..common.sizes import num_bytes_of
 from ..devices.pool import DevicePool
 from ..engine.runner import Engine
+from ..optimizer.clipping import clip_factor
 from ..optimizer.stale import StaleWeights
 from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
-from .clipping import clipped_by
 from .workers import update_threads
 
 # Less is updated before a thread has begun.
@@ -45,13 +51,13 @@ def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[
 
 
 class OptimizerOverlap:
-    """The optimizer steps of one ``fit``; see [Note: overlapped updates] in :mod:`engine.optimizer`.
+    """The optimizer steps of one ``fit``; see [Note: overlapped updates] in :mod:`optimizer.updates`.
 
     Args:
         num_threads: intra-op threads of the updates.
         order: gives the weights in the order in which the next step needs them, in groups that are needed together.
         stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
-            update, see [Note: stale weights] in :mod:`engine.stale`; None for never.
+            update, see [Note: stale weights] in :mod:`optimizer.stale`; None for never.
         is_off: whether nothing overlaps.
     """
 
@@ -202,3 +208,37 @@ def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) 
 
 def _refusal(why: str) -> MisconfigurationException:
     return MisconfigurationException(f"optimizer_overlap='stale' is not possible: {why}. Use optimizer_overlap='exact'")
+
+
+_OF_PLUGIN = ("clip_grad_by_norm", "_clip_gradients")
+_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+
+
+@contextlib.contextmanager
+def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModule) -> Iterator[None]:
+    """While open, Lightning's clipping by norm leaves the multiplication of the gradients of ``optimizer`` to its
+    update; unless code of the user could look at them in between."""
+    plugin = module.trainer.precision_plugin
+    if _may_be_watched(module, plugin):
+        yield
+        return
+
+    def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
+        num_threads = torch.get_num_threads()
+        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
+            type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
+
+    def clip_gradients(*args: Any, **kwargs: Any) -> None:
+        # Lightning's last act before the update. Who clips in a hook may look at the gradients afterwards.
+        with attribute_set(plugin, "clip_grad_by_norm", clip_grad_by_norm):
+            type(plugin)._clip_gradients(plugin, *args, **kwargs)
+
+    with attribute_set(plugin, "_clip_gradients", clip_gradients):
+        yield
+
+
+def _may_be_watched(module: pl.LightningModule, plugin: Precision) -> bool:
+    """Whether code that is not Lightning's own sees gradients that have been clipped, before the update begins."""
+    overrides = any(getattr(type(module), n) is not getattr(pl.LightningModule, n) for n in _CLIPPING)
+    patched = any(name in vars(module) for name in _CLIPPING) or any(name in vars(plugin) for name in _OF_PLUGIN)
+    return overrides or patched or type(plugin).__module__.split(".")[0] not in ("lightning", "pytorch_lightning")

@@ -11,9 +11,9 @@ from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from typing_extensions import override
 
+from .checks import check_only_process, check_precision, note_layer_sync
 from .foreign_checkpoints import LoadingStrategy
 from .misuse import check_has_data
-from .trainer_checks import check_only_process, check_precision, note_layer_sync
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp

@@ -1,10 +1,14 @@
-"""A step of the user as micro-batches call it."""
+"""A step of the user as micro-batches call it, and the seed of what it draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+
+from ..common.seeds import derive_seed
 from .batches.splitting import first_argument
 
 
@@ -47,3 +51,21 @@ class UserStep:
         stopped, self._stopped = self._stopped, None
         if stopped is not None:
             raise stopped
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def seed_of_step(trainer: pl.Trainer, name: str) -> int:
+    """Identifies the step that is about to run by what a resumed run knows as well: epoch and indices.
+
+    Args:
+        trainer: which runs it.
+        name: of the step, such as ``"training_step"``.
+    """
+    if name == "training_step":
+        place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
+    else:
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        place = (trainer.global_step, loop.batch_progress.total.ready)
+    return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)

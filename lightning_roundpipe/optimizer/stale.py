@@ -11,8 +11,8 @@ When the next optimizer step begins, the update before it has ended and no step 
 An optimizer step that updates nothing leaves them as they are.
 
 The weights themselves stay as they are in exact mode: everybody between training steps sees them, finished. A training
-step, and nothing else, runs with the fronts in the place of the data of the weights (``replaced`` in :mod:`pending`).
-The update that is under way meanwhile works on the data that was there before.
+step, and nothing else, runs with the fronts in the place of the data of the weights (``replaced`` in
+:mod:`weights.pending`). The update that is under way meanwhile works on the data that was there before.
 
 Whoever writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it. The
 fingerprint of a weight tells; then the front is made anew of the weight, which is waited for, as in the very first
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..common.fingerprints import Fingerprint, fingerprint_of
 from ..common.sizes import num_bytes_of
-from .pending import replaced, unwaited
+from ..weights.pending import replaced, unwaited
 
 
 class _Snapshots:

@@ -1,4 +1,4 @@
-"""The state of an optimizer whose updates run behind the pipeline; see [Note: pending weights] in :mod:`pending`."""
+"""State of an optimizer with updates behind the pipeline; see [Note: pending weights] in :mod:`weights.pending`."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 [Note: overlapped updates]
 The update of one weight by Adam or SGD needs nothing of the others. So ``optimizer.step`` only notes what is to be
 done, and a thread does it in *shares*: the weights of the units that the next forward needs first come first. The next
-step begins meanwhile, and its uploads wait for the share that they read ([Note: pending weights] in :mod:`pending`). So
-does everything else that looks at weights, gradients or optimizer state. What is computed is what ``optimizer.step``
-would have computed, by the same code: a share is an optimizer of the same class with a part of the weights, and with
-the options of their groups as they were when ``step`` was called.
+step begins meanwhile, and its uploads wait for the share that they read ([Note: pending weights] in
+:mod:`weights.pending`). So does everything else that looks at weights, gradients or optimizer state. What is computed
+is what ``optimizer.step`` would have computed, by the same code: a share is an optimizer of the same class with a part
+of the weights, and with the options of their groups as they were when ``step`` was called.
 
 This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
 :func:`why_not_separable`.
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from ..common.attributes import attribute_set
 from ..common.threads import Surroundings
-from ..engine.patches import attribute_set
-from .pending import Failure, Share, can_be_pending, unwaited, updating
+from ..weights.pending import Failure, Share, can_be_pending, unwaited, updating
 from .shares import shares_of, tied
 from .stale import StaleWeights
 from .state import GuardedState
@@ -91,7 +91,8 @@ class Updates:
 
     Args:
         num_threads: intra-op threads of the updates.
-        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`stale`; None if nobody
+        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if
+        nobody
             computes with them.
 
     Attributes:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optimizer.pending import unwaited
 from ..optimizer.state import GuardedState
 from ..planning.costs import CostProfile
 from ..planning.partition import Partition, StageKind
 from ..planning.quantities import format_bytes
+from ..weights.pending import unwaited
 
 # Optimizer class -> tensors of its state that are as large as a parameter. Subclasses count as their nearest ancestor.
 _STATE_TENSORS: dict[str, Any] = {
@@ -57,7 +57,7 @@ class HostMemory:
         weights: parameters and buffers.
         gradients: of the weights that are trained.
         optimizer_state: of all optimizers.
-        snapshots: of trained weights, see [Note: stale weights] in :mod:`stale`.
+        snapshots: of trained weights, see [Note: stale weights] in :mod:`optimizer.stale`.
         working_copies: weights in the type in which they travel, where that is another one.
         activations: inputs of calls that wait for the backward.
     """

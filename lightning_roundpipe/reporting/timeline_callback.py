@@ -10,8 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from ..strategy import RoundPipeStrategy
-from .tracing import TraceWriter, step_figures
+from .tracing import Traced, TraceWriter, step_figures
 
 
 class RoundPipeTimeline(Callback):
@@ -81,8 +80,8 @@ class RoundPipeTimeline(Callback):
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def _strategy_of(trainer: pl.Trainer) -> RoundPipeStrategy:
-    if not isinstance(trainer.strategy, RoundPipeStrategy):
+def _strategy_of(trainer: pl.Trainer) -> Traced:
+    if not isinstance(trainer.strategy, Traced):
         raise MisconfigurationException(
             f"RoundPipeTimeline shows runs of strategy='roundpipe', but the Trainer uses "
             f"{type(trainer.strategy).__name__}: change the strategy, or remove the callback"

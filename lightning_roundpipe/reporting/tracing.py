@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,6 +28,21 @@ from ..planning.files import write_text
 from ..planning.partition import Partition
 from ..planning.timeline import Mark, Timeline
 from .pictures import check_picture, draw_timelines
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """A strategy whose steps can be recorded.
+
+    Attributes:
+        last_step: what the last step was, without outputs and gradients; None before the first one.
+    """
+
+    last_step: StepResult | None
+
+    def trace_with(self, writer: TraceWriter) -> None:
+        """Records what ``writer`` wants of the fit that begins."""
+
 
 _MAX_PANELS = 4  # of a picture
 

@@ -1,4 +1,4 @@
-"""What a step does with the lists and dicts of glue modules; see [Note: growing containers] in :mod:`containers`."""
+"""What a step does with lists and dicts of modules; see [Note: collected lists] in :mod:`usercode.containers`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from .containers import MISSING, Filled, collect_dict, collect_list, starts_with
-from .lock import GlueLock, GlueState, assign
+from ..common.attributes import MISSING, assign
+from .containers import Filled, collect_dict, collect_list, starts_with
+from .lock import UserCodeLock, UserCodeState
 
 
-class GrowingContainers:
-    """Lists and dicts on glue modules that micro-batches fill; see [Note: growing containers] in :mod:`containers`."""
+class CollectedLists:
+    """Lists and dicts on modules that micro-batches fill; see [Note: collected lists] in :mod:`usercode.containers`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._originals = [
@@ -23,7 +24,7 @@ class GrowingContainers:
             if type(value) in (list, dict) and not name.startswith("_")
         ]
 
-    def hand_out(self, states: Sequence[GlueState], lock: GlueLock) -> None:
+    def hand_out(self, states: Sequence[UserCodeState], lock: UserCodeLock) -> None:
         """Gives every micro-batch its own copies."""
         for state in states:
             for module, name, original in self._originals:
@@ -31,10 +32,10 @@ class GrowingContainers:
                 handed = Filled(original) if isinstance(original, list) else copy.copy(original)
                 state.overlay[id(module), name] = (module, handed)
 
-    def collect(self, states: Sequence[GlueState], merge: Callable[[list[Any]], Any]) -> None:
+    def collect(self, states: Sequence[UserCodeState], merge: Callable[[list[Any]], Any]) -> None:
         """Puts what came in, merged over the micro-batches, into the original containers.
 
-        Comes between :meth:`GlueLock.suspend` and :meth:`GlueLock.close`.
+        Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`.
         """
         for module, name, original in self._originals:
             copies = [state.overlay.pop((id(module), name), (module, MISSING))[1] for state in states]

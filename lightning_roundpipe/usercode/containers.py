@@ -1,9 +1,9 @@
 """Lists and dicts on modules that micro-batches fill.
 
-[Note: growing containers]
+[Note: collected lists]
 ``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
-(``self.features[name] = out``). Lists and dicts that are attributes of glue modules are given to every micro-batch as
-a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
+(``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
+as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
 and lands in the original container. One item per micro-batch is one item of the batch (a loss, a tensor of
 predictions). Several items, or some that came at once (``extend``, ``+=``), are merged like a list that a step returns:
 as many as a micro-batch has rows are samples.
@@ -15,9 +15,8 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..common.attributes import MISSING
 from .outputs import brought_home
-
-MISSING: Any = object()  # value of an attribute or entry that is not there
 
 
 class Filled(list[Any]):

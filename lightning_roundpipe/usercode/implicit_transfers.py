@@ -1,6 +1,6 @@
-"""Makes a pool of GPUs look like one device to glue.
+"""Makes a pool of GPUs look like one device to user code.
 
-[Note: stray operands]
+[Note: implicit transfers]
 User code creates tensors on ``self.device`` (the host), uses raw parameters (the host's masters), labels of the batch
 (host) and outputs of units (the GPU of their stage). A function mode on the micro-batch's thread brings the operands
 of a call that live on different devices to one: for in-place functions the target's, otherwise the current stage's.
@@ -11,9 +11,9 @@ On virtual devices that have copies of their own nobody can see where a tensor i
 the same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
 
 What is only on the host stays there: a penalty on the norms of all weights needs no device. Parameters, and views of
-most of a parameter, have copies that all micro-batches share, see [Note: raw parameters] in :mod:`glue_parameters`.
-If a function changes an operand that was moved (``F.embedding`` with ``max_norm``, running statistics), the change is
-brought back.
+most of a parameter, have copies that all micro-batches share, see [Note: raw parameters] in
+:mod:`usercode.loose_parameters`. If a function changes an operand that was moved (``F.embedding`` with ``max_norm``,
+running statistics), the change is brought back.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from ..common import trees
 from ..common.fingerprints import version_of
 from ..devices.devices import Device
-from .lock import GlueState, current
-from .loose_parameters import GlueParameters
+from .lock import UserCodeState, current
+from .loose_parameters import LooseParameters
 
 # Functions that take operands on several devices by design.
 _MOVES = frozenset({"to", "copy_", "cpu", "cuda", "type_as", "set_", "backward"})
@@ -45,8 +45,8 @@ _OPENS = frozenset(
 )
 
 
-class StrayOperands(TorchFunctionMode):
-    """Moves operands of glue to one device; see [Note: stray operands].
+class ImplicitTransfers(TorchFunctionMode):
+    """Moves operands of user code to one device; see [Note: implicit transfers].
 
     Args:
         where: gives the device of the current stage.
@@ -54,7 +54,7 @@ class StrayOperands(TorchFunctionMode):
         is_engine: tells whether the engine itself walks the graph of this micro-batch at the moment.
     """
 
-    def __init__(self, where: Callable[[], Device], parameters: GlueParameters, is_engine: Callable[[], bool]) -> None:
+    def __init__(self, where: Callable[[], Device], parameters: LooseParameters, is_engine: Callable[[], bool]) -> None:
         super().__init__()
         self._where = where
         self._parameters = parameters
@@ -65,7 +65,7 @@ class StrayOperands(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         state = current()
-        if state is not None and not _is_glue(state):
+        if state is not None and not _is_user_code(state):
             return func(*args, **kwargs)
         if func in _OPENS and (opened := _parameter_of(args[0])) is not None:
             self._parameters.open(opened)
@@ -88,8 +88,8 @@ class StrayOperands(TorchFunctionMode):
         fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
         if isinstance(fixed, Tensor):
             target = _home(fixed, place)
-        strays = [t for t in tensors if _home(t, place) != target and (name in _JOINS or not _goes_anywhere(t))]
-        moved = {id(stray): (stray, self._move(stray, target, place)) for stray in strays}
+        elsewhere = [t for t in tensors if _home(t, place) != target and (name in _JOINS or not _goes_anywhere(t))]
+        moved = {id(t): (t, self._move(t, target, place)) for t in elsewhere}
         versions = {key: version_of(there) for key, (_, there) in moved.items()}
         given = [moved[id(leaf)][1] if id(leaf) in moved else leaf for leaf in leaves]
         args, kwargs = trees.unflatten(structure, given)
@@ -113,13 +113,13 @@ class StrayOperands(TorchFunctionMode):
         return tensor.to(target or "cpu")
 
 
-def _is_glue(state: GlueState) -> bool:
+def _is_user_code(state: UserCodeState) -> bool:
     """Neither inside a unit nor in the engine, which knows where its tensors are."""
     return state.unit_writes is None and state.lock is not None and state.lock.is_held_by(state)
 
 
 def _home(tensor: Tensor, place: Device) -> torch.device | None:
-    """Where ``tensor`` is, for glue at ``place``; None on the host."""
+    """Where ``tensor`` is, for user code at ``place``; None on the host."""
     if tensor.device.type != "cpu":
         return tensor.device
     on_host = place.torch_device.type != "cpu" or _parameter_of(tensor) is not None

@@ -1,7 +1,7 @@
-"""Glue: user code outside the units, one thread at a time, as if each micro-batch were alone.
+"""User code outside the units: one thread at a time, as if each micro-batch were alone.
 
-[Note: glue lock]
-User code was written for one thread. The glue lock keeps it so: a micro-batch thread holds it except while a unit
+[Note: user-code lock]
+User code was written for one thread. The user-code lock keeps it so: a micro-batch thread holds it except while a unit
 computes and while it waits. Handing the lock to another micro-batch is a context switch: attributes that the
 micro-batch has written on modules (``self.cur = batch``) and the state of the CPU generator are swapped, lazily, when
 a *different* micro-batch takes the lock. So every micro-batch sees its own writes, starts from the state before the
@@ -10,7 +10,8 @@ step, and what the last micro-batch wrote is what remains: the semantics of a si
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed as long as the engine is open and
 ignores threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that
-read what glue wrote on them (an input by another way); units that write what glue reads (an output by another way).
+read what user code wrote on them (an input by another way); units that write what user code reads (an output by another
+way).
 
 ``requires_grad`` of parameters is such an attribute: a step may freeze modules for a while (a reference model with its
 adapters disabled). A unit runs with the flags that its caller had: ``Call.trained``.
@@ -26,9 +27,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..autograd.randomness import derive_seed
+from ..common.attributes import MISSING, assign, read
 from ..common.errors import StepAborted
-from .containers import MISSING, content, follow
+from ..common.seeds import derive_seed
+from .containers import content, follow
 from .outputs import brought_home
 
 _RECHECK_S = 2.0
@@ -61,8 +63,8 @@ def _nothing() -> None:
     """Where a step wants to know of nothing."""
 
 
-class GlueState:
-    """What belongs to one micro-batch while it runs glue code.
+class UserCodeState:
+    """What belongs to one micro-batch while it runs user code.
 
     Attributes:
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
@@ -70,11 +72,11 @@ class GlueState:
         is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
             been done.
         call_unit: runs a unit; None while the thread is inside one.
-        meet: brings the micro-batch to a meeting, see [Note: meetings] in :mod:`meetings`; None where there are none.
-        on_module_hook: called when glue registers a forward hook on a module.
-        on_checkpoint: called when glue uses an activation checkpoint.
+        meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
+        on_module_hook: called when user code registers a forward hook on a module.
+        on_checkpoint: called when user code uses an activation checkpoint.
         loose: takes the gradients of leaves while the engine walks the graph of user code, see
-            [Note: loose parameters] in :mod:`loose`; None otherwise.
+            [Note: loose parameters] in :mod:`usercode.loose_gradients`; None otherwise.
     """
 
     def __init__(self, index: int, seed: int) -> None:
@@ -84,7 +86,7 @@ class GlueState:
         self.seed = seed
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
-        self.lock: GlueLock | None = None
+        self.lock: UserCodeLock | None = None
         self.call_unit: Callable[..., Any] | None = None
         self.meet: Callable[..., Any] | None = None
         self.loose: Any = None
@@ -92,8 +94,8 @@ class GlueState:
         self.on_checkpoint: Callable[[], None] = _nothing
 
 
-class GlueLock:
-    """The lock of [Note: glue lock]; made for one step.
+class UserCodeLock:
+    """The lock of [Note: user-code lock]; made for one step.
 
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
@@ -108,15 +110,15 @@ class GlueLock:
         self._lock = threading.Lock()
         self._exempt = exempt
         self._aborted = aborted
-        self._last: GlueState | None = None
-        self._holder: GlueState | None = None
+        self._last: UserCodeState | None = None
+        self._holder: UserCodeState | None = None
         self._borrower: int | None = None  # thread that borrowed the lock
         self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._latched: dict[tuple[int, str], Any] = {}
-        self.switches_flags = False  # whether glue has switched requires_grad of any parameter
+        self.switches_flags = False  # whether user code has switched requires_grad of any parameter
         self._outer_random_state = torch.default_generator.get_state()
 
-    def acquire(self, state: GlueState) -> None:
+    def acquire(self, state: UserCodeState) -> None:
         """Takes the lock for a micro-batch.
 
         Raises:
@@ -132,18 +134,18 @@ class GlueLock:
                 if self._aborted():
                     raise StepAborted
 
-    def release(self, state: GlueState) -> None:
+    def release(self, state: UserCodeState) -> None:
         """Gives the lock back; does nothing if ``state`` does not hold it."""
         if self._holder is state:
             self._holder = None
             self._lock.release()
 
-    def is_held_by(self, state: GlueState) -> bool:
-        """Whether the calling thread, which is that of ``state``, runs glue or excludes it."""
+    def is_held_by(self, state: UserCodeState) -> bool:
+        """Whether the calling thread, which is that of ``state``, runs user code or excludes it."""
         return self._holder is state or self._borrower == threading.get_ident()
 
     @contextlib.contextmanager
-    def released(self, state: GlueState) -> Iterator[None]:
+    def released(self, state: UserCodeState) -> Iterator[None]:
         """Without the lock inside, with it again afterwards (if it was held before)."""
         held = self._holder is state
         self.release(state)
@@ -155,7 +157,7 @@ class GlueLock:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """For a unit that must touch process-global state: excludes all glue, switches nothing. Re-entrant."""
+        """For a unit that must touch process-global state: excludes all user code, switches nothing. Re-entrant."""
         if self._borrower == threading.get_ident():
             yield
             return
@@ -168,8 +170,8 @@ class GlueLock:
             self._lock.release()
 
     @contextlib.contextmanager
-    def as_glue(self, state: GlueState) -> Iterator[None]:
-        """For user code that a unit calls back (hooks on its submodules): it is glue, and its writes are glue's."""
+    def in_user_code(self, state: UserCodeState) -> Iterator[None]:
+        """For user code that a unit calls back (hooks on its submodules): its writes are those of user code."""
         writes, state.unit_writes = state.unit_writes, None
         call_unit, state.call_unit = state.call_unit, None
         try:
@@ -185,13 +187,13 @@ class GlueLock:
         finally:
             state.unit_writes, state.call_unit = writes, call_unit
 
-    def write(self, state: GlueState, module: nn.Module, name: str, value: Any) -> None:
+    def write(self, state: UserCodeState, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute on behalf of a micro-batch that holds the lock."""
         self.note(state, module, name)
         assign(module, name, value)
 
-    def note(self, state: GlueState, module: nn.Module, name: str, value: Any = None) -> None:
-        """An attribute is about to be written by glue code of ``state``."""
+    def note(self, state: UserCodeState, module: nn.Module, name: str, value: Any = None) -> None:
+        """An attribute is about to be written by user code of ``state``."""
         if isinstance(module, self._exempt):
             return
         key = (id(module), name)
@@ -202,13 +204,13 @@ class GlueLock:
         if type(value) is bool:
             self._latch(key, value)
 
-    def note_flag(self, state: GlueState, parameter: nn.Parameter) -> None:
-        """``requires_grad`` of a parameter is about to be switched by glue code of ``state``."""
+    def note_flag(self, state: UserCodeState, parameter: nn.Parameter) -> None:
+        """``requires_grad`` of a parameter is about to be switched by user code of ``state``."""
         self.switches_flags = True
         self.note(state, cast(nn.Module, parameter), "requires_grad")  # kept and swapped as if it were a module's
 
     def _latch(self, key: tuple[int, str], value: bool) -> None:
-        """A flag that glue sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
+        """A flag that user code sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
 
         A micro-batch that takes it back takes it back for itself and for those that never set it. It is a temporary
         switch then, which each micro-batch has for itself from now on. The first one, which runs alone, shows which.
@@ -221,7 +223,7 @@ class GlueLock:
             self._switches.add(key)
             self._baseline[key] = (module, self._latched.pop(key))
 
-    def _switch_to(self, state: GlueState) -> None:
+    def _switch_to(self, state: UserCodeState) -> None:
         if self._last is state:
             return
         default = torch.default_generator
@@ -236,7 +238,7 @@ class GlueLock:
             default.set_state(state.random_state)
         self._last = state
 
-    def _swap_out(self, state: GlueState) -> None:
+    def _swap_out(self, state: UserCodeState) -> None:
         for key, (module, _) in state.overlay.items():
             state.overlay[key] = (module, read(module, key[1]))
             assign(module, key[1], self._baseline[key][1])
@@ -254,7 +256,7 @@ class GlueLock:
         torch.default_generator.set_state(self._outer_random_state)
 
     @contextlib.contextmanager
-    def gathered(self, states: Sequence[GlueState]) -> Iterator[None]:
+    def gathered(self, states: Sequence[UserCodeState]) -> Iterator[None]:
         """All micro-batches have stopped: modules show what the last one has written, and what is written meanwhile, by
         a thread that is no micro-batch's, is written for all."""
         self.suspend()
@@ -275,7 +277,7 @@ class GlueLock:
                 assign(module, key[1], self._baseline[key][1])
             self._outer_random_state = torch.default_generator.get_state()
 
-    def close(self, states: Sequence[GlueState], *, keep_writes: bool) -> None:
+    def close(self, states: Sequence[UserCodeState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""
         self.suspend()
         if keep_writes:
@@ -297,36 +299,13 @@ def _without_graph(value: Any) -> Any:
     return kept
 
 
-def assign(module: nn.Module, name: str, value: Any) -> None:
-    """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
-    if isinstance(module, Tensor):
-        _FLAG.__set__(module, value)
-        return
-    state = module.__dict__
-    if name in state.get("_buffers", ()):
-        state = state["_buffers"]
-    if value is MISSING:
-        state.pop(name, None)
-    else:
-        state[name] = value
-
-
-def read(module: nn.Module, name: str) -> Any:
-    """A plain attribute or buffer, ``MISSING`` if there is none; ``requires_grad`` of a parameter."""
-    if isinstance(module, Tensor):
-        return _FLAG.__get__(module)
-    state = module.__dict__
-    buffers = state.get("_buffers", ())
-    return buffers[name] if name in buffers else state.get(name, MISSING)
-
-
-def current() -> GlueState | None:
+def current() -> UserCodeState | None:
     """The micro-batch of the calling thread, or None outside micro-batch threads."""
     return getattr(_local, "state", None)
 
 
 @contextlib.contextmanager
-def entered(state: GlueState) -> Iterator[None]:
+def entered(state: UserCodeState) -> Iterator[None]:
     """Makes ``state`` the micro-batch of the calling thread."""
     _local.state = state
     try:
@@ -346,13 +325,12 @@ def left() -> Iterator[None]:
         _local.state = state
 
 
-_FLAG: Any = torch._C.TensorBase.requires_grad
 _original_setattr = nn.Module.__setattr__
 _original_delattr = nn.Module.__delattr__
 
 
 def _note(module: nn.Module, name: str, value: Any = None) -> None:
-    state: GlueState | None = getattr(_local, "state", None)
+    state: UserCodeState | None = getattr(_local, "state", None)
     if state is None:
         return
     if state.unit_writes is not None:
@@ -378,8 +356,13 @@ def _noting_delattr(self: nn.Module, name: str) -> None:
 
 
 def _note_flag(parameter: nn.Parameter, value: bool) -> None:
-    state: GlueState | None = getattr(_local, "state", None)
-    if state is not None and state.unit_writes is None and state.lock is not None and value != _FLAG.__get__(parameter):
+    state: UserCodeState | None = getattr(_local, "state", None)
+    if (
+        state is not None
+        and state.unit_writes is None
+        and state.lock is not None
+        and value != read(parameter, "requires_grad")
+    ):
         state.lock.note_flag(state, parameter)
 
 

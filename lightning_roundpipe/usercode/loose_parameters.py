@@ -1,4 +1,4 @@
-"""Device copies of parameters that glue uses by itself.
+"""Device copies of parameters that user code uses by itself.
 
 [Note: raw parameters]
 ``F.linear(h, self.lm_head.weight)`` in ``training_step`` needs on a GPU what lives on the host, in every micro-batch.
@@ -30,7 +30,7 @@ from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
 from ..weights.gradients import GradientStore
-from .lock import GlueState
+from .lock import UserCodeState
 
 # Parameters from this size on have the sum of their gradients on the device.
 LARGE_BYTES = 2**20
@@ -111,7 +111,7 @@ class _Use(torch.autograd.Function):
         return gradient.to(copy.master.device), None, None, None
 
 
-class GlueParameters:
+class LooseParameters:
     """The device copies of one step; see [Note: raw parameters].
 
     Args:
@@ -130,14 +130,14 @@ class GlueParameters:
         self,
         master: nn.Parameter,
         device: Device,
-        state: GlueState | None,
+        state: UserCodeState | None,
         is_engine: Callable[[], bool],
         *,
         tracks: bool,
     ) -> Tensor | None:
         """``master`` on ``device``; None if it cannot be kept there.
 
-        Called by glue, which gives up the glue lock if there is something to upload: it waits for the device.
+        Called by user code, which gives up the user-code lock if there is something to upload: it waits for the device.
 
         Args:
             state: of the micro-batch; None on a thread that is not a micro-batch's, which uses what is there.
@@ -146,7 +146,7 @@ class GlueParameters:
         """
         found = self._find(master, device, tracks)
         # A hook on a submodule of a unit runs with the compute lane held, a recomputation between units inside a walk
-        # of autograd: neither may wait for the device or let other glue in.
+        # of autograd: neither may wait for the device or let other user code in.
         may_wait = state is not None and state.lock is not None and state.call_unit is not None and not is_engine()
         if found is None and may_wait and id(master) not in self._opened:
             assert state is not None
@@ -184,7 +184,7 @@ class GlueParameters:
             num_bytes = num_bytes_of([master])
             device.memory.reserve("weights", num_bytes)
             try:
-                upload = device.upload([master.detach()], "parameter in glue", is_bulk=num_bytes > CHUNK_BYTES)
+                upload = device.upload([master.detach()], "parameter in user code", is_bulk=num_bytes > CHUNK_BYTES)
             except BaseException:
                 device.memory.release("weights", num_bytes)
                 raise
@@ -228,7 +228,7 @@ class GlueParameters:
                 held = [copy for copy in self._copies if copy.device is device and copy.gradient is not None]
                 sums = [copy.gradient for copy in held if copy.gradient is not None]
                 if sums:
-                    download = device.download(sums, "gradients in glue", is_bulk=True)
+                    download = device.download(sums, "gradients in user code", is_bulk=True)
                     self._gradients.add_later([copy.master for copy in held], download, *self._source(device))
                     download.await_done()
                     for copy in held:
@@ -275,7 +275,7 @@ class GlueParameters:
         if arrived:
             num_bytes = num_bytes_of([gradient for _, gradient in arrived])
             download = device.download(
-                [gradient for _, gradient in arrived], "gradients in glue", is_bulk=num_bytes > CHUNK_BYTES
+                [gradient for _, gradient in arrived], "gradients in user code", is_bulk=num_bytes > CHUNK_BYTES
             )
             self._gradients.add_later([copy.master for copy, _ in arrived], download, *self._source(device))
         for copy in copies:

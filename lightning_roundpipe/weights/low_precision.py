@@ -1,10 +1,10 @@
 """What device copies of weights are made from: the masters, or copies of them in the dtype that autocast computes in.
 
 [Note: working copies]
-Under mixed precision a device gets the *low* parameters of a unit (see [Note: low parameters] in :mod:`casts`) in the
-low dtype, which halves what travels. The cast is made on the host, once per step and weight, into a *working copy*
-that is kept: a buffer of the low dtype. The masters stay as they are, and gradients of low parameters add up in the
-masters' dtype.
+Under mixed precision a device gets the *low* parameters of a unit (see [Note: low parameters] in :mod:`weights.casts`)
+in the low dtype, which halves what travels. The cast is made on the host, once per step and weight, into a *working
+copy* that is kept: a buffer of the low dtype. The masters stay as they are, and gradients of low parameters add up in
+the masters' dtype.
 
 Which parameters are low is learned in runs in the masters' dtypes, for training and evaluation apart, and holds for
 one state of autocast. So a unit has two *forms*: low and full. It takes its full form
@@ -28,7 +28,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +37,6 @@ from ..common.sizes import num_bytes_of
 from .casts import CastWatch, Use, in_doubt
 from .events import tell
 from .units import Unit
-
-if TYPE_CHECKING:
-    from .parameters import Replica
 
 Autocast = tuple[bool, torch.dtype]
 # (number of elements, dtype) -> flat host tensor; its content does not matter.
@@ -168,20 +164,34 @@ class WorkingCopies:
     # --- which form a unit takes ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def learning(self, autocast: Autocast, replica: Replica) -> Iterator[CastWatch | None]:
-        """Around a run of ``replica``, in the full form of its unit, in this state of autocast: learns from it."""
+    def learning(
+        self,
+        autocast: Autocast,
+        unit: Unit,
+        module: nn.Module,
+        leaves: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        travels: bool,
+    ) -> Iterator[CastWatch | None]:
+        """Around a run of ``unit`` in its full form, in this state of autocast: learns from it.
+
+        Args:
+            module: its replica.
+            leaves: parameters of the replica, with their masters.
+            travels: whether it runs on a device with memory of its own.
+        """
         # Where nothing travels there is no low form, but see gradient_dtypes.
-        has_use = not replica.device.aliases_host or (self._trains and autocast[1] is torch.float16)
+        has_use = travels or (self._trains and autocast[1] is torch.float16)
         if not autocast[0] or not has_use:
             yield None
             return
-        watch = CastWatch(replica.leaves, autocast[1])
+        watch = CastWatch(leaves, autocast[1])
         with watch:
             yield watch
-        uses = {master: use for leaf, master in replica.leaves.items() if (use := watch.use_of(leaf)) is not None}
-        for leaf in in_doubt(replica.module):
-            uses[replica.leaves[leaf]] = Use.OTHER
-        self.note_run(replica.unit, autocast, uses, travels=not replica.device.aliases_host)
+        uses = {master: use for leaf, master in leaves.items() if (use := watch.use_of(leaf)) is not None}
+        for leaf in in_doubt(module):
+            uses[leaves[leaf]] = Use.OTHER
+        self.note_run(unit, autocast, uses, travels=travels)
 
     def note_run(
         self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use], *, travels: bool = True

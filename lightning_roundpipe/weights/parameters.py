@@ -4,10 +4,10 @@
 The user's parameters are the *master weights*; they never leave the host and their ``.grad`` is not touched while a
 step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
 leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, which
-come and go as :mod:`loading` decides. Gradients of all micro-batches of a stage add up in the leaves' ``.grad``
-and go home to a :class:`GradientStore` when the stage's last micro-batch leaves. A unit that has a low form (see
-[Note: working copies] in :mod:`working_copies`) has a replica of each form; in the low one, gradients are added up in
-the masters' dtype beside the leaves.
+come and go as :mod:`weights.placement` decides. Gradients of all micro-batches of a stage add up in the leaves'
+``.grad`` and go home to a :class:`GradientStore` when the stage's last micro-batch leaves. A unit that has a low form
+(see [Note: working copies] in :mod:`weights.low_precision`) has a replica of each form; in the low one, gradients are
+added up in the masters' dtype beside the leaves.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from ..common.attributes import assign
 from ..common.fingerprints import fingerprint_of
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
-from ..usercode.lock import assign
 from .events import tell
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
@@ -117,7 +117,7 @@ class Replica:
     def refresh(self, baseline: Callable[[], Attributes]) -> None:
         """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
 
-        Glue of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
+        User code of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
         """
         buffers = []
         for i, (master, copy) in enumerate(self._pairs):
@@ -144,7 +144,7 @@ class Replica:
     def _copy_state(self, master: nn.Module, copy: nn.Module) -> None:
         state = copy.__dict__
         state.clear()
-        for name, value in list(master.__dict__.items()):  # a list: glue writes attributes meanwhile
+        for name, value in list(master.__dict__.items()):  # a list: user code writes attributes meanwhile
             state[name] = value if type(value) in _PLAIN else rebind(value, self._copy_of, self._leaf_of)
         state.pop("forward", None)
         own_forward = _own_forward(master)
@@ -200,7 +200,9 @@ class Replica:
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
         try:
-            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}  # once: glue may switch them
+            flags = {
+                leaf: master.requires_grad for leaf, (master, _) in missing.items()
+            }  # once: user code may switch them
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:

@@ -12,23 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+import torch
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
-from ..optimizer.pending import is_pending
-from ..planning.partition import StageKind
-from ..planning.schedule import Schedule
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
 from .parameters import Attributes, Relay, Replica
+from .pending import is_pending
 from .units import Unit
 
-if TYPE_CHECKING:
-    from ..autograd.recompute import Call
-    from ..engine.context import Plan
-
 _NEVER = 1 << 60
+
+
+class PlacedCall(Protocol):
+    """What an execution of a unit tells of itself to get a replica.
+
+    Attributes:
+        autocast: whether autocast is on, and its dtype.
+        trained: for each parameter of the unit whether it requires a gradient.
+        is_low: the form of the replica that it runs on.
+        local: the graph that was kept on a replica; None for none.
+    """
+
+    unit: Unit
+    autocast: tuple[bool, torch.dtype]
+    trained: tuple[bool, ...]
+    is_low: bool
+    local: Any
 
 
 @dataclass(frozen=True)
@@ -48,41 +61,6 @@ class Slot:
     has_gradients: bool
     ordinal: int
     activation_bytes: int
-
-
-def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
-    """The slots of each device, in order."""
-    starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
-    stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
-    for device, actions in enumerate(schedule.devices):
-        row: list[list[int]] = []
-        for action in actions:
-            if not row or row[-1][0] != action.stage_index:
-                starts.setdefault(action.stage_index, []).append((action.microbatch_index, device, len(row)))
-                row.append([action.stage_index, 0])
-            row[-1][1] += 1
-        stages.append(row)
-    ordinals = {
-        (device, place): ordinal
-        for found in starts.values()
-        for ordinal, (_, device, place) in enumerate(sorted(found))
-    }
-    units = [_units_of(plan, stage) for stage in range(schedule.num_stages)]
-    backward = [plan.partition.stages[stage].kind is not StageKind.FORWARD for stage in range(schedule.num_stages)]
-    needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
-    return [
-        [
-            Slot(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
-            for place, (s, count) in enumerate(row)
-        ]
-        for device, row in enumerate(stages)
-    ]
-
-
-def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
-    stage = plan.partition.stages[stage_index]
-    units = plan.sequence[stage.start : stage.stop]
-    return tuple(dict.fromkeys(reversed(units) if stage.kind is StageKind.BACKWARD else units))
 
 
 class ReplicaCache:
@@ -141,7 +119,9 @@ class ReplicaCache:
             replica.drop_stale(self.weights)
         return replica.is_loaded
 
-    def get(self, call: Call, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False) -> Replica:
+    def get(
+        self, call: PlacedCall, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False
+    ) -> Replica:
         """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
         Args:
@@ -234,16 +214,27 @@ class _Evict:
 
 
 class Loader:
-    """Moves the weights of one run over a schedule; see [Note: slots]."""
+    """Moves the weights of one run over a schedule; see [Note: slots].
+
+    Args:
+        slots: of each device, in order.
+        is_recording: no slot is known yet: calls load what they need.
+    """
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, pool: DevicePool, replicas: ReplicaCache, gradients: GradientStore
+        self,
+        slots: list[list[Slot]],
+        pool: DevicePool,
+        replicas: ReplicaCache,
+        gradients: GradientStore,
+        *,
+        is_recording: bool,
     ) -> None:
         self._pool = pool
         self._replicas = replicas
         self._gradients = gradients
-        self._is_recording = plan.recording
-        self._slots = slots_of(plan, schedule)
+        self._is_recording = is_recording
+        self._slots = slots
         self._now = [0] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
 

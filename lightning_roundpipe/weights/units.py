@@ -2,14 +2,14 @@
 
 [Note: units]
 Containers (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``) are transparent: their members are *blocks*, and a
-block is never looked into. Modules around blocks are *glue*: their own ``forward`` is user code that calls units.
+block is never looked into. Modules around blocks are *user code*: their own ``forward`` is user code that calls units.
 Every other module that owns parameters is a candidate, at every level: which level counts is decided by the first call
-that arrives from glue, because inside a unit nothing is intercepted. So the unit is the coarsest module that is
+that arrives from user code, because inside a unit nothing is intercepted. So the unit is the coarsest module that is
 really called, without guessing, and a module that is never called (an embedding whose weight a decoder uses by
-itself) needs no rule: its parameters are used by glue.
+itself) needs no rule: its parameters are used by user code.
 
 What can never fit on a device is looked into all the same, blocks included, if it has several parts to run one after
-the other: then its own forward is glue.
+the other: then its own forward is user code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..common.sizes import num_bytes_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Forward pre-hooks of these types compute a parameter-dependent attribute outside the module's own forward: the
-# module runs as glue, where that is ordinary autograd.
+# module runs as user code, where that is ordinary autograd.
 _LEGACY_NORMS = ("SpectralNorm", "WeightNorm")
 # A module that owns more than this share of all parameters is looked into: as one unit it would leave no pipeline.
 _MAX_SHARE = 0.5
@@ -119,7 +119,7 @@ class UnitTable:
         self._no_split = self._no_split_names()
         self._total = max(1, _num_parameters(root))
         self.blocks: list[nn.Module] = []
-        self.glue: set[nn.Module] = {root}
+        self.user_code: set[nn.Module] = {root}
         self._descend(root)
         check_chosen(root, self._chosen)
         names = {module: name for name, module in root.named_modules()}
@@ -128,7 +128,7 @@ class UnitTable:
         inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
         self.units: dict[nn.Module, Unit] = {}
         for order, (module, name) in enumerate(names.items()):
-            if module in self.glue or module in inside_blocks or not self._can_be_unit(module):
+            if module in self.user_code or module in inside_blocks or not self._can_be_unit(module):
                 continue
             self.units[module] = Unit(name, module, order)
 
@@ -159,15 +159,15 @@ class UnitTable:
         return _num_parameters(module) > 0 or isinstance(module, _NormBase)
 
     def _descend(self, module: nn.Module) -> None:
-        """``module`` is glue: sorts its children into blocks, further glue, and plain candidates."""
+        """``module`` is user code: sorts its children into blocks, further user code, and plain candidates."""
         for child in module.children():
-            if isinstance(child, self._exempt) or child in self.glue:
+            if isinstance(child, self._exempt) or child in self.user_code:
                 continue
             if self._is_block(child, module):
                 if child not in self.blocks:
                     self.blocks.append(child)
-            elif isinstance(child, _CONTAINERS) or self._is_glue(child):
-                self.glue.add(child)
+            elif isinstance(child, _CONTAINERS) or self._is_user_code(child):
+                self.user_code.add(child)
                 self._descend(child)
 
     def _is_block(self, module: nn.Module, parent: nn.Module) -> bool:
@@ -179,7 +179,7 @@ class UnitTable:
             return False
         return not any(type(m).__name__ in self._no_split for m in module.modules())
 
-    def _is_glue(self, module: nn.Module) -> bool:
+    def _is_user_code(self, module: nn.Module) -> bool:
         """Whether there is something to pipeline inside ``module``, which is neither a container nor a block."""
         inside = [m for m in module.modules() if m is not module]
         if self._chosen:

@@ -24,7 +24,7 @@ TIMELINE = Timeline(
         Span(1, "d2h", 70, 71, 1, -1, "gradients head"),
         Span(1, "wait", 12, 30, 1, 0, "its turn on the device"),
         Span(1, "wait", 60, 110, 1, 1, "its turn on the device"),
-        Span(0, "wait", 30, 40, -1, 1, "the glue lock"),
+        Span(0, "wait", 30, 40, -1, 1, "the user-code lock"),
         Span(0, "wait", 30, 31, 0, 1),
     ),
     num_devices=3,
@@ -68,11 +68,11 @@ def test_waits_are_ranked_and_added_up(trace: str, run_json: RunJson) -> None:
     document = run_json("timeline", trace, "--waits", "3")
     waits = [(wait["device"], wait["action"], wait["reason"]) for wait in document["longest_waits"]]
     turn = "its turn on the device"
-    assert waits == [(1, "1:1", turn), (1, "1:0", turn), (0, None, "the glue lock")]
+    assert waits == [(1, "1:1", turn), (1, "1:0", turn), (0, None, "the user-code lock")]
     assert [wait["duration_ms"] for wait in document["longest_waits"]] == pytest.approx([50, 18, 10])
     assert document["longest_waits"][0]["start_ms"] == pytest.approx(50)  # from the first span
     # all of them, not only those that are listed
-    assert list(document["waits_by_reason"]) == [turn, "the glue lock", "unknown"]
+    assert list(document["waits_by_reason"]) == [turn, "the user-code lock", "unknown"]
     assert document["waits_by_reason"][turn] == {"count": 2, "total_ms": pytest.approx(68)}
     assert document["waits_by_reason"]["unknown"] == {"count": 1, "total_ms": pytest.approx(1)}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapter.conftest import *  # noqa: F403
+from tests.support.small import *  # noqa: F403
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from tests.adapter.conftest import Small
+from tests.support.small import Small
 
 Step = Callable[[Any, Any, int], Any]
 

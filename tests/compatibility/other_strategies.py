@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 
-from tests.adapter.conftest import CLASSES, WIDTH, Small
+from tests.support.small import CLASSES, WIDTH, Small
 
 ROWS, BATCH, PROCESSES = 24, 8, 2
 

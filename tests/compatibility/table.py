@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from tests.compatibility.rows import KINDS, Status, compat, compat_each
+from tests.support.rows import KINDS, Status, compat, compat_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -98,7 +98,7 @@ def _rows(call: ast.Call, place: str) -> list[tuple[str, str, str, str]]:
         TableError: if they are not literals, or make no row.
     """
     if not isinstance(call.func, ast.Name):
-        raise TableError(f"{place}: use compat() of tests/compatibility/rows.py, which names its arguments")
+        raise TableError(f"{place}: use compat() of tests/support/rows.py, which names its arguments")
     try:
         positional = [ast.literal_eval(argument) for argument in call.args]
         keywords: dict[str, Any] = {str(entry.arg): ast.literal_eval(entry.value) for entry in call.keywords}

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.adapter.conftest import WIDTH, Small
-from tests.compatibility.inventory import inventory
-from tests.compatibility.rows import compat, compat_each
+from tests.support.inventory import inventory
+from tests.support.rows import compat, compat_each
+from tests.support.small import WIDTH, Small
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*exists and is not empty"),

@@ -20,8 +20,8 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink, lightning_cli
 from lightning_roundpipe.options import LOSS_WEIGHTS
-from tests.compatibility.rows import compat
-from tests.forks import Forks
+from tests.support.forks import Forks
+from tests.support.rows import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
-from tests.compatibility.rows import compat, compat_each
+from tests.support.rows import compat, compat_each
 
 KINDS = ("plain", "roundpipe")
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 PIPELINES = [{"devices": 1, "num_microbatches": 1}, {"devices": 2, "num_microbatches": 3}]
 

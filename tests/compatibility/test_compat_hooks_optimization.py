@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 
 def _norm(module: nn.Module) -> float:

@@ -18,8 +18,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.adapter.conftest import CLASSES, WIDTH, Small
-from tests.compatibility.hook_recording import (
+from tests.support.hook_recording import (
     CALLBACK_HOOKS,
     DATAMODULE_HOOKS,
     MODULE_HOOKS,
@@ -27,7 +26,8 @@ from tests.compatibility.hook_recording import (
     assert_entries_alike,
     names_of,
 )
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
+from tests.support.small import CLASSES, WIDTH, Small
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in both"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from tests.compatibility.rows import compat, compat_each
+from tests.support.rows import compat, compat_each
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 Calls = list[tuple[str, Any]]
 

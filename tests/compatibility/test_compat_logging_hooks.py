@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 LEVELS = ((True, False), (False, True), (True, True))
 # Two hooks for one thing exclude each other, and the older one is on its way out.

@@ -15,8 +15,8 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.adapter.metric_recorder import Recorder
-from tests.compatibility.rows import compat
+from tests.support.metric_recorder import Recorder
+from tests.support.rows import compat
 
 BOTH = {"on_step": True, "on_epoch": True}
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import GradientCutError
-from tests.adapter.conftest import CLASSES, WIDTH, Small
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
+from tests.support.small import CLASSES, WIDTH, Small
 
 
 class Halves(L.LightningModule):

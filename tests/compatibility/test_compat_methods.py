@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.adapter.conftest import CLASSES, WIDTH
-from tests.compatibility.rows import compat, compat_each
+from tests.support.rows import compat, compat_each
+from tests.support.small import CLASSES, WIDTH
 
 KINDS = ("plain", "roundpipe")
 

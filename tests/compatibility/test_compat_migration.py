@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.forks import Forks
+from tests.support.forks import Forks
 
 from .other_strategies import Migrating, Rows, SavesAfter
 from .rows import compat

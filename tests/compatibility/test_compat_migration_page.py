@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.adapter.conftest import CLASSES, WIDTH, Small
+from tests.support.small import CLASSES, WIDTH, Small
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import GradientCutError, UnitEscapeError
-from tests.adapter.conftest import WIDTH, Small
+from tests.support.small import WIDTH, Small
 
 from .mistakes import Step, refusal, with_step
 from .rows import compat
@@ -332,7 +332,7 @@ def test_optimizers_change_weights(fit_both: Any, assert_same_training: Any, opt
 @pytest.mark.parametrize("place", ["__init__", "setup", "on_train_start", "on_train_batch_start", "training_step"])
 def test_moved_by_hand(assert_refused: Any, options: dict[str, Any], place: str) -> None:
     """``meta`` stands in for a GPU: there is no other device here. It has no data, which is noticed first: by
-    copies as well, to which glue brings what is on another device."""
+    copies as well, to which user code brings what is on another device."""
     module = Small()
 
     def move(*arguments: Any, stage: str = "") -> Any:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
-from tests.adapter.conftest import CLASSES, WIDTH, Small
+from tests.support.small import CLASSES, WIDTH, Small
 
 from .mistakes import Batches, refusal, with_step
 from .rows import compat

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compatibility.huggingface import Task, Trained, batches, causal, loader, pairs, t5, text, train, train_both
-from tests.compatibility.rows import compat
+from tests.support.huggingface import Task, Trained, batches, causal, loader, pairs, t5, text, train, train_both
+from tests.support.rows import compat
 
 LM = "CAUSAL_LM"
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -21,8 +21,8 @@ from lightning.pytorch.profilers import (
 )
 from torch import Tensor
 
+from lightning_roundpipe.integration.profiling import RecordsByThread, adapt, restore
 from lightning_roundpipe.reporting import profiling
-from lightning_roundpipe.reporting.profiling import RecordsByThread, adapt, restore
 
 from .rows import compat
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.integration.supported import check_model
-from tests.compatibility.rows import compat
+from lightning_roundpipe.integration.checks import check_model
+from tests.support.rows import compat
 
 WIDTH = 6
 

@@ -7,8 +7,6 @@ import importlib.util
 
 import pytest
 
-from tests.compatibility.inventory import ONLY_IN, inventory
-from tests.compatibility.rows import KINDS
 from tests.compatibility.table import (
     COMMAND,
     PAGE,
@@ -20,8 +18,10 @@ from tests.compatibility.table import (
     marks_of,
     page_of,
 )
+from tests.support.inventory import ONLY_IN, inventory
+from tests.support.rows import KINDS
 
-IMPORT = "from tests.compatibility.rows import compat\n"
+IMPORT = "from tests.support.rows import compat\n"
 
 
 @pytest.fixture(scope="module")

@@ -305,7 +305,7 @@ class Root(nn.Module):
 
 
 @compat("Trainer argument", "detect_anomaly")
-@pytest.mark.parametrize("place", ["first unit", "last unit", "glue"])
+@pytest.mark.parametrize("place", ["first unit", "last unit", "user code"])
 def test_the_operator_and_the_line_of_a_nan_are_named(
     small: Any, make_trainer: Any, make_loader: Any, place: str
 ) -> None:
@@ -316,11 +316,11 @@ def test_the_operator_and_the_line_of_a_nan_are_named(
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             seen.add(torch.is_anomaly_enabled())
             x = self.body(batch[0])
-            return nn.functional.cross_entropy(self.head(Root()(x) if place == "glue" else x), batch[1])
+            return nn.functional.cross_entropy(self.head(Root()(x) if place == "user code" else x), batch[1])
 
     for kind in ("plain", "roundpipe"):
         module = Rooted()
-        if place != "glue":
+        if place != "user code":
             module.body[0 if place == "first unit" else 3].append(Root())
         with (
             pytest.warns(UserWarning, match=r"Error detected in SqrtBackward0") as caught,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama import modeling_llama
 
-from tests.compatibility.huggingface import (
+from tests.support.huggingface import (
     IGNORED,
     VOCAB,
     Task,
@@ -30,7 +30,7 @@ from tests.compatibility.huggingface import (
     train,
     train_both,
 )
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 # Settings of models --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine
-from tests.engine.random_graphs import (
+from tests.support.random_graphs import (
     WIDTH,
     Cell,
     Graph,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_roundpipe.engine
+import lightning_roundpipe
 from lightning_roundpipe.devices.memory import DeviceMemory, Kind
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
@@ -27,9 +27,9 @@ from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, Virtu
 from lightning_roundpipe.devices.virtual_lanes import LazyLane, LazyTransfer
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.engine.plain_loop import ROWS, WIDTH, Network, cut_at
+from tests.support.plain_loop import ROWS, WIDTH, Network, cut_at
 
-ENGINE = Path(lightning_roundpipe.engine.__file__).parent
+PACKAGE = Path(lightning_roundpipe.__file__).parent
 NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
 FEATURES = frozenset({"buffers", "dropout", "skip"})
 # How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
@@ -204,7 +204,7 @@ def waits_seen() -> set[tuple[Edge, Place]]:
 def test_every_wait_in_the_source_is_left_out_once() -> None:
     missing = [
         f"{file.name}:{node.lineno}"
-        for file in sorted(ENGINE.glob("*.py"))
+        for file in sorted(PACKAGE.rglob("*.py"))
         if file.name not in _LANES
         for node in waits_in(file)
         if not any(is_at(place, file, node) for _, place in waits_seen())
@@ -224,7 +224,7 @@ class Scale(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Its glue changes the input of a unit after the call."""
+    """Its user code changes the input of a unit after the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def gradients_in_place(pool: DevicePool) -> dict[str, Tensor]:
     return {name: gradients[parameter] for name, parameter in model.named_parameters()}
 
 
-def test_glue_does_not_change_what_is_still_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_does_not_change_what_is_still_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for a snapshot, nobody may go on before the copy was made."""
     right = gradients_in_place(DevicePool([torch.device("cpu")] * NUM_DEVICES))
     assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.engine.runner import Planner, StepResult
-from tests.engine.random_graphs import (
+from tests.support.random_graphs import (
     NUM_UNITS,
     WIDTH,
     Graph,

@@ -99,8 +99,8 @@ class Model(nn.Module):
     def step(self, x: Tensor) -> Tensor:
         self.current = x
         for block in self.blocks:
-            self.probe[0]("glue")
-            x = Point.apply(self.probe[0], "glue", block(x) * self.scale)
+            self.probe[0]("user code")
+            x = Point.apply(self.probe[0], "user code", block(x) * self.scale)
             x = x + block.seen
         self.probe[0]("loss")
         return x.square().mean()
@@ -133,7 +133,7 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
             (name, key): id(value)
             for name, module in model.named_modules()
             for key, value in module.__dict__.items()
-            # What glue writes on modules remains after a step that succeeds, as in a plain run.
+            # What user code writes on modules remains after a step that succeeds, as in a plain run.
             if key not in ("current", "seen")
         },
         "gradients": {name: id(p.grad) for name, p in model.named_parameters()},
@@ -182,7 +182,7 @@ def one_thread_per_operator() -> None:
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["first-step", "planned-step"])
 def test_an_exception_anywhere_leaves_nothing_behind(recorded: bool, copies: bool) -> None:
-    """At every glue point, unit call, recomputation and backward in turn; one error and the other by turns."""
+    """At every user code point, unit call, recomputation and backward in turn; one error and the other by turns."""
     probe = Probe()
     model = Model(probe, dropout=0.3)
     with_gradients_and_hooks(model)
@@ -218,8 +218,8 @@ def test_an_exception_anywhere_leaves_nothing_behind(recorded: bool, copies: boo
         for parameter, gradient in expected.gradients.items():
             torch.testing.assert_close(result.gradients[parameter], gradient, rtol=1e-5, atol=1e-7)
     # Which point has which number depends on timing, so a rare kind (three losses) may escape one sweep.
-    kinds = {"unit forward", "unit backward", "glue", "glue forward", "glue backward", "loss"}
-    assert {"unit forward", "unit backward", "glue"} <= places <= kinds
+    kinds = {"unit forward", "unit backward", "user code", "user code forward", "user code backward", "loss"}
+    assert {"unit forward", "unit backward", "user code"} <= places <= kinds
 
 
 def test_the_traceback_is_the_users() -> None:
@@ -228,7 +228,7 @@ def test_the_traceback_is_the_users() -> None:
     engine = make_engine(model)
     engine.run(request(model, torch.randn(6, WIDTH), 3))
     probe.reset(0)
-    with pytest.raises(ValueError, match="injected at glue") as caught:
+    with pytest.raises(ValueError, match="injected at user code") as caught:
         engine.run(request(model, torch.randn(6, WIDTH), 3))
     assert any(entry.name == "step" and entry.path == __file__ for entry in map(_frame, caught.traceback))
 
@@ -325,7 +325,7 @@ def test_at_most_one_unit_is_on_a_device(
 
 @pytest.mark.usefixtures("eager_switches")
 def test_the_schedule_alone_keeps_devices_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the plan, the turnstile admits one at a time, with no lock around the computation."""
+    """On the plan, the gate admits one at a time, with no lock around the computation."""
     lanes, probe = _Lanes(), Probe()
     monkeypatch.setattr(VirtualDevice, "computing", lambda self: lanes.on_device(self))
     probe.visit = lanes.visit
@@ -348,20 +348,20 @@ def test_two_devices_compute_at_the_same_time() -> None:
     barrier = threading.Barrier(2, timeout=WAIT_S)
     num_met = 0
 
-    def meeting_at(visit: int) -> Callable[[str], None]:
-        visits = 0
+    def barrier_at(visit: int) -> Callable[[str], None]:
+        route = 0
 
         def meet(point: str) -> None:
-            nonlocal visits, num_met
-            visits += point == "unit forward"
-            if visits == visit and point == "unit forward":
+            nonlocal route, num_met
+            route += point == "unit forward"
+            if route == visit and point == "unit forward":
                 barrier.wait()
                 num_met += 1
 
         return meet
 
-    probe.visit = meeting_at(2)  # micro-batch 1 in the first block, on one device,
-    other.visit = meeting_at(1)  # with micro-batch 0 in the second block, on the other one
+    probe.visit = barrier_at(2)  # micro-batch 1 in the first block, on one device,
+    other.visit = barrier_at(1)  # with micro-batch 0 in the second block, on the other one
     engine.run(request(model, rows, 3))
     assert num_met == 2
 
@@ -488,7 +488,8 @@ def test_no_tensor_survives_a_step(copies: bool) -> None:
         wanted = request(model, torch.randn(6, WIDTH), 3, seed)
         result: StepResult = engine.run(wanted)
         assert len(result.gradients) == 9
-        # Of what glue writes on modules the last value remains, as in a plain run; here it would only be in the way.
+        # Of what user code writes on modules the last value remains, as in a plain run; here it would only be in the
+        # way.
         model.current = None
         for block in model.blocks:
             block.seen = None

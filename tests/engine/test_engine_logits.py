@@ -97,7 +97,7 @@ class Output:
 
 
 class Model(nn.Module):
-    """Blocks, a head and the loss in glue."""
+    """Blocks, a head and the loss in user code."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def dictionary(model: Model, batch: Any) -> Any:
 
 
 def functional(model: Model, batch: Any) -> Any:
-    """The weight of the head is used in glue: the logits belong to glue as well."""
+    """The weight of the head is used in user code: the logits belong to user code as well."""
     model.owner.index, x, y = batch
     with Noting(model.watch[0], model.owner.index):
         for block in model.blocks:

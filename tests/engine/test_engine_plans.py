@@ -28,7 +28,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from tests.engine.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
+from tests.support.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans made anew
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Trained(nn.Module):
-    """With dropout in units and in glue, a weight in glue, and a unit that may be called several times."""
+    """With dropout in units and in user code, a weight in user code, and a unit that may be called several times."""
 
     def __init__(self, path: Sequence[int]) -> None:
         super().__init__()

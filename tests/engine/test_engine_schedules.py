@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_roundpipe.planning import Action, Schedule, parse_schedule, round_robin
-from tests.engine.plain_loop import ALL, Case, assert_order, cut_at, random_case, random_schedule
+from tests.support.plain_loop import ALL, Case, assert_order, cut_at, random_case, random_schedule
 
 # How long a micro-batch waits for another one that must not come.
 PAUSE_S = 0.05
@@ -223,14 +223,14 @@ def test_an_error_anywhere_is_the_one_that_is_raised(
     torch.manual_seed(0)
     case = random_case(rng, ALL, num_devices, copies)
     case.train(1)
-    lock, visits = threading.Lock(), 0
+    lock, route = threading.Lock(), 0
     fails_at = rng.randint(1, num_microbatches * len(case.model.path))
 
     def fail(x: Tensor) -> None:
-        nonlocal visits
+        nonlocal route
         with lock:
-            visits += 1
-            if visits == fails_at:
+            route += 1
+            if route == fails_at:
                 raise ValueError("injected")
 
     state = copy.deepcopy(case.plain.state_dict())
@@ -248,7 +248,7 @@ def test_an_error_anywhere_is_the_one_that_is_raised(
 # Buffers, at the moments that matter
 
 
-class Meeting:
+class Barrier:
     """Stays in a unit until somebody else comes in, or had the time to; knows whether somebody did."""
 
     def __init__(self) -> None:
@@ -304,11 +304,11 @@ def test_nobody_writes_buffers_at_the_same_time(path: tuple[int, ...], skips: bo
     case.planner = lambda count, training: cut_at(count, training, (), (), 0)
     case.train(1)
     for _ in range(2):
-        meetings = [Meeting() for _ in case.model.layers]
-        for layer, meeting in zip(case.model.layers, meetings, strict=True):
-            layer.visit = [meeting]
+        barriers = [Barrier() for _ in case.model.layers]
+        for layer, barrier in zip(case.model.layers, barriers, strict=True):
+            layer.visit = [barrier]
         case.train(3, skipped=[frozenset(), frozenset(range(len(path)) if skips else ()), frozenset()])
-        assert not any(meeting.happened for meeting in meetings)
+        assert not any(barrier.happened for barrier in barriers)
 
 
 @both_modes

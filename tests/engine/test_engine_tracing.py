@@ -16,9 +16,9 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine import gate as dispatch
 from lightning_roundpipe.engine import runner, step
-from lightning_roundpipe.engine.gate import Turnstile
+from lightning_roundpipe.engine.gate import Gate
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGlueLock, TracedTurnstile
+from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGate, TracedUserCodeLock
 from lightning_roundpipe.planning import (
     Action,
     CostProfile,
@@ -30,7 +30,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from lightning_roundpipe.usercode.lock import GlueLock, GlueState, entered
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
 
 WIDTH = 4
 NUM_BLOCKS = 4
@@ -145,10 +145,10 @@ def test_a_result_can_be_pickled() -> None:
 
 def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    for name in ("Turnstile", "GlueLock"):
+    for name in ("Gate", "UserCodeLock"):
         original = getattr(step, name)
         monkeypatch.setattr(step, name, lambda *args, original=original: made.append(original(*args)) or made[-1])
-    for name in ("TracedTurnstile", "TracedGlueLock"):
+    for name in ("TracedTurnstile", "TracedUserCodeLock"):
         monkeypatch.setattr(step, name, None)
     monkeypatch.setattr(runner, "Trace", None)
     model = Model()
@@ -156,7 +156,7 @@ def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -
     assert not engine.trace
     for _ in range(2):
         result = run(engine, model)
-    assert {type(thing) for thing in made} == {Turnstile, GlueLock}
+    assert {type(thing) for thing in made} == {Gate, UserCodeLock}
     assert {span.kind for span in result.timeline.spans} == {"compute"}
     assert all(device.moved is None for device in engine._pool.devices)
 
@@ -236,7 +236,7 @@ INDICES = range(1, 3)
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when somebody begins to wait at a turnstile or at a glue lock."""
+    """Set when somebody begins to wait at a gate or at a user-code lock."""
     event = threading.Event()
 
     class Noted(dispatch._Signal):
@@ -244,14 +244,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             super().__init__()
             event.set()
 
-    take = GlueLock._take
+    take = UserCodeLock._take
 
-    def noted_take(self: GlueLock) -> None:
+    def noted_take(self: UserCodeLock) -> None:
         event.set()
         take(self)
 
     monkeypatch.setattr(dispatch, "_Signal", Noted)
-    monkeypatch.setattr(GlueLock, "_take", noted_take)
+    monkeypatch.setattr(UserCodeLock, "_take", noted_take)
     return event
 
 
@@ -278,14 +278,12 @@ def make_trace() -> Trace:
 
 def test_a_wait_for_the_turn(begun: threading.Event) -> None:
     trace = make_trace()
-    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
-    turnstile.join(2)
-    turnstile.enter(Action(0, 0))
+    gate = TracedGate(trace, SCHEDULE, lambda device: None)
+    gate.join(2)
+    gate.enter(Action(0, 0))
     assert list(trace.spans(CLOCK)) == [], "nobody had to wait"
     before_ms = CLOCK.host_ms(0.0)
-    (wait,) = waits_of(
-        lambda: turnstile.enter(Action(0, 1)) and None, begun, lambda: turnstile.leave(Action(0, 0)), trace
-    )
+    (wait,) = waits_of(lambda: gate.enter(Action(0, 1)) and None, begun, lambda: gate.leave(Action(0, 0)), trace)
     assert (wait.kind, wait.device, wait.stage_index, wait.microbatch_index) == ("wait", 0, 0, 2)
     assert wait.label == "its turn on the device"
     assert before_ms < wait.start_ms < wait.end_ms
@@ -293,40 +291,38 @@ def test_a_wait_for_the_turn(begun: threading.Event) -> None:
 
 def test_a_wait_for_buffers(begun: threading.Event) -> None:
     trace = make_trace()
-    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
-    turnstile.join(2)
-    turnstile.enter(Action(0, 0))
-    turnstile.leave(Action(0, 0))
-    turnstile.enter(Action(1, 0))
-    turnstile.enter(Action(0, 1))
-    (wait,) = waits_of(
-        lambda: turnstile.await_position(1, 0, 3) and None, begun, lambda: turnstile.pass_position(0, 4), trace
-    )
+    gate = TracedGate(trace, SCHEDULE, lambda device: None)
+    gate.join(2)
+    gate.enter(Action(0, 0))
+    gate.leave(Action(0, 0))
+    gate.enter(Action(1, 0))
+    gate.enter(Action(0, 1))
+    (wait,) = waits_of(lambda: gate.await_position(1, 0, 3) and None, begun, lambda: gate.pass_position(0, 4), trace)
     assert (wait.device, wait.stage_index, wait.microbatch_index) == (0, 0, 2)
     assert wait.label == "the buffers of micro-batch 1"
-    turnstile.await_position(1, 0, 3)
+    gate.await_position(1, 0, 3)
     assert len(list(trace.spans(CLOCK))) == 1, "the second time nobody had to wait"
 
 
-def test_a_wait_for_the_glue_lock(begun: threading.Event) -> None:
+def test_a_wait_for_the_user_code_lock(begun: threading.Event) -> None:
     trace = make_trace()
-    turnstile = TracedTurnstile(trace, SCHEDULE, lambda device: None)
-    lock = TracedGlueLock(trace, (), lambda: False)
-    one, other = GlueState(1, 0), GlueState(2, 0)
+    gate = TracedGate(trace, SCHEDULE, lambda device: None)
+    lock = TracedUserCodeLock(trace, (), lambda: False)
+    one, other = UserCodeState(1, 0), UserCodeState(2, 0)
     lock.acquire(one)
-    turnstile.leave(Action(0, 0))
-    turnstile.leave(Action(0, 1))
-    turnstile.leave(Action(1, 0))
+    gate.leave(Action(0, 0))
+    gate.leave(Action(0, 1))
+    gate.leave(Action(1, 0))
 
     def waiting() -> None:
         with entered(other):
-            turnstile.enter(Action(1, 1))
+            gate.enter(Action(1, 1))
             lock.acquire(other)
             lock.release(other)
 
     (wait,) = waits_of(waiting, begun, lambda: lock.release(one), trace)
     assert (wait.device, wait.stage_index, wait.microbatch_index) == (1, 1, 2)
-    assert wait.label == "the glue lock"
+    assert wait.label == "the user-code lock"
     lock.close([one, other], keep_writes=False)
 
 
@@ -348,6 +344,6 @@ def test_waits_of_a_step_are_on_its_timeline(begun: threading.Event) -> None:
     result = run(engine, model)
     waits = of_kind(result, "wait")
     assert waits
-    assert {span.label for span in waits} <= {"its turn on the device", "the glue lock"}
+    assert {span.label for span in waits} <= {"its turn on the device", "the user-code lock"}
     assert {span.device for span in waits} == {0}
     assert {span.stage_index for span in waits} <= set(range(7))

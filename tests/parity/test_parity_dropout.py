@@ -39,7 +39,7 @@ class Block(nn.Module):
         return x + F.dropout1d(self.outer(hidden)[:, :, None], 0.2)[:, :, 0] * (torch.rand(()) + 0.5)
 
 
-class DropoutInUnitsAndGlue(L.LightningModule):
+class DropoutInAndOutsideUnits(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(4, WIDTH)
@@ -76,7 +76,7 @@ class DropoutTransformer(L.LightningModule):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
 
-MODELS = [(DropoutInUnitsAndGlue, vectors), (DropoutTransformer, tokens)]
+MODELS = [(DropoutInAndOutsideUnits, vectors), (DropoutTransformer, tokens)]
 with_models = pytest.mark.parametrize(
     ("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS]
 )

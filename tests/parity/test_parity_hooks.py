@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 WIDTH = 6
 
@@ -186,7 +186,7 @@ class Checkpointing(Chain):
 
 
 class CheckpointedPairs(Chain):
-    """Two units and glue between them under one checkpoint."""
+    """Two units and user code between them under one checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 VOCAB = 40
 IGNORED = -100

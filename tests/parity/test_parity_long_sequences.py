@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.usercode import loose_parameters as glue_parameters
-from lightning_roundpipe.usercode.loose_parameters import GlueParameters
+from lightning_roundpipe.usercode import loose_parameters as loose_parameters
+from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 6
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -88,16 +88,16 @@ def maker(loss: Loss, tied: bool) -> Callable[[], LanguageModel]:
 
 @pytest.fixture
 def uses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Uses of parameters in glue on devices with copies of their own: whether a copy was used."""
+    """Uses of parameters in user code on devices with copies of their own: whether a copy was used."""
     seen: list[bool] = []
-    use = GlueParameters.use
+    use = LooseParameters.use
 
     def noting(*args: Any, **kwargs: Any) -> Tensor | None:
         used = use(*args, **kwargs)
         seen.append(used is not None)
         return used
 
-    monkeypatch.setattr(GlueParameters, "use", noting)
+    monkeypatch.setattr(LooseParameters, "use", noting)
     return seen
 
 
@@ -113,7 +113,7 @@ def test_weight_of_the_head_in_the_loss(
 ) -> None:
     if loss is fused and not hasattr(nn, "LinearCrossEntropyOptions"):
         pytest.skip("this torch has no linear_cross_entropy in pieces")
-    monkeypatch.setattr(glue_parameters, "LARGE_BYTES", 0)  # gradients are added up on the device
+    monkeypatch.setattr(loose_parameters, "LARGE_BYTES", 0)  # gradients are added up on the device
     outcome = assert_parity(maker(loss, tied), batches, **pipeline)
     assert set(outcome.num_calls) == {1 + 4 + 1}  # the head is no unit
     if uses:

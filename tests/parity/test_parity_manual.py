@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 WIDTH = 6
 LATENT = 4
@@ -202,7 +202,7 @@ class Accumulated(Gan):
 
 
 class Attributes(Gan):
-    """State on ``self`` from one segment to the next, parameters that glue uses, hooks that write attributes."""
+    """State on ``self`` from one segment to the next, parameters that user code uses, hooks that write attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def test_one_microbatch_is_exact(module: type[Gan]) -> None:
     assert_same_outcome(ours, plain, exact=True)
 
 
-@pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last meeting"])
+@pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last barrier"])
 @pytest.mark.ways("aliases")
 def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
     """Each micro-batch would change them; that functions of torch imported by name are meant shows in the message."""
@@ -433,7 +433,7 @@ def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
                 weight.grad = 0.5 * weight.grad
                 self.manual_backward(loss)
             critic.step()
-            if where == "after the last meeting":
+            if where == "after the last barrier":
                 self.D[1].inner.bias.grad.zero_()
 
     message = r"the gradient \(.grad\) of 'D.*made 3 times: clip with self.clip_gradients\(...\), or call torch.nn"

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 VOCAB = 40
 IGNORED = -100

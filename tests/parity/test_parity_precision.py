@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.integration.precision import expected_scale
-from tests.compatibility.rows import compat_each
+from lightning_roundpipe.integration.loss import expected_scale
+from tests.support.rows import compat_each
 
 WIDTH = 8
 VOCAB = 24

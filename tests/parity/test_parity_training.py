@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.compatibility.rows import compat
+from tests.support.rows import compat
 
 WIDTH = 6
 
@@ -102,7 +102,7 @@ def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, 
 
 
 class ScaledGradient(Chain):
-    """A hook that halves a gradient acts once per backward, on a tied weight and on one used in glue as well."""
+    """A hook that halves a gradient acts once per backward, on a tied weight and on one used in user code as well."""
 
     def __init__(self) -> None:
         super().__init__()

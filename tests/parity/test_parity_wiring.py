@@ -1,4 +1,4 @@
-"""How values travel between units: skips, sharing, containers, attributes, in-place operations, glue parameters."""
+"""How values travel between units: skips, sharing, containers, attributes, in-place operations, loose parameters."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class FunctionalUseOfAWeight(TiedWeights):
         return F.linear(x, self.embedding.weight)
 
 
-class WeightUsedInGlueAndInUnits(TiedWeights):
+class WeightUsedInAndOutsideUnits(TiedWeights):
     """The weight of a block enters the loss by itself as well (a penalty)."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -206,7 +206,7 @@ class Recurrent(L.LightningModule):
 
 
 class RecurrentInALoop(Regression):
-    """A recurrent layer that is called for every time step, with its state; a list that glue sets on a unit."""
+    """A recurrent layer that is called for every time step, with its state; a list that user code sets on a unit."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -380,7 +380,7 @@ class Containers(Regression):
 
 
 class StateOnSelf(Chain):
-    """Glue keeps the batch and a hidden state on the module and reads them in other methods."""
+    """User code keeps the batch and a hidden state on the module and reads them in other methods."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = self.stem(x)
@@ -406,7 +406,7 @@ class ConditionedBlock(Block):
 
 
 class ConditionOnTheBlock(Regression):
-    """Glue sets an attribute on a block, which reads it; the block sets one, which glue reads; both with gradients."""
+    """User code sets an attribute on a block, which reads it, and the other way round; both with gradients."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -477,7 +477,7 @@ class ReadThenOverwritten(Regression):
         return self.head(x + total)
 
 
-class GlueChangesOutputs(Regression):
+class UserCodeChangesOutputs(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.randn(WIDTH))
@@ -535,7 +535,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (Siamese, vectors),
     (TiedWeights, tokens),
     (FunctionalUseOfAWeight, tokens),
-    (WeightUsedInGlueAndInUnits, tokens),
+    (WeightUsedInAndOutsideUnits, tokens),
     (RawParameters, vectors),
     (Recurrent, sequences),
     (RecurrentInALoop, sequences),
@@ -551,7 +551,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (ConditionOnTheBlock, vectors),
     (UnitsChangeTheirInputs, vectors),
     (ReadThenOverwritten, vectors),
-    (GlueChangesOutputs, vectors),
+    (UserCodeChangesOutputs, vectors),
     (ViewsAndExpansions, vectors),
     (NestedContainers, vectors),
 ]

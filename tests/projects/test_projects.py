@@ -29,11 +29,11 @@ import yaml
 from torch import Tensor
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.compatibility.rows import compat
 from tests.projects.gan import main as gan
 from tests.projects.gan.data import Drawings
 from tests.projects.summarisation import main as summarisation
 from tests.projects.summarisation.data import DocstringData
+from tests.support.rows import compat
 
 FOLDER = Path(__file__).parent
 ROOM = 8.0

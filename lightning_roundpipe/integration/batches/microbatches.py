@@ -1,6 +1,6 @@
 """Split a batch into micro-batches, and merge what the micro-batches give back.
 
-Which parts of a batch are cut, and where, is decided in :mod:`.microbatch_reading`; here they are cut.
+Which parts of a batch are cut, and where, is decided in :mod:`reading`; here they are cut.
 """
 
 from __future__ import annotations

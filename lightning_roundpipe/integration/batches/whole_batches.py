@@ -6,8 +6,8 @@ Most of what couples the samples of a batch cannot be noticed: a loss that ranks
 - **batch norms** in training mode, which take their statistics from each micro-batch,
 - **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label,
 - **padding masks of** ``nn.TransformerEncoder`` in evaluation, on devices with memory of their own. There torch packs
-  the sequences into a nested tensor, unless something watches its functions, as the function mode of glue does; and
-  nested tensors could not travel.
+  the sequences into a nested tensor, unless something watches its functions, as the function mode of user code does;
+  and nested tensors could not travel.
 """
 
 from __future__ import annotations

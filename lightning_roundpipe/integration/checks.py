@@ -1,0 +1,235 @@
+"""What one process with steps on several threads cannot honour, and models whose weights cannot travel: refused before
+a run.
+
+
+[Note: weights that cannot travel]
+A unit computes with copies of its parameters, and what a copy has is the values in the memory of the parameter: no
+class, no attributes. So these are refused, before anything is trained:
+
+- parameters with a class and a state of their own. bitsandbytes keeps the scales of ``Params4bit`` and ``Int8Params``
+  in attributes, and lets ``to()`` quantize.
+- parameters whose values are elsewhere: tensor classes that wrap other tensors (torchao, quanto, ``DTensor``), sparse
+  layouts. Where devices use the memory of the host nothing is copied, and wrapped tensors work.
+- modules that keep the scales of an integer weight in an attribute that is neither a parameter nor a buffer (HQQ). The
+  same holds there.
+- modules with hooks of ``accelerate`` (``device_map=``), which put weights on devices of their own choice.
+- modules that assign to their own weights in ``forward``: the assignment would reach a copy.
+
+Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) travel like any others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    LayerSync,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..weights.pending import PendingParameter
+from ..weights.units import UnitClasses, check_chosen
+
+_OTHER_STRATEGIES = {
+    DeepSpeedPrecision: "DeepSpeedStrategy",
+    FSDPPrecision: "FSDPStrategy",
+    XLAPrecision: "XLAStrategy",
+}
+_NOT_FOLLOWED = {
+    BitsandbytesPrecision: "quantizes weights when they are moved to a GPU, and here they stay on the host",
+    TransformerEnginePrecision: "keeps scales outside parameters and buffers, which device copies would not share",
+}
+
+
+def check_only_process(environment: ClusterEnvironment | None) -> None:
+    """Every process would train the whole model on all devices, and write the same files.
+
+    Raises:
+        MisconfigurationException: if a launcher has started others beside this one.
+    """
+    rank, world_size = _place(environment)
+    if world_size > 1 or rank > 0:
+        size = f" of {world_size}" if world_size > 1 else ""
+        raise MisconfigurationException(
+            f"strategy='roundpipe' is one process that uses all devices, but this is process {rank}{size}, started by "
+            f"a launcher ({type(environment).__name__}). Start the script once: 'python train.py' in place of "
+            "torchrun or mpirun, '--ntasks-per-node=1' under SLURM, and Trainer(devices=...) for the number of "
+            "devices. If no launcher was used, unset WORLD_SIZE, RANK and LOCAL_RANK."
+        )
+
+
+def _place(environment: ClusterEnvironment | None) -> tuple[int, int]:
+    """(rank, number of processes), as far as anything tells; (0, 1) without a launcher."""
+    rank = max(_number("RANK"), _number("LOCAL_RANK"))
+    world_size = _number("WORLD_SIZE")
+    if environment is not None:
+        try:
+            rank = max(rank, environment.global_rank(), environment.local_rank())
+            world_size = max(world_size, environment.world_size())
+        except (KeyError, ValueError):  # variables of the launcher are missing: it has not started this process
+            pass
+    return rank, max(world_size, 1)
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
+
+
+def check_precision(plugin: Precision) -> None:
+    """Raises:
+    MisconfigurationException: for plugins that need another strategy, or weights that live on a device.
+    """
+    name = type(plugin).__name__
+    for kind, strategy in _OTHER_STRATEGIES.items():
+        if isinstance(plugin, kind):
+            raise MisconfigurationException(
+                f"{name} works with {strategy} only: with strategy='roundpipe' set Trainer(precision="
+                f"{plugin.precision!r}) and leave the plugin out"
+            )
+    for kind, why in _NOT_FOLLOWED.items():
+        if isinstance(plugin, kind):
+            raise MisconfigurationException(
+                f"{name} cannot be used with strategy='roundpipe': it {why}. Use precision='bf16-mixed' or "
+                "'bf16-true', or another strategy"
+            )
+
+
+def note_layer_sync(layer_sync: LayerSync | None) -> None:
+    """Warns that there is nobody to synchronize layers with."""
+    if layer_sync is not None:
+        rank_zero_warn(
+            f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}, has no effect with "
+            "strategy='roundpipe': there is one process. Batch norm takes its statistics from each micro-batch; with "
+            "num_microbatches=1 from the whole batch."
+        )
+
+
+def check_modes() -> None:
+    """Modes of torch are a matter of one thread: micro-batches would go around them.
+
+    Raises:
+        MisconfigurationException: for modes that see or change operators, and for hooks on what autograd saves. The
+            default device is no such mode: tensors of a step are made on the host in any case.
+    """
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*functions, *_get_current_dispatch_mode_stack()]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        names.append("saved_tensors_hooks")
+    if names:
+        raise MisconfigurationException(
+            f"steps would run inside {names[-1]}, which holds for the calling thread alone, and strategy='roundpipe' "
+            "runs them on several: it would see nothing of them. Enter it in the modules whose operators it is for, or "
+            "run without it"
+        )
+
+
+_REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
+# What a parameter class overrides if moving it is more than copying its values.
+_MOVES = ("to", "cpu", "cuda", "__torch_function__")
+# Class of PEFT -> what it does.
+_WRITES_WEIGHTS = {"CPTEmbedding": "CPT projects the trained prompt in its forward"}
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies: bool) -> None:
+    """Refuses what cannot be trained correctly; see [Note: weights that cannot travel].
+
+    Args:
+        units: classes of modules that the user has chosen.
+        has_copies: whether devices have memory of their own.
+
+    Raises:
+        MisconfigurationException: for the first parameter or module that is not supported, with its name.
+        ValueError: for a class of ``units`` that does not occur in ``root``.
+    """
+    check_chosen(root, units)
+    for name, module in root.named_modules():
+        _check_module(name, module, has_copies)
+    for name, parameter in root.named_parameters():
+        reason = _why_not(parameter, has_copies)
+        if reason:
+            raise MisconfigurationException(
+                f"strategy='roundpipe' cannot copy parameter {name!r} to a device: {reason}. Remedy: {_REMEDY}"
+            )
+
+
+def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
+    kind = type(module).__name__
+    if hasattr(module, "_hf_hook"):
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) has hooks of accelerate, which move its weights by themselves: "
+            "strategy='roundpipe' keeps all weights on the host. Load the model without device_map"
+        )
+    if kind in _WRITES_WEIGHTS:
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) assigns to its own weights while it runs ({_WRITES_WEIGHTS[kind]}), and "
+            "strategy='roundpipe' runs it on copies: train it with strategy='auto'"
+        )
+    frozen = [key for key, p in module._parameters.items() if p is not None and _is_integer(p)]
+    beside = [key for key, value in _own_attributes(module) if _holds_tensors(value)]
+    if has_copies and frozen and beside:
+        raise MisconfigurationException(
+            f"module {name!r} ({kind}) has the quantized weight {frozen[0]!r}, and keeps tensors that belong to it in "
+            f"its attribute {beside[0]!r}, which is neither a parameter nor a buffer and does not travel to a device "
+            f"with strategy='roundpipe'. Remedy: {_REMEDY}"
+        )
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
+
+
+def _why_not(parameter: nn.Parameter, has_copies: bool) -> str:
+    """Why copies of ``parameter`` would not do; empty if they would."""
+    kind = type(parameter)
+    named = f"it is a {kind.__module__}.{kind.__qualname__}"
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        return (
+            f"it has the layout {parameter.layout} and the dtype {parameter.dtype}, and only dense tensors are copied"
+        )
+    if has_copies and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{named}, which keeps its values in other tensors"
+    if issubclass(kind, nn.Parameter) and kind not in (nn.Parameter, PendingParameter):
+        state = [key for key in vars(parameter) if not key.startswith("_")]
+        own = [key for key in _MOVES if getattr(kind, key) != getattr(nn.Parameter, key)]
+        if state or own:
+            return f"{named}, and copies would lack its own {' and '.join(map(repr, (state or own)[:3]))}"
+    if _is_integer(parameter):
+        state = [key for key, value in vars(parameter).items() if _holds_tensors(value)]
+        if state:
+            return f"its attribute {state[0]!r} holds tensors, which its copies would lack"
+    return ""
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or a container or plain object with one in it."""
+    if isinstance(value, (Tensor, nn.Module)):
+        return isinstance(value, Tensor)
+    if isinstance(value, Mapping):
+        inside: Any = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside = value
+    else:
+        inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return any(isinstance(item, Tensor) for item in inside)

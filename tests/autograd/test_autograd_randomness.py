@@ -1,0 +1,143 @@
+"""Units that draw: the recomputation sees the numbers of the forward, wherever they come from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.autograd.recompute import GradientCutError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+WIDTH = 4
+GENERATOR = torch.Generator().manual_seed(5)
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "rand": lambda x: x * torch.rand(WIDTH),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randint": lambda x: x * torch.randint(1, 5, (WIDTH,)),
+    "randperm": lambda x: x[:, torch.randperm(WIDTH)],
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "own generator": lambda x: x * torch.rand(WIDTH, generator=GENERATOR),
+    "own generator by position": lambda x: x * torch.bernoulli(torch.full((WIDTH,), 0.5), generator=GENERATOR),
+    "python": lambda x: x * random.random(),
+    "numpy": lambda x: x * float(np.random.rand()),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.draw(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(draw) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
+
+
+def recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    last = len(costs.calls) - 1
+    stages = (
+        Stage(0, StageKind.FORWARD, 0, last),
+        Stage(1, StageKind.FUSED, last, last + 1),
+        Stage(2, StageKind.BACKWARD, 0, last),
+    )
+    return Partition(len(costs.calls), stages)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+def test_kept_and_recomputed_draw_the_same_numbers(draw: Callable[[Tensor], Tensor]) -> None:
+    model = Model(draw)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    found = {}
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    for planner, num_devices in ((kept, 1), (recomputed, 1), (recomputed, 2)):
+        engine = Engine(model, DevicePool([torch.device("cpu")] * num_devices), planner)
+        for seed in (1, 2):  # the first step records, the second one runs the plan
+            request = StepRequest(model, parts, [1 / 3] * 3, "train", seed, loss_of=lambda output: output)
+            result = engine.run(request)
+        found[planner, num_devices] = ([*result.outputs], [result.gradients[p] for p in model.parameters()])
+    wanted = found[kept, 1]
+    assert len({float(output) for output in wanted[0]}) == 3
+    for got in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(got[0], wanted[0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got[1], wanted[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    if draw in (DRAWS["python"], DRAWS["numpy"]):
+        # The recording looks at the unit once before it knows: that one draw is the user's own.
+        return
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+
+
+def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
+    engine = Engine(model, DevicePool([torch.device("cpu")]), recomputed)
+    parts = torch.randn(4, WIDTH, requires_grad=True).chunk(2)
+    engine.run(StepRequest(function, parts, [0.5, 0.5], "train", 0, loss_of=lambda output: output))
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_a_gradient_taken_through_a_unit_is_refused(allow_unused: bool) -> None:
+    model = Model(torch.tanh)
+
+    def penalty(x: Tensor) -> Tensor:
+        loss = model(x)
+        torch.autograd.grad(loss, x, create_graph=True, allow_unused=allow_unused)
+        return loss
+
+    with pytest.raises(GradientCutError, match=r"blocks\.2"):
+        run_once(penalty, model)
+
+
+def test_a_gradient_taken_within_user_code_is_fine() -> None:
+    model = Model(torch.tanh)
+
+    def penalty(x: Tensor) -> Tensor:
+        scale = torch.ones((), requires_grad=True)
+        (slope,) = torch.autograd.grad((3 * scale).square(), scale)
+        return model(x) * slope
+
+    run_once(penalty, model)
+
+
+class Collector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
+        collected.append(x)
+        return self.linear(x)
+
+
+def test_a_unit_that_fills_a_list_it_was_given_is_refused() -> None:
+    model = nn.ModuleDict({"a": Collector(), "b": Collector()})
+
+    def step(x: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        return model["b"](model["a"](x, collected), collected).mean()
+
+    with pytest.raises(RuntimeError, match="changes a list or dict that it was given"):
+        run_once(step, model)

@@ -1,0 +1,359 @@
+"""Checkpoints: saved, resumed, and exchanged with plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from tests.support.rows import compat, compat_each
+
+
+class SavesAt(L.Callback):
+    """Saves a checkpoint after a number of optimizer steps."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+class Resumable:
+    """A loader that remembers its place, as Lightning demands for resuming in the middle of an epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.batches = list(loader)
+        self.position = 0
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, self.loaded = self.loaded % len(self.batches), 0
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["position"]
+
+
+@pytest.fixture
+def resumable(make_loader: Any) -> Callable[[], Resumable]:
+    """Makes a loader of 20 rows in batches of 8 that remembers its place."""
+    return lambda: Resumable(make_loader())
+
+
+@pytest.fixture
+def weights() -> Any:
+    """Copies of a module's state and its first optimizer's."""
+
+    def take(module: Any, trainer: L.Trainer) -> dict[str, Any]:
+        return {"module": dict(module.state_dict()), "optimizer": trainer.optimizers[0].state_dict()}
+
+    return take
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("step", [2, 3, 4], ids=["mid-epoch", "epoch-end", "second-epoch"])
+def test_resumed_equals_uninterrupted(
+    small: Any,
+    make_trainer: Any,
+    resumable: Any,
+    weights: Any,
+    assert_alike: Any,
+    tmp_path: Path,
+    dropout: float,
+    step: int,
+) -> None:
+    """With dropout too, from the same seed, wherever the generator stands. Up to the order of sums: the first step of
+    a process runs its first micro-batch alone."""
+    path = tmp_path / "at.ckpt"
+    L.seed_everything(3, verbose=False)
+    module, trainer = small(dropout), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
+    trainer.fit(module, resumable())
+
+    L.seed_everything(3, verbose=False)
+    torch.rand(17)  # what else draws between start and resume must not matter
+    resumed, again = small(dropout), make_trainer(max_epochs=2)
+    again.fit(resumed, resumable(), ckpt_path=path)
+    assert again.global_step == trainer.global_step == 6
+    assert_alike(weights(resumed, again), weights(module, trainer), rtol=1e-5, atol=1e-7)
+
+
+def test_random_numbers_of_a_step_without_batch_idx(
+    small: Any, make_trainer: Any, resumable: Any, tmp_path: Path
+) -> None:
+    """``training_step(self, batch)`` is allowed: every step has its own numbers, and a resumed run has the same."""
+    path = tmp_path / "at.ckpt"
+    drawn: dict[int, set[float]] = {}
+
+    class Draws(small):
+        def training_step(self, batch: Any) -> Any:
+            drawn.setdefault(self.global_step, set()).add(float(torch.rand(())))
+            return self.loss(batch)
+
+    L.seed_everything(3, verbose=False)
+    make_trainer(max_epochs=2, callbacks=[SavesAt(2, path)]).fit(Draws(), resumable())
+    uninterrupted, drawn = drawn, {}
+    assert list(uninterrupted) == list(range(6))
+    assert len(set.union(*uninterrupted.values())) == 18, "6 steps of 3 micro-batches, and no number twice"
+    L.seed_everything(3, verbose=False)
+    make_trainer(max_epochs=2).fit(Draws(), resumable(), ckpt_path=path)
+    assert drawn == {step: numbers for step, numbers in uninterrupted.items() if step >= 2}
+
+
+def test_dropout_matters(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    """The test above can fail: another seed gives other weights."""
+    modules = []
+    for seed in (3, 4):
+        L.seed_everything(seed, verbose=False)
+        modules.append(small(0.4))
+        make_trainer().fit(modules[-1], make_loader())
+    assert not torch.equal(modules[0].head.weight, modules[1].head.weight)
+
+
+@pytest.mark.parametrize(("devices", "num_microbatches"), [(1, 3), (4, 3), (2, 1), (3, 8)])
+def test_resumed_with_other_devices_and_microbatches(
+    small: Any,
+    make_trainer: Any,
+    resumable: Any,
+    weights: Any,
+    assert_alike: Any,
+    tmp_path: Path,
+    devices: int,
+    num_microbatches: int,
+) -> None:
+    path = tmp_path / "at.ckpt"
+    module, trainer = small(), make_trainer(max_epochs=2, callbacks=[SavesAt(2, path)])
+    trainer.fit(module, resumable())
+    resumed = small()
+    other = make_trainer(max_epochs=2, devices=devices, num_microbatches=num_microbatches)
+    other.fit(resumed, resumable(), ckpt_path=path)
+    assert_alike(weights(resumed, other), weights(module, trainer))
+
+
+@compat(
+    "Library",
+    "seed_everything",
+    status="differs",
+    note="Dropout draws other numbers than in plain Lightning: the same for any number of devices, and when resumed.",
+)
+@pytest.mark.parametrize("devices", [1, 3, 4])
+def test_devices_do_not_change_random_training(small: Any, make_trainer: Any, make_loader: Any, devices: int) -> None:
+    """The same masks for every number of devices; the order of sums may change."""
+    modules = []
+    for count in (2, devices):
+        L.seed_everything(3, verbose=False)
+        modules.append(small(0.3))
+        make_trainer(devices=count, max_epochs=2).fit(modules[-1], make_loader())
+    for name, value in modules[0].state_dict().items():
+        torch.testing.assert_close(modules[1].state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+@compat("Trainer method", "save_checkpoint")
+@pytest.mark.parametrize("first", ["plain", "roundpipe"])
+def test_exchange_with_plain(
+    small: Any, make_trainer: Any, resumable: Any, weights: Any, assert_alike: Any, tmp_path: Path, first: str
+) -> None:
+    """Begun on one side, finished on the other, compared with a plain run that was never interrupted."""
+    second = "roundpipe" if first == "plain" else "plain"
+    path = tmp_path / "at.ckpt"
+    make_trainer(first, max_epochs=2, callbacks=[SavesAt(4, path)]).fit(small(), resumable())
+    finished = small()
+    trainer = make_trainer(second, max_epochs=2)
+    trainer.fit(finished, resumable(), ckpt_path=path)
+
+    reference, uninterrupted = small(), make_trainer("plain", max_epochs=2)
+    uninterrupted.fit(reference, resumable())
+    assert_alike(weights(finished, trainer), weights(reference, uninterrupted))
+
+
+@compat("LightningModule method", "load_from_checkpoint")
+def test_checkpoint_files_have_plain_keys(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+    files = {}
+    for kind in ("plain", "roundpipe"):
+        trainer = make_trainer(kind)
+        trainer.fit(small(), make_loader())
+        trainer.save_checkpoint(tmp_path / f"{kind}.ckpt")
+        files[kind] = torch.load(tmp_path / f"{kind}.ckpt", weights_only=True)
+    assert files["roundpipe"].keys() == files["plain"].keys()
+    assert list(files["roundpipe"]["state_dict"]) == list(files["plain"]["state_dict"]) == list(small().state_dict())
+    assert all(value.device.type == "cpu" for value in files["roundpipe"]["state_dict"].values())
+    loaded = small.load_from_checkpoint(tmp_path / "roundpipe.ckpt")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, files["roundpipe"]["state_dict"][name])
+
+
+@compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
+def test_checkpoint_hooks_of_the_module(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+    class Hooks(small):
+        note = "unset"
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["note"] = "saved"
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.note = checkpoint["note"]
+
+    trainer = make_trainer()
+    trainer.fit(Hooks(), make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Hooks()
+    make_trainer(max_epochs=2).fit(module, make_loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert module.note == "saved"
+
+
+@compat("Callback", "ModelCheckpoint")
+@compat("Trainer argument", "enable_checkpointing")
+def test_model_checkpoint_keeps_what_plain_keeps(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
+) -> None:
+    class Logs(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch))
+
+    found = {}
+    for kind in ("plain", "roundpipe"):
+        folder = tmp_path / kind
+        best = ModelCheckpoint(folder, "best-{epoch}", monitor="val", save_top_k=2, save_last=True)
+        steps = ModelCheckpoint(folder, "step-{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = make_trainer(kind, max_epochs=3, enable_checkpointing=True, callbacks=[best, steps])
+        trainer.fit(Logs(), make_loader(), make_loader(10, 4))
+        names = sorted(path.name for path in folder.iterdir())
+        found[kind] = (names, Path(best.best_model_path).name, float(best.best_model_score))
+        again = make_trainer(kind).validate(Logs(), make_loader(10, 4), ckpt_path=best.best_model_path, verbose=False)
+        assert again[0]["val"] == pytest.approx(float(best.best_model_score), rel=1e-5)
+    assert len(found["plain"][0]) == 7
+    assert found["roundpipe"][:2] == found["plain"][:2]
+    assert found["roundpipe"][2] == pytest.approx(found["plain"][2], rel=1e-4)
+
+
+@compat("Callback", "EarlyStopping")
+def test_early_stopping_stops_where_plain_stops(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Worsens(small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch) + 10.0 * max(0, self.current_epoch - 2))
+
+    epochs = []
+    for kind in ("plain", "roundpipe"):
+        trainer = make_trainer(kind, max_epochs=10, callbacks=[EarlyStopping("val", patience=1)])
+        trainer.fit(Worsens(), make_loader(), make_loader(10, 4))
+        epochs.append((trainer.current_epoch, trainer.global_step))
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] < 10
+
+
+def test_stopping_from_inside_a_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+    class Stops(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                self.trainer.should_stop = True
+            return self.loss(batch)
+
+    plain, ours = fit_both(Stops, max_epochs=5)
+    assert plain.trainer.global_step == 2
+    assert_same_training(plain, ours)
+
+
+@compat("Callback", "StochasticWeightAveraging")
+def test_weight_averaging_callback(small: Any, fit_both: Any, make_loader: Any, assert_alike: Any) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    runs = fit_both(small, max_epochs=4, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=2)])
+    plain, ours = (dict(run.module.state_dict()) for run in runs)
+    assert_alike(ours, plain)
+
+
+class Remembers(L.Callback):
+    """A callback with a state, and a look at what it is given when that is restored."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 5}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen.append(state_dict)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Any) -> None:
+        self.seen.append(sorted(checkpoint["state_dict"]) == sorted(pl_module.state_dict()))
+
+
+@pytest.fixture
+def checkpoint_path(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Path:
+    """A checkpoint of a run with a callback that has a state."""
+    trainer = make_trainer("plain", callbacks=[Remembers()])
+    trainer.fit(small(), make_loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    return tmp_path / "trained.ckpt"
+
+
+RUNS: dict[str, Callable[..., Any]] = {
+    "fit": lambda trainer, *args, **kwargs: trainer.fit(*args, **kwargs),
+    "validate": lambda trainer, *args, **kwargs: trainer.validate(*args, verbose=False, **kwargs),
+    "test": lambda trainer, *args, **kwargs: trainer.test(*args, verbose=False, **kwargs),
+    "predict": lambda trainer, *args, **kwargs: trainer.predict(*args, **kwargs),
+}
+
+
+@pytest.mark.parametrize("is_connected", [False, True], ids=["by the trainer", "by hand first"])
+@pytest.mark.parametrize("run", RUNS)
+def test_callbacks_are_restored_in_every_run(
+    small: Any,
+    make_trainer: Any,
+    make_loader: Any,
+    assert_alike: Any,
+    checkpoint_path: Path,
+    run: str,
+    is_connected: bool,
+) -> None:
+    """Also where a module was connected, and restored, before it has a trainer: experiment managers do that."""
+
+    class Evaluates(small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.loss(batch))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    seen, results, states = [], [], []
+    for kind in ("plain", "roundpipe"):
+        module, callback = Evaluates(), Remembers()
+        trainer = make_trainer(kind, callbacks=[callback], max_epochs=2, profiler="simple")
+        if is_connected:
+            trainer.strategy.connect(module)
+            trainer.state.fn = TrainerFn(run)
+            connector = trainer._checkpoint_connector
+            connector.resume_start(checkpoint_path)
+            connector.restore_model()
+            connector.restore_callbacks()
+            connector.resume_end()
+        results.append(RUNS[run](trainer, module, make_loader(), ckpt_path=checkpoint_path))
+        seen.append(callback.seen)
+        states.append(dict(module.state_dict()))
+    assert {"number": 5} in seen[0] or run != "fit"
+    assert seen[1] == seen[0]
+    assert_alike(results[1], results[0])
+    assert_alike(states[1], states[0])

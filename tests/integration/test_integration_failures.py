@@ -1,0 +1,420 @@
+"""Exceptions and interrupts: they arrive as they were raised, everything ends, and the next run is a fresh one."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe.engine.gate import Gate
+from tests.support.rows import compat
+
+ROWS, BATCH, MICROBATCHES = 15, 5, 5
+MARK = 100.0
+
+
+class Injected(Exception):
+    """What the tests raise."""
+
+
+class Trap:
+    """Where to raise, and what. Armed by a mark in the first column of one row of the data."""
+
+    def __init__(self, place: str = "nowhere", action: Callable[[], Any] | None = None) -> None:
+        self.place = place
+        self.action = action
+
+    def spring(self, place: str, x: Tensor) -> None:
+        if place == self.place and bool((x.detach()[:, 0] == MARK).any()):
+            if self.action is not None:
+                self.action()
+            else:
+                raise Injected(f"in {place}")
+
+
+class Tripped(torch.autograd.Function):
+    """Identity whose backward may raise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.trap.spring("unit backward", ctx.saved_tensors[0])
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """A block that hands the first column on, so that the mark is seen everywhere."""
+
+    def __init__(self, trap: Trap) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.trap = [trap]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trap[0].spring("unit forward", x)
+        x = Tripped.apply(x, self.trap[0])
+        return torch.cat([x[:, :1], torch.tanh(self.linear(x[:, 1:]))], 1)
+
+
+class Trapped(L.LightningModule):
+    """Three layers that may raise, and user code that may."""
+
+    def __init__(self, trap: Trap) -> None:
+        super().__init__()
+        self.trap = trap
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.layers = nn.Sequential(*(Layer(trap) for _ in range(3)))
+            self.head = nn.Linear(4, 2)
+
+    def user_code(self, x: Tensor) -> Tensor:
+        self.trap.spring("user code before", x)
+        x = self.layers(x)
+        self.trap.spring("user code after", x)
+        return self.head(x[:, 1:])
+
+    def user_loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self.user_code(x)
+        self.trap.spring("loss", x)
+        return F.cross_entropy(logits, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.user_loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.trap.spring("validation", batch[0])
+        self.log("val", self.user_loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        self.trap.spring("configure", torch.full((1, 1), MARK))
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader(*marked: int) -> DataLoader[Any]:
+    """15 rows in batches of 5, which make micro-batches of one row; ``marked`` rows spring the trap."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 5, generator=generator)
+    x[list(marked), 0] = MARK
+    return DataLoader(TensorDataset(x, torch.randint(2, (ROWS,), generator=generator)), batch_size=BATCH)
+
+
+def assert_clean(module: Any) -> None:
+    """Nothing of a step is left on the module or in the process."""
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe")]
+    assert all("forward" not in child.__dict__ for child in module.modules())
+    assert "log" not in module.__dict__
+    assert type(module).__setattr__.__module__ == "torch.nn.modules.module"
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture(scope="module")
+def fresh_weights() -> dict[str, dict[str, Tensor]]:
+    """Filled by the first test that needs it: the weights of a plain run that nothing has disturbed."""
+    return {}
+
+
+@pytest.fixture
+def assert_next_fit_is_fresh(make_trainer: Any, fresh_weights: dict[str, dict[str, Tensor]]) -> Callable[[Any], None]:
+    """A later fit, of the module that failed and of a new one, equals plain Lightning's."""
+
+    def check(failed: Any) -> None:
+        assert_clean(failed)
+        failed.trap.place = "nowhere"
+        if not fresh_weights:
+            reference = Trapped(Trap())
+            make_trainer("plain").fit(reference, loader())
+            fresh_weights["module"] = reference.state_dict()
+        again, new = Trapped(Trap()), Trapped(Trap())
+        again.load_state_dict(failed.state_dict())
+        make_trainer("plain").fit(again, loader())
+        for module, expected in ((failed, again.state_dict()), (new, fresh_weights["module"])):
+            make_trainer(num_microbatches=MICROBATCHES).fit(module, loader())
+            for name, value in expected.items():
+                torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+        assert_clean(failed)
+
+    return check
+
+
+PLACES = {
+    "user code before": "user_code",
+    "unit forward": "forward",
+    "user code after": "user_code",
+    "loss": "user_loss",
+    "unit backward": "backward",
+}
+
+
+@pytest.mark.parametrize("microbatch", [0, 2, 4], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("step", [0, 1], ids=["first-step", "second-step"])
+@pytest.mark.parametrize("place", PLACES)
+def test_exceptions_in_training(
+    make_trainer: Any, assert_next_fit_is_fresh: Any, place: str, step: int, microbatch: int
+) -> None:
+    data = loader(step * BATCH + microbatch)
+    plain, ours = Trapped(Trap(place)), Trapped(Trap(place))
+    with pytest.raises(Injected):
+        make_trainer("plain").fit(plain, data)
+    trainer = make_trainer("roundpipe", num_microbatches=MICROBATCHES)
+    with pytest.raises(Injected) as caught:
+        trainer.fit(ours, data)
+    assert type(caught.value) is Injected
+    assert str(caught.value) == f"in {place}"
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert PLACES[place] in frames
+    assert frames[-1] == "spring"
+    assert trainer.interrupted
+    assert trainer.global_step == step
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    assert_next_fit_is_fresh(ours)
+
+
+@pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
+def test_exceptions_with_real_copies(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+    module = Trapped(Trap(place))
+    trainer = make_trainer(num_microbatches=MICROBATCHES, devices=3, options={"virtual_copies": True})
+    with pytest.raises(Injected, match=f"in {place}"):
+        trainer.fit(module, loader(7))
+    assert_next_fit_is_fresh(module)
+
+
+@pytest.mark.parametrize("place", ["unit forward", "unit backward", "user code after"])
+def test_every_microbatch_raises(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+    module = Trapped(Trap(place))
+    with pytest.raises(Injected, match=f"in {place}"):
+        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader(*range(5, 10)))
+    assert_next_fit_is_fresh(module)
+
+
+@pytest.mark.parametrize("place", ["validation", "unit forward"])
+@pytest.mark.parametrize(("entry", "microbatch"), [("fit", 0), ("fit", 4), ("validate", 2)])
+def test_exceptions_in_validation(
+    make_trainer: Any, assert_next_fit_is_fresh: Any, entry: str, microbatch: int, place: str
+) -> None:
+    module = Trapped(Trap(place))
+    trainer = make_trainer(num_microbatches=MICROBATCHES)
+    marked = loader(BATCH + microbatch)
+    with pytest.raises(Injected, match=f"in {place}") as caught:
+        trainer.fit(module, loader(), marked) if entry == "fit" else trainer.validate(module, marked)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "validation_step" in names
+    assert_next_fit_is_fresh(module)
+
+
+def test_exceptions_in_configure_optimizers(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+    module = Trapped(Trap("configure"))
+    with pytest.raises(Injected, match="in configure"):
+        make_trainer().fit(module, loader())
+    assert_next_fit_is_fresh(module)
+
+
+HOOKS = ("configure_model", "on_fit_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
+         "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end")  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_exceptions_in_hooks(make_trainer: Any, assert_next_fit_is_fresh: Any, hook: str) -> None:
+    def fail(*args: Any) -> None:
+        if module.trap.place == "hook":
+            raise Injected(hook)
+
+    module = Trapped(Trap("hook"))
+    setattr(module, hook, fail)
+    with pytest.raises(Injected, match=hook):
+        make_trainer().fit(module, loader())
+    assert_next_fit_is_fresh(module)
+
+
+@compat("Callback hook", "on_exception")
+def test_cause_and_callback(make_trainer: Any) -> None:
+    """The exception object itself arrives, its cause with it, and ``on_exception`` sees it once."""
+
+    def action() -> None:
+        try:
+            raise ZeroDivisionError("below")
+        except ZeroDivisionError as error:
+            raise Injected("above") from error
+
+    class Listens(L.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            heard.append(exception)
+
+    heard: list[BaseException] = []
+    with pytest.raises(Injected, match="above") as caught:
+        make_trainer(num_microbatches=MICROBATCHES, callbacks=[Listens()]).fit(
+            Trapped(Trap("unit forward", action)), loader(7)
+        )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert heard == [caught.value]
+
+
+def test_same_trainer_after_an_exception(make_trainer: Any) -> None:
+    modules = []
+    for kind in ("roundpipe", "plain"):
+        trainer = make_trainer(kind, **({"num_microbatches": MICROBATCHES} if kind == "roundpipe" else {}))
+        with pytest.raises(Injected):
+            trainer.fit(Trapped(Trap("unit forward")), loader(2))
+        module = Trapped(Trap())
+        trainer.fit(module, loader())
+        modules.append((module, trainer.global_step))
+    assert modules[0][1] == modules[1][1]
+    for name, value in modules[1][0].state_dict().items():
+        torch.testing.assert_close(modules[0][0].state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_stop_iteration_ends_the_epoch_as_in_plain(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+    def action() -> None:
+        raise StopIteration
+
+    found = []
+    for kind in ("plain", "roundpipe"):
+        module = Trapped(Trap("user code before", action))
+        trainer = make_trainer(kind, max_epochs=2, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
+        trainer.fit(module, loader(7))
+        found.append((trainer.global_step, trainer.current_epoch, module.state_dict()))
+    assert found[0][:2] == found[1][:2] == (2, 2)
+    for name, value in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], value, rtol=1e-4, atol=1e-6)
+    assert_next_fit_is_fresh(module)
+
+
+@pytest.mark.parametrize("place", ["unit forward", "loss", "unit backward", "validation"])
+def test_system_exit(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+    def action() -> None:
+        raise SystemExit(7)
+
+    for kind in ("plain", "roundpipe"):
+        module = Trapped(Trap(place, action))
+        trainer = make_trainer(kind, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
+        with pytest.raises(SystemExit) as caught:
+            trainer.fit(module, loader(7), loader(7))
+        assert caught.value.code == 7
+    assert_next_fit_is_fresh(module)
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Lightning ignores further SIGINTs after the first."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+INTERRUPTS: dict[str, Callable[[], None]] = {
+    "interrupt_main": _thread.interrupt_main,
+    "pthread_kill": lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT),
+    "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
+}
+
+
+@pytest.mark.usefixtures("restored_signals")
+@pytest.mark.parametrize("how", INTERRUPTS)
+@pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
+@pytest.mark.parametrize("row", [0, 7], ids=["first-microbatch", "planned"])
+def test_ctrl_c_while_a_step_runs(
+    make_trainer: Any,
+    assert_next_fit_is_fresh: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    place: str,
+    row: int,
+) -> None:
+    noticed = threading.Event()
+    abort = Gate.abort
+
+    def noticing(self: Gate) -> None:
+        abort(self)
+        noticed.set()
+
+    monkeypatch.setattr(Gate, "abort", noticing)
+
+    def action() -> None:
+        if noticed.is_set():  # a thread that should have ended must not interrupt the tests after this one
+            return
+        INTERRUPTS[how]()
+        # The step goes on until the main thread has seen the interrupt: it cannot end before.
+        assert noticed.wait(30), "the main thread did not notice the interrupt"
+
+    heard: list[BaseException] = []
+
+    class Listens(L.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            heard.append(exception)
+
+    module = Trapped(Trap(place, action))
+    trainer = make_trainer(num_microbatches=MICROBATCHES, callbacks=[Listens()])
+    # Lightning turns Ctrl-C into an orderly exit of the process.
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(module, loader(row))
+    assert caught.value.code == 1
+    assert [type(exception) for exception in heard] == [KeyboardInterrupt]
+    assert trainer.interrupted
+    assert_next_fit_is_fresh(module)
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_keyboard_interrupt_raised_by_user_code(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+    def action() -> None:
+        raise KeyboardInterrupt
+
+    for kind in ("plain", "roundpipe"):
+        module = Trapped(Trap("unit forward", action))
+        with pytest.raises(SystemExit) as caught:
+            make_trainer(kind).fit(module, loader(7))
+        assert caught.value.code == 1
+    assert_next_fit_is_fresh(module)
+
+
+@compat("Trainer argument", "detect_anomaly")
+def test_anomaly_detection_names_the_operator(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+    class NotANumber(Trapped):
+        def user_loss(self, batch: Any) -> Tensor:
+            loss = super().user_loss(batch)
+            return torch.sqrt(loss * 0 - 1) if self.trap.place == "loss" and batch[0][0, 0] == MARK else loss
+
+    trap = Trap("loss", lambda: None)
+    for kind in ("plain", "roundpipe"):
+        module = NotANumber(trap)
+        trainer = make_trainer(kind, detect_anomaly=True, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
+        with pytest.raises(RuntimeError, match=r"SqrtBackward0.*returned nan"):
+            trainer.fit(module, loader(5))
+    assert not torch.is_anomaly_enabled()
+    trap.place = "nowhere"
+    assert_next_fit_is_fresh(module)
+
+
+WRONG_MODULES: dict[str, tuple[Callable[[Trapped, Any], Any], type[Exception], str]] = {
+    "detached loss": (lambda m, b: m.user_loss(b).detach(), RuntimeError, "does not require a gradient"),
+    "vector loss": (lambda m, b: m.user_code(b[0])[:, 0].repeat(2), ValueError, r"shape \(2,\).*scalar"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MODULES)
+def test_impossible_losses(make_trainer: Any, kind: str) -> None:
+    step, error, message = WRONG_MODULES[kind]
+    module = Trapped(Trap())
+    module.training_step = lambda batch, batch_idx: step(module, batch)
+    with pytest.raises(error, match=message):
+        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader())
+    assert_clean(module)

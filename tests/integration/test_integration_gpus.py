@@ -1,0 +1,87 @@
+"""Trainers with GPUs, on a machine that has none: which devices are taken, and a run on a stub of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_roundpipe import RoundPipeAccelerator
+from lightning_roundpipe.devices import cuda_driver
+from lightning_roundpipe.devices.cuda import CudaDevice
+from tests.support.cuda_stub import StubDriver
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("lightning.pytorch.accelerators.cuda.num_cuda_devices", lambda: 3)
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda.num_cuda_devices", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (2, [0, 1]),
+        (-1, [0, 1, 2]),
+        ("1,2", [1, 2]),
+        ([2, 0], [2, 0]),
+        ([0, 0], [0, 0]),
+        ("0,0", [0, 0]),
+        (" 1, 0 ,1,", [1, 0, 1]),
+        ("0,", [0]),
+    ],
+)
+def test_devices(devices: Any, expected: list[int]) -> None:
+    found = RoundPipeAccelerator.parse_devices(devices)
+    assert found == expected
+    assert RoundPipeAccelerator.get_parallel_devices(found) == [torch.device("cuda", i) for i in expected]
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize("devices", [[3], [3, 3], "0,5,5", "0,0,x", [0, "0", 0]])
+def test_devices_that_are_not_there(devices: Any) -> None:
+    with pytest.raises((MisconfigurationException, ValueError, TypeError)):
+        RoundPipeAccelerator.parse_devices(devices)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
+    made = StubDriver()
+    monkeypatch.setattr(cuda_driver, "DRIVER", made)
+    yield made
+    assert made.violations == []
+
+
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+def test_a_fit_on_two_workers_of_a_gpu(
+    driver: StubDriver, small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, limit: str | None
+) -> None:
+    """Everything but the kernels is what runs on a GPU: lanes, streams, events, page-locked memory, books."""
+    trainer = make_trainer(num_microbatches=4, options={"device_memory_limit": limit})
+    strategy = trainer.strategy
+    strategy.parallel_devices = [torch.device("cuda", 0)] * 2
+    module = small()
+    fractions = []
+    used: list[int] = []
+
+    def on_train_batch_end(*args: Any) -> None:
+        fractions.append(driver.user_fraction)
+        assert all(isinstance(device, CudaDevice) for device in strategy.pool.devices)
+        used[:] = [device.num_unit_runs for device in strategy.pool.devices]
+
+    module.on_train_batch_end = on_train_batch_end
+    trainer.fit(module, make_loader())
+    assert len(used) == 2
+    assert all(used), "a worker had nothing to do"
+    assert driver.locked == {}, "page-locked memory was left behind"
+    assert driver.user_fraction == 1.0
+    assert set(fractions) == ({1.0} if limit is None else {2 * 2**20 / driver.state.total})
+    reference = small()
+    make_trainer("plain").fit(reference, make_loader())
+    assert_alike(dict(module.state_dict()), dict(reference.state_dict()))

@@ -1,0 +1,223 @@
+"""What weighs a micro-batch in the loss: options, and what is chosen without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_roundpipe.integration.batches.loss_weight import LossWeights
+from tests.support.loaders import Loader
+
+
+class Tokens:
+    """Mixed into the small model: a loss over labelled positions only."""
+
+    def token_loss(self, batch: Any) -> Tensor:
+        logits = self(batch["x"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.token_loss(batch)
+        self.log("loss", loss, batch_size=len(batch["x"]))
+        return loss
+
+
+@pytest.fixture
+def token_loader() -> Loader:
+    """Rows with between none and all of 5 positions labelled."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for rows in (8, 7, 4):
+        labels = torch.randint(3, (rows, 5), generator=generator)
+        keep = torch.randint(0, 6, (rows, 1), generator=generator)
+        keep[0], keep[1] = 0, 5
+        labels[torch.arange(5)[None] >= keep] = -100
+        batches.append({"x": torch.randn(rows, 5, 6, generator=generator), "labels": labels})
+    return Loader(batches)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 8])
+def test_label_tokens(
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, num_microbatches: int
+) -> None:
+    """With 8 micro-batches of one row the first has no label at all: its loss is NaN and weighs nothing."""
+
+    class Learns(Tokens, small):
+        pass
+
+    plain, ours = fit_both(
+        Learns, token_loader, ours={"num_microbatches": num_microbatches, "options": {"loss_weight": "label_tokens"}}
+    )
+    assert_same_training(plain, ours)
+
+
+def test_causal_label_tokens(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    class Learns(Tokens, small):
+        def token_loss(self, batch: Any) -> Tensor:
+            logits = self(batch["x"])[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
+    assert_same_training(plain, ours)
+
+
+def test_weights_by_a_function(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    class Learns(Tokens, small):
+        pass
+
+    def count(batch: Any) -> int:
+        return int((batch["labels"] >= 0).sum())
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": count}})
+    assert_same_training(plain, ours)
+
+
+def test_weights_matter(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+    """The tests above can fail: samples are the wrong weight for a mean over tokens."""
+
+    class Learns(Tokens, small):
+        pass
+
+    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "samples"}})
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_training(plain, ours)
+
+
+def test_labels_are_demanded(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_weight='label_tokens' needs a tensor 'labels'.*loss_weight='samples'"):
+        make_trainer(options={"loss_weight": "label_tokens"}).fit(small(), make_loader())
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, weight: float) -> None:
+    with pytest.raises(ValueError, match="weights must be numbers >= 0"):
+        make_trainer(options={"loss_weight": lambda batch: weight}).fit(small(), make_loader())
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 8])
+def test_auto_counts_labels_where_some_are_ignored(
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, caplog: Any, num_microbatches: int
+) -> None:
+    class Learns(Tokens, small):
+        pass
+
+    with caplog.at_level("INFO"):
+        plain, ours = fit_both(Learns, token_loader, ours={"num_microbatches": num_microbatches})
+    assert_same_training(plain, ours)
+    said = [record.message for record in caplog.records if "loss_weight=" in record.message]
+    assert len(said) == 1
+    assert "loss_weight='label_tokens'" in said[0]
+    assert "labels have another shape than input_ids" in said[0]
+
+
+def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any
+) -> None:
+    class Learns(Tokens, small):
+        def token_loss(self, batch: Any) -> Tensor:
+            logits = self(batch["x"])[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    for batch in token_loader.batches:
+        batch["input_ids"] = batch["labels"].clamp(min=0)
+    with pytest.warns(UserWarning, match=r"without the first of each row \(loss_weight='causal_label_tokens'\)"):
+        plain, ours = fit_both(Learns, token_loader)
+    assert_same_training(plain, ours)
+
+
+def test_auto_counts_samples_where_no_label_is_ignored(
+    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, caplog: Any
+) -> None:
+    class Learns(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss((batch["x"], batch["labels"]))
+
+    loader = Loader([{"x": x, "labels": y} for x, y in make_loader()])
+    with caplog.at_level("INFO"):
+        plain, ours = fit_both(Learns, loader)
+    assert_same_training(plain, ours)
+    assert "loss_weight" not in caplog.text
+
+
+def test_auto_adds_up_losses_that_are_divided_by_the_items_of_the_batch(
+    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any
+) -> None:
+    class Learns(Tokens, small):
+        def token_loss(self, batch: Any) -> Tensor:
+            logits = self(batch["x"]).flatten(0, 1)
+            return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["num_items_in_batch"]
+
+    for batch in token_loader.batches:
+        batch["num_items_in_batch"] = int((batch["labels"] >= 0).sum())
+    plain, ours = fit_both(Learns, token_loader)
+    assert_same_training(plain, ours)
+
+
+def test_a_function_that_gives_zero_everywhere_is_an_error(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    def nothing(batch: Any) -> int:
+        return 0
+
+    with pytest.raises(ValueError, match=r"nothing gave 0 for all 3 micro-batches"):
+        make_trainer(options={"loss_weight": nothing}).fit(small(), make_loader())
+
+
+def test_ignored_labels_in_another_place_are_warned_of(small: Any, make_trainer: Any, token_loader: Loader) -> None:
+    class Learns(Tokens, small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    loader = Loader([(batch["x"], batch["labels"]) for batch in token_loader.batches])
+    with pytest.warns(UserWarning, match=r"batch\[1\] holds -100.*counts samples.*loss_weight='samples'"):
+        make_trainer().fit(Learns(), loader)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES |= {"vocab_size": 24}
+CTC = {"conv_dim": (8,), "conv_kernel": (3,), "conv_stride": (2,), "num_feat_extract_layers": 1}
+CTC |= {**SIZES, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+LLAMA, BERT = ("LlamaForCausalLM", SIZES), ("BertForSequenceClassification", SIZES)
+GPT2 = ("GPT2LMHeadModel", {"vocab_size": 24, "n_embd": 16, "n_layer": 1, "n_head": 2})
+XLNET = ("XLNetLMHeadModel", {"vocab_size": 24, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16})
+# name: (class and sizes of each model, whether the first is frozen, rule, whether it is certain)
+CLASSES: dict[str, tuple[list[tuple[str, Any]], bool, str, bool]] = {
+    "shifts": ([LLAMA], False, "causal_label_tokens", True),
+    "shifts by default": ([GPT2], False, "causal_label_tokens", True),
+    "does not shift": ([XLNET], False, "label_tokens", True),
+    "masked": ([("BertForMaskedLM", SIZES)], False, "label_tokens", True),
+    "mean of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "mean"})], False, "samples", True),
+    "sum of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "sum"})], False, "sum", True),
+    "two means": ([("BertForPreTraining", SIZES)], False, "label_tokens", False),
+    "frozen beside it": ([BERT, LLAMA], True, "causal_label_tokens", True),
+    "two that disagree": ([BERT, LLAMA], False, "label_tokens", False),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
+    hf = pytest.importorskip("transformers")
+    given, is_frozen, rule, is_certain = CLASSES[kind]
+    models = [getattr(hf, name)(getattr(hf, name).config_class(**sizes)) for name, sizes in given]
+    if is_frozen:
+        models[0].requires_grad_(False)
+    labels = torch.tensor([[1, 2, -100]])
+    found = LossWeights(torch.nn.ModuleList(models), "auto").decision([{"labels": labels, "input_ids": labels}])
+    assert (found.rule, found.is_certain) == (rule, is_certain)
+    assert given[-1][0] in found.why
+
+
+def test_a_batch_size_that_is_logged_may_be_that_of_the_batch(small: Any, fit_both: Any, assert_alike: Any) -> None:
+    class Logs(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("constant", loss, batch_size=8, on_step=False, on_epoch=True)
+            self.log("one", loss, batch_size=1, on_step=False, on_epoch=True)
+            self.log("rows", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True)
+            return loss
+
+    plain, ours = fit_both(Logs)
+    assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
+    assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]

@@ -1,0 +1,386 @@
+"""Steps that do not fit are run again: when, with how many micro-batches, and from which state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.aggregation import CatMetric
+
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.integration.batches.microbatches import split_batch
+from lightning_roundpipe.integration.batches.splitting import Batches
+from lightning_roundpipe.integration.retry import Retry, StepState, WrittenBuffers
+from lightning_roundpipe.planning import CallCost, CostProfile
+from lightning_roundpipe.planning.plan import StageMemoryError
+
+HOST = torch.device("cpu")
+FULL = DeviceOutOfMemoryError("device 0 is full")
+
+
+def split(batch: Any, num_microbatches: int) -> Batches:
+    done = split_batch(batch, num_microbatches)
+    shares = tuple(size / sum(done.sizes) for size in done.sizes)
+    return Batches(done.microbatches, done.sizes, shares, shares, done.batch_size)
+
+
+class Attempts:
+    """A step that fits from a number of micro-batches on."""
+
+    def __init__(self, fits_from: int, error: Exception = FULL, effect: Callable[[], None] = lambda: None) -> None:
+        self.fits_from, self.error, self.effect = fits_from, error, effect
+        self.tried: list[int] = []
+
+    def __call__(self, batches: Batches) -> str:
+        self.tried.append(len(batches.microbatches))
+        self.effect()
+        if self.tried[-1] < self.fits_from:
+            raise self.error
+        return "result"
+
+
+@pytest.fixture
+def forgotten() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
+    def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
+        options: dict[str, Any] = {"is_auto": True, "devices": [HOST], "forget": forgotten.append}
+        options |= {"costs": lambda kind: None, **kwargs}
+        return Retry(root or nn.Linear(1, 1), num_microbatches, **options)
+
+    return make
+
+
+def test_auto_doubles_until_it_fits_and_keeps_the_number(make_retry: Any, forgotten: list[str]) -> None:
+    retry, attempts = make_retry(), Attempts(fits_from=7)
+    batches, result = retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert result == "result"
+    assert attempts.tried == [2, 4, 8]
+    assert len(batches.microbatches) == 8
+    assert forgotten == ["training_step"] * 2
+    retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried[3:] == [8]
+
+
+def test_each_kind_of_step_has_a_number_of_its_own(make_retry: Any) -> None:
+    retry = make_retry()
+    retry.run("training_step", torch.zeros(20, 1), split, Attempts(fits_from=4))
+    retry.run("validation_step", torch.zeros(20, 1), split, Attempts(fits_from=1))
+    assert retry.num_microbatches == {"training_step": 4, "validation_step": 2}
+
+
+def test_a_small_batch_does_not_lower_the_number(make_retry: Any) -> None:
+    retry, attempts = make_retry(8), Attempts(fits_from=1)
+    retry.run("training_step", torch.zeros(3, 1), split, attempts)
+    retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried == [3, 8]
+
+
+def test_auto_ends_with_one_row_each(make_retry: Any) -> None:
+    attempts = Attempts(fits_from=99)
+    message = "with 5 micro-batches per batch, and the batch cannot be split further. device 0 is full What helps"
+    with pytest.raises(DeviceOutOfMemoryError, match=message) as caught:
+        make_retry().run("training_step", torch.zeros(5, 1), split, attempts)
+    assert attempts.tried == [2, 4, 5]
+    assert caught.value.__cause__ is FULL
+
+
+def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
+    mib = 2**20
+    small = CallCost("small", 1.0, 2.0, weight_bytes=mib, gradient_bytes=mib, input_bytes=mib)
+    large = CallCost("large", 1.0, 2.0, weight_bytes=2 * mib, workspace_bytes=5 * mib)
+    retry = make_retry(costs=lambda kind: CostProfile((small, large)))
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        retry.run("training_step", torch.zeros(1, 1), split, Attempts(fits_from=99))
+    assert str(caught.value) == (
+        "training_step does not fit on the devices with 1 micro-batch per batch, and the batch cannot be split "
+        "further. device 0 is full Of all units 'large' needs 7.00 MiB on a device: weights 2.00 MiB, gradients 0 B, "
+        "activations of one micro-batch 5.00 MiB, which is the most. What helps: smaller micro-batches (a larger "
+        "num_microbatches) for activations, finer units (units=[...]) for weights and gradients, a higher "
+        "device_memory_limit for all of them."
+    )
+
+
+def test_a_given_number_is_doubled_once_in_a_step(make_retry: Any) -> None:
+    retry = make_retry(3, is_auto=False)
+    attempts = Attempts(fits_from=6)
+    with pytest.warns(UserWarning, match="with 3 micro-batches per batch, and is run again with 6"):
+        retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried == [3, 6]
+    attempts.fits_from = 20
+    with (
+        pytest.warns(UserWarning, match="with 6 micro-batches per batch, and is run again with 12"),
+        pytest.raises(DeviceOutOfMemoryError, match="with 12 micro-batches per batch, and it was run again once"),
+    ):
+        retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried == [3, 6, 6, 12]
+    assert retry.num_microbatches == {"training_step": 6}  # what has worked
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "root", "message"),
+    [
+        (1, nn.Linear(1, 1), "num_microbatches=1 is kept, because the loss may depend on all rows"),
+        (2, nn.BatchNorm1d(1), "num_microbatches is kept, because the statistics of batch norm depend on it"),
+    ],
+)
+def test_a_given_number_is_kept_where_it_decides_about_results(
+    make_retry: Any, num_microbatches: int, root: nn.Module, message: str
+) -> None:
+    attempts = Attempts(fits_from=3)
+    with pytest.raises(DeviceOutOfMemoryError, match=message):
+        make_retry(num_microbatches, root, is_auto=False).run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [num_microbatches]
+
+
+def test_batch_norm_in_evaluation_is_no_obstacle(make_retry: Any) -> None:
+    attempts = Attempts(fits_from=3)
+    with pytest.warns(UserWarning, match="run again with 4"):
+        make_retry(2, nn.BatchNorm1d(1).eval(), is_auto=False).run("test_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [2, 4]
+
+
+@pytest.mark.parametrize(("fits_if_split", "tried"), [(True, [2, 4]), (False, [2])])
+def test_errors_of_the_planner(make_retry: Any, fits_if_split: bool, tried: list[int]) -> None:
+    attempts = Attempts(4, StageMemoryError("call 0 needs more", fits_if_split=fits_if_split))
+    if fits_if_split:
+        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    else:
+        with pytest.raises(StageMemoryError, match=r"weights and gradients alone.*call 0 needs more"):
+            make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == tried
+
+
+def test_errors_of_the_books_that_smaller_microbatches_do_not_change(make_retry: Any) -> None:
+    attempts = Attempts(4, DeviceOutOfMemoryError("device 0 is full", fits_if_split=False))
+    with pytest.raises(DeviceOutOfMemoryError, match=r"weights and gradients alone take too much\. device 0 is full"):
+        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [2]
+
+
+def test_errors_of_the_driver(make_retry: Any) -> None:
+    attempts = Attempts(99, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):
+        make_retry().run("training_step", torch.zeros(2, 1), split, attempts)
+
+
+FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "is_understood"),
+    [
+        (8, FULL, True),
+        (8, StageMemoryError("too small", fits_if_split=True), True),
+        (8, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (8, FULL_OF_WEIGHTS, False),
+        (1, FULL, False),
+    ],
+)
+def test_the_batch_size_finder_meets_the_limit(
+    make_retry: Any, forgotten: list[str], rows: int, error: Exception, is_understood: bool
+) -> None:
+    """Nothing is run again, and Lightning goes on with a smaller batch; but not if no batch would fit."""
+    retry, attempts = make_retry(is_trial=lambda: True), Attempts(4, error)
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        retry.run("training_step", torch.zeros(rows, 1), split, attempts)
+    assert is_oom_error(caught.value) is is_understood
+    assert str(error) in str(caught.value)
+    assert attempts.tried == [min(2, rows)]
+    retry.run("training_step", torch.zeros(rows, 1), split, Attempts(1))
+    assert forgotten == ["training_step"], "once per size: every trial begins like a training"
+    retry.run("training_step", torch.zeros(rows + 1, 1), split, Attempts(1))
+    assert len(forgotten) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyboardInterrupt()])
+def test_other_errors_pass(make_retry: Any, error: Any) -> None:
+    attempts = Attempts(99, error)
+    with pytest.raises(type(error)) as caught:
+        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert caught.value is error
+    assert attempts.tried == [2]
+
+
+def test_nothing_is_run_again_where_memory_has_no_limit(make_retry: Any) -> None:
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        make_retry(devices=None).run("training_step", torch.zeros(8, 1), split, Attempts(99))
+    assert caught.value is FULL
+
+
+def test_the_tensors_of_a_failed_attempt_are_gone_before_the_next_one(make_retry: Any) -> None:
+    alive: list[int] = []
+
+    class Watched:
+        def __init__(self) -> None:
+            alive.append(1)
+
+        def __del__(self) -> None:
+            alive.pop()
+
+    seen: list[int] = []
+
+    def attempt(batches: Batches) -> None:
+        seen.append(len(alive))
+        held = Watched()
+        held.self = held  # type: ignore[attr-defined]
+        if len(batches.microbatches) < 4:
+            raise DeviceOutOfMemoryError("full")
+
+    make_retry().run("training_step", torch.zeros(8, 1), split, attempt)
+    assert seen == [0, 0]
+
+
+class Statistics(nn.Module):
+    """A small buffer and a large one, a weight, and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(2**20))
+        self.weight = nn.Parameter(torch.ones(2))
+        self.metrics = MetricCollection({"loss": MeanMetric()})
+        self.seen = CatMetric()
+
+
+class Changed:
+    """A module in a state, and the same after a step has changed everything that can be put back."""
+
+    def __init__(self) -> None:
+        self.root = Statistics()
+        self.batch = {"x": torch.arange(8.0), "more": [torch.ones(8), "text"]}
+        self.written = WrittenBuffers()
+        self.change(1.0)
+        self.state = StepState(self.root, self.batch, [HOST], self.written)
+
+    def change(self, value: float) -> None:
+        self.root.mean += value
+        self.root.metrics.update(torch.tensor(value))
+        self.root.seen(torch.tensor([value, value]))
+
+    def facts(self) -> list[Any]:
+        root = self.root
+        numbers = [root.mean.tolist(), root.metrics.compute(), root.seen.compute().tolist(), root.seen.update_count]
+        return [*numbers, random.random(), np.random.rand()]
+
+
+def test_everything_is_as_before_the_step() -> None:
+    changed = Changed()
+    random_before = random.getstate(), np.random.get_state()
+    before, mean = changed.facts(), changed.root.mean
+    random.setstate(random_before[0])
+    np.random.set_state(random_before[1])
+    changed.state = StepState(changed.root, changed.batch, [HOST], changed.written)
+    changed.change(5.0)
+    random.random()
+    np.random.rand()
+    changed.root.register_buffer("mean", changed.root.mean + 1.0)
+    assert changed.state.lost() is None
+    changed.state.restore()
+    assert changed.facts() == before
+    assert changed.root.mean is mean
+
+
+def test_metrics_go_on_as_if_the_failed_attempt_had_not_been(make_retry: Any) -> None:
+    root = Statistics()
+
+    def attempt(batches: Batches) -> None:
+        for x in batches.microbatches:
+            root.metrics(x)
+            root.seen.update(x)
+        if len(batches.microbatches) < 4:
+            raise DeviceOutOfMemoryError("full")
+
+    retry = make_retry(root=root)
+    for step in range(2):
+        retry.run("training_step", torch.arange(8.0) + step, split, attempt)
+    assert root.seen.compute().tolist() == [*range(8), *range(1, 9)]
+    assert root.metrics["loss"].compute() == 4.0
+    assert root.metrics["loss"].update_count == 8
+
+
+def test_a_large_buffer_is_copied_once_a_step_has_written_it() -> None:
+    changed = Changed()
+    changed.root.table[0] = 1.0
+    assert changed.state.lost() == "the buffer 'table'"
+    changed.state.note_written()
+    changed.state = StepState(changed.root, changed.batch, [HOST], changed.written)
+    changed.root.table[0] = 2.0
+    assert changed.state.lost() is None
+    changed.state.restore()
+    assert changed.root.table[0] == 1.0
+
+
+def _clamp(changed: Changed) -> None:
+    with torch.no_grad():
+        changed.root.weight.clamp_(0.0, 0.5)
+
+
+LOST: dict[str, tuple[Callable[[Changed], Any], str]] = {
+    "weight": (_clamp, "the weight 'weight'"),
+    "batch": (lambda changed: changed.batch["x"].narrow(0, 2, 1).add_(1.0), "a tensor of the batch"),
+    "nested batch": (lambda changed: changed.batch["more"][0].zero_(), "a tensor of the batch"),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_what_cannot_be_put_back_is_noticed(make_retry: Any, kind: str) -> None:
+    changed = Changed()
+    change, lost = LOST[kind]
+    change(changed)
+    assert changed.state.lost() == lost
+    attempts = Attempts(4, effect=lambda: change(changed))
+    with pytest.raises(DeviceOutOfMemoryError, match=f"cannot be run again, because {lost} has changed"):
+        make_retry(root=changed.root).run("training_step", changed.batch, split, attempts)
+    assert attempts.tried == [2]
+
+
+def test_containers_of_the_batch_are_copies() -> None:
+    """A step may take entries out of its batch."""
+    changed = Changed()
+    x = changed.batch["x"]
+    del changed.batch["x"]
+    changed.batch["more"].pop()
+    assert changed.state.batch["x"] is x
+    assert changed.state.batch["more"][1] == "text"
+
+
+def test_a_batch_without_rows_is_run_once(make_retry: Any) -> None:
+    attempts = Attempts(99)
+    with pytest.raises(DeviceOutOfMemoryError, match="with 1 micro-batch per batch, and the batch cannot be split"):
+        make_retry().run("training_step", iter([1, 2]), split, attempts)
+    assert attempts.tried == [1]
+
+
+def test_inference_tensors_have_no_versions(make_retry: Any) -> None:
+    with torch.inference_mode():
+        batch: Tensor = torch.arange(8.0)
+        root = Statistics()
+    attempts = Attempts(4)
+    make_retry(root=root).run("predict_step", batch, split, attempts)
+    assert attempts.tried == [2, 4]
+
+
+def test_evaluation_in_inference_mode_leaves_tensors_to_training_that_it_may_change() -> None:
+    root = Statistics()
+    root.seen.update(torch.ones(1))
+    root.metrics.update(torch.ones(1))
+    with torch.inference_mode():
+        state = StepState(root, None, [HOST], WrittenBuffers())
+        root.mean += 1.0
+        root.metrics.update(torch.ones(1))
+        state.restore()
+    root.mean += 1.0
+    root.metrics.update(torch.tensor(4.0))
+    assert root.mean.tolist() == [1.0] * 3
+    assert root.metrics["loss"].compute() == 2.5

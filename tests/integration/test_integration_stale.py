@@ -1,0 +1,446 @@
+"""``optimizer_overlap="stale"`` under the Trainer: a plain loop of delayed updates, and everything around a step."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices import cuda_driver, pinned
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.reporting.host_memory import HostMemory
+from tests.support.cuda_stub import StubDriver
+
+_TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
+STALE = {"optimizer_overlap": "stale"}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit is a share of its own."""
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+
+
+@pytest.fixture
+def delayed(small: Any) -> Callable[..., Any]:
+    """Makes the small model with a raw parameter, an optimizer and a schedule."""
+
+    class Delayed(small):
+        def __init__(self, optimizer: str = "SGD", skipped: tuple[int, ...] = ()) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.optimizer, self.skipped = optimizer, skipped
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in self.skipped else self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Delayed
+
+
+def plain_loop(
+    module: Any,
+    loader: Any,
+    *,
+    warmup: int = 0,
+    accumulate: int = 1,
+    clip: float | None = None,
+    epochs: int = 1,
+) -> list[dict[str, Tensor]]:
+    """The weights after every optimizer step, whose gradients were computed with those before the last one."""
+    setup = module.configure_optimizers()
+    optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
+    after = [copy.deepcopy(module.state_dict())]
+    updates = [0]  # of them, those that an update has made
+    for _ in range(epochs):
+        batches = list(loader)
+        for first in range(0, len(batches), accumulate):
+            window = batches[first : first + accumulate]
+            number = len(after) - 1
+            used = updates[-2] if number > warmup and len(updates) > 1 else number
+            module.load_state_dict(after[used])
+            optimizer.zero_grad()
+            for batch_idx, batch in enumerate(window, first):
+                if (loss := module.training_step(batch, batch_idx)) is not None:
+                    (loss / accumulate).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+            module.load_state_dict(after[number])
+            optimizer.step()
+            scheduler.step()
+            if any(p.grad is not None for p in module.parameters()):
+                updates.append(len(after))
+            after.append(copy.deepcopy(module.state_dict()))
+    return after
+
+
+def assert_close(ours: Any, expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-7) -> None:
+    torch.testing.assert_close(dict(ours.state_dict()), dict(expected), rtol=rtol, atol=atol)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm-up": {"warmup": 3},
+    "accumulation": {"accumulate": 2},
+    "clipping": {"clip": 0.05},
+    "warm-up, accumulation, clipping, two epochs": {"warmup": 2, "accumulate": 3, "clip": 0.1, "epochs": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [("SGD", False), ("AdamW", True), ("AdamW fused", False)],
+    ids=["SGD, aliases", "AdamW, copies", "fused AdamW, aliases"],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_plain_loop_of_delayed_updates(
+    delayed: Any, make_trainer: Any, make_loader: Any, optimizer: str, case: str, copies: bool
+) -> None:
+    settings = CASES[case]
+    expected = plain_loop(delayed(optimizer), make_loader(40, 5), **settings)
+    exact = plain_loop(delayed(optimizer), make_loader(40, 5), **{**settings, "warmup": 100})
+    module = delayed(optimizer)
+    make_trainer(
+        options={**STALE, "stale_after_steps": settings.get("warmup", 0), "virtual_copies": copies},
+        max_epochs=settings.get("epochs", 1),
+        accumulate_grad_batches=settings.get("accumulate", 1),
+        gradient_clip_val=settings.get("clip"),
+    ).fit(module, make_loader(40, 5))
+    assert_close(module, expected[-1])
+    assert not torch.allclose(module.head.weight, exact[-1]["head.weight"], rtol=1e-4)
+
+
+def test_in_double_precision_nothing_but_rounding_differs(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+    expected = plain_loop(delayed("AdamW").double(), [(x.double(), y) for x, y in make_loader(40, 5)])
+    module = delayed("AdamW")
+    make_trainer(options=STALE, precision="64-true").fit(module, make_loader(40, 5))
+    assert_close(module, expected[-1], rtol=1e-10, atol=1e-12)
+
+
+def test_the_same_every_time(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+    states = []
+    for devices in (1, 3, 3):
+        module = delayed("AdamW")
+        make_trainer(options=STALE, devices=devices).fit(module, make_loader(40, 5))
+        states.append(module.state_dict())
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=0)
+
+
+def test_steps_without_a_loss_change_nothing(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+    skipped = (0, 2, 3, 5)
+    expected = plain_loop(delayed(skipped=skipped), make_loader(40, 5))
+    module = delayed(skipped=skipped)
+    make_trainer(options=STALE).fit(module, make_loader(40, 5))
+    assert_close(module, expected[-1])
+
+
+def test_low_working_copies_are_made_of_the_same_weights(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+    states = {}
+    for overlap in ("stale", "exact"):
+        for copies in (False, True):
+            module = delayed("SGD")
+            options = {"optimizer_overlap": overlap, "virtual_copies": copies}
+            make_trainer(options=options, precision="bf16-mixed").fit(module, make_loader(40, 5))
+            states[overlap, copies] = module.head.weight.detach()
+    assert torch.equal(states["stale", False], states["stale", True])
+    assert not torch.allclose(states["stale", True], states["exact", True], rtol=1e-3)
+
+
+def test_a_step_does_not_wait_for_the_last_update(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    gate = threading.Event()
+    opened: list[int] = []
+
+    class Gated(torch.optim.SGD):
+        is_separable = True
+
+        def step(self, closure: Any = None) -> Any:
+            assert gate.wait(_TIMEOUT_S)
+            return super().step(closure)
+
+    class Opens(small):
+        """The second update is held back until the next training step has been through all weights."""
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 0:
+                gate.set()
+            elif self.trainer.global_step == 1:
+                gate.clear()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 2 and not gate.is_set():
+                opened.append(batch_idx)
+                gate.set()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return Gated(self.parameters(), lr=0.1)
+
+    make_trainer(options=STALE).fit(Opens(), make_loader())
+    assert opened == [2]
+
+
+class Looks(L.Callback):
+    """Notes the weights that everybody sees between the training steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.seen.append(copy.deepcopy(pl_module.state_dict()))
+
+
+def test_between_steps_everybody_sees_the_newest_weights(
+    delayed: Any, make_trainer: Any, make_loader: Any, tmp_path: Any
+) -> None:
+    losses: list[float] = []
+
+    class Validates(delayed):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            losses.append(float(self.loss(batch).detach()))
+
+    expected = plain_loop(delayed(), make_loader(40, 5))
+    looks, module = Looks(), Validates()
+    trainer = make_trainer(options=STALE, callbacks=[looks], val_check_interval=1, num_microbatches=1)
+    trainer.fit(module, make_loader(40, 5), make_loader(4, 4))
+    for seen, after in zip(looks.seen, expected[1:], strict=True):
+        torch.testing.assert_close(seen, dict(after), rtol=1e-5, atol=1e-7)
+    (batch,) = make_loader(4, 4)
+    for loss, after in zip(losses, expected[1:], strict=True):
+        module.load_state_dict(after)
+        assert loss == pytest.approx(float(module.loss(batch)), rel=1e-5)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
+
+
+class Doubles(L.Callback):
+    """Writes a weight after every step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.mul_(1.01)
+
+
+def test_weights_that_a_callback_writes_are_computed_with_at_once(
+    delayed: Any, make_trainer: Any, make_loader: Any
+) -> None:
+    states = []
+    for overlap in ("stale", "off"):
+        module = delayed()
+        make_trainer(options={"optimizer_overlap": overlap}, callbacks=[Doubles()]).fit(module, make_loader(40, 5))
+        states.append(module.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_a_resumed_run_begins_with_the_newest_weights(
+    delayed: Any, make_trainer: Any, make_loader: Any, tmp_path: Any
+) -> None:
+    """And does not warm up again: ``stale_after_steps`` counts all steps."""
+    path = tmp_path / "half.ckpt"
+    options = {**STALE, "stale_after_steps": 3}
+    batches: list[Any] = []  # Lightning resumes with the first one of an epoch that is over
+
+    class Notes(delayed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batches.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    first = make_trainer(options=options, max_epochs=-1, max_steps=4)
+    first.fit(delayed(), make_loader(20, 5))
+    first.save_checkpoint(path)
+    module = Notes()
+    second = make_trainer(options=options, num_microbatches=1, max_epochs=-1, max_steps=8)
+    second.fit(module, make_loader(20, 5), ckpt_path=path)
+    # The same by hand: from the checkpoint, with the state of the optimizer and of the scheduler.
+    reference = delayed()
+    setup = reference.configure_optimizers()
+    saved = torch.load(path, weights_only=True)
+    setup["optimizer"].load_state_dict(saved["optimizer_states"][0])
+    setup["lr_scheduler"]["scheduler"].load_state_dict(saved["lr_schedulers"][0])
+    reference.load_state_dict(saved["state_dict"])
+    reference.configure_optimizers = lambda: setup
+    assert len(batches) == 4
+    assert_close(module, plain_loop(reference, batches)[-1])
+
+
+def test_training_goes_on_after_an_error_in_a_step(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Fails(delayed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                raise ValueError("no step today")
+            return super().training_step(batch, batch_idx)
+
+    expected = plain_loop(delayed(), list(make_loader(40, 5))[:3])
+    module = Fails()
+    places = [p.data_ptr() for p in module.parameters()]
+    with pytest.raises(ValueError, match="no step today"):
+        make_trainer(options=STALE).fit(module, make_loader(40, 5))
+    assert [p.data_ptr() for p in module.parameters()] == places
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert_close(module, expected[-1])
+
+
+def test_a_step_that_is_run_again_computes_with_the_same_weights(
+    small: Any, make_trainer: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [batch for rows in (4, 4, 4, 64, 64) for batch in make_loader(rows, rows)]
+    states = []
+    for limit in (None, 4096):
+        caplog.clear()
+        module = small()
+        options = {**STALE, "virtual_copies": True, "device_memory_limit": limit}
+        trainer = make_trainer(options=options, num_microbatches="auto", devices=1)
+        with caplog.at_level("INFO"):
+            trainer.fit(module, DataLoader(batches, batch_size=None))
+        states.append(module.state_dict())
+        assert ("is run again" in caplog.text) is (limit is not None)
+    torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-7)
+
+
+def test_snapshots_travel_to_gpus_from_page_locked_memory(
+    delayed: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = StubDriver()
+    monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+    monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
+    trainer, module = make_trainer(options=STALE, num_microbatches=4), delayed()
+    trainer.strategy.parallel_devices = [torch.device("cuda", 0)] * 2
+    places: list[set[int]] = []
+
+    def on_train_batch_end(*_: Any) -> None:
+        # Small raw parameters do not travel as bulk, and not from page-locked memory, in any mode.
+        kept = [k for w, k in trainer.strategy._overlap._stale._snapshots.items() if w is not module.scale]
+        snapshots = [tensor for k in kept for tensor in (k.front, k.back) if tensor is not None]
+        places.append({tensor.untyped_storage().data_ptr() for tensor in snapshots} - set(driver.locked))
+
+    module.on_train_batch_end = on_train_batch_end
+    trainer.fit(module, make_loader(40, 5))
+    assert len(places) == 8
+    assert places[-1] == set()
+    assert driver.locked == {}
+    assert driver.violations == []
+    assert_close(module, plain_loop(delayed(), make_loader(40, 5))[-1])
+
+
+# --- what is refused, and said -------------------------------------------------------------------------------------
+
+
+def refused(small: Any) -> Iterator[tuple[str, Any, str]]:
+    class Manual(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    class NoOptimizer(small):
+        def configure_optimizers(self) -> Any:
+            return []
+
+    class Couples(small):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    class Renorms(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 3, max_norm=1.0)
+
+    yield "manual", Manual, "manual optimization"
+    yield "none", NoOptimizer, "returned 0 optimizers"
+    yield "couples", Couples, "LBFGS is not known to update each parameter by itself"
+    yield "renorms", Renorms, "the embedding 'table' with its max_norm"
+
+
+@pytest.mark.parametrize("name", ["manual", "none", "couples", "renorms"])
+def test_what_cannot_be_stale_is_refused(small: Any, make_trainer: Any, make_loader: Any, name: str) -> None:
+    ((make, why),) = [(make, why) for key, make, why in refused(small) if key == name]
+    words = f"optimizer_overlap='stale' is not possible: .*{re.escape(why)}.* Use optimizer_overlap='exact'"
+    with pytest.raises(MisconfigurationException, match=words):
+        make_trainer(options=STALE).fit(make(), make_loader())
+
+
+def test_an_optimizer_that_gets_hooks_later_is_refused_then(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Hooks(small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.optimizers[0].register_step_post_hook(lambda *args: None)
+
+    with pytest.raises(MisconfigurationException, match="stale' is not possible: hooks are registered"):
+        make_trainer(options=STALE).fit(Hooks(), make_loader())
+
+
+def test_a_step_that_changes_a_weight_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
+    class Writes(small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            with torch.no_grad():
+                self.head.bias.mul_(0.5)
+            return loss.detach().requires_grad_()
+
+    with pytest.raises(MisconfigurationException, match=r"training_step has changed the weight 'head\.bias' in place"):
+        make_trainer(options=STALE, num_microbatches=1).fit(Writes(), make_loader())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer_overlap": "late"}, "optimizer_overlap='late': use one of 'exact', 'off', 'stale'"),
+        ({**STALE, "stale_after_steps": -1}, "stale_after_steps=-1: use an integer >= 0"),
+        ({**STALE, "stale_after_steps": 1.5}, "stale_after_steps=1.5: use an integer >= 0"),
+        ({"stale_after_steps": 10}, "stale_after_steps=10 has a meaning with optimizer_overlap='stale' alone"),
+    ],
+)
+def test_wrong_options(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        RoundPipeStrategy(**options)
+
+
+def test_a_warning_says_what_it_means(
+    small: Any, make_trainer: Any, make_loader: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    make_trainer(options={**STALE, "stale_after_steps": 5}, max_epochs=2).fit(small(), make_loader())
+    (told,) = [str(w.message) for w in recwarn if "optimizer_overlap='stale'" in str(w.message)]
+    assert "another algorithm than plain Lightning. After 5 exact optimizer steps" in told
+
+
+def test_the_host_report_counts_both_snapshots(
+    small: Any, make_trainer: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = small()
+    module.body[0].requires_grad_(False)
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    trainer = make_trainer(options=STALE)
+    found: list[HostMemory] = []
+    trainer.callbacks.append(
+        L.pytorch.callbacks.LambdaCallback(
+            on_train_batch_end=lambda t, *_: found.append(t.strategy._host_report.memory)
+        )
+    )
+    with caplog.at_level("INFO"):
+        trainer.fit(module, make_loader())
+    assert found[-1].snapshots == 2 * num_bytes
+    assert any(re.search(r"on the host", r.message) and "snapshots" in r.message for r in caplog.records)

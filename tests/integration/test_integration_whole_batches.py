@@ -1,0 +1,204 @@
+"""What depends on whole batches and can be seen: one warning per fit that says what to do, none where all is well."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.rows import compat
+from tests.support.small import CLASSES, WIDTH, Small
+
+WORDS = {"norms": "the batch norm ", "losses": "the loss of micro-batch ", "encoders": "the encoder "}
+
+
+@pytest.fixture
+def hints_of() -> Callable[..., list[str]]:
+    """Runs something and gives the warnings of one kind, each as often as it was given."""
+
+    def gather(kind: str, run: Callable[[], Any]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        return [str(warning.message) for warning in caught if str(warning.message).startswith(WORDS[kind])]
+
+    return gather
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+class Normalizes(Small):
+    """The small model with a norm in two of its blocks."""
+
+    def __init__(
+        self, make_norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(WIDTH), *, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        self.frozen = frozen
+        for block in self.body[:2]:
+            block.append(make_norm())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.frozen:
+            self.body.eval()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
+    "in training mode": (Normalizes, {}, 1),
+    "without statistics": (lambda: Normalizes(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)), {}, 1),
+    "one micro-batch": (Normalizes, {"num_microbatches": 1}, 0),
+    "in eval mode": (lambda: Normalizes(frozen=True), {}, 0),
+    "layer norm": (lambda: Normalizes(lambda: nn.LayerNorm(WIDTH)), {}, 0),
+    "group norm": (lambda: Normalizes(lambda: nn.GroupNorm(2, WIDTH)), {}, 0),
+}
+
+
+@compat(
+    "Library",
+    "torch (batch norm in training mode, several micro-batches)",
+    status="differs",
+    note="Statistics are those of a micro-batch, which a warning says: num_microbatches=1 takes the whole batch.",
+)
+@pytest.mark.parametrize("case", NORMS)
+def test_batch_norms(hints_of: Any, make_trainer: Any, make_loader: Any, case: str) -> None:
+    make_module, settings, expected = NORMS[case]
+    module = make_module()
+    for _ in range(2):  # once per fit, not once per process
+        trainer = make_trainer(max_epochs=2, **settings)
+        hints = hints_of("norms", lambda trainer=trainer: trainer.fit(module, make_loader(24), make_loader(24)))
+        assert len(hints) == expected
+        for hint in hints:
+            assert "'body.0.3' (BatchNorm1d, and 1 more)" in hint
+            assert "each of the 3 micro-batches" in hint
+            assert "num_microbatches=1" in hint
+            assert "GroupNorm" in hint
+
+
+def test_batch_norms_in_evaluation(hints_of: Any, make_trainer: Any, make_loader: Any) -> None:
+    assert not hints_of("norms", lambda: make_trainer().validate(Normalizes(), make_loader(), verbose=False))
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+class Labelled(Small):
+    """Some of the samples have no label."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
+        return F.cross_entropy(self(x), y, ignore_index=-100)
+
+
+def labelled(labels: list[int], *, as_dict: bool = False) -> DataLoader[Any]:
+    """Two batches of six rows with these labels."""
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(4))
+    y = torch.tensor(labels * 2)
+    rows: Any = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)] if as_dict else TensorDataset(x, y)
+    return DataLoader(rows, batch_size=6)
+
+
+LOSSES: dict[str, tuple[DataLoader[Any], dict[str, Any], int]] = {
+    "one micro-batch without a label": (labelled([0, 1, -100, -100, 2, 0]), {}, 1),
+    "a label in each": (labelled([0, 1, -100, 1, 2, -100]), {}, 0),
+    "no label at all": (labelled([-100] * 6), {}, 0),
+    "the whole batch": (labelled([0, 1, -100, -100, 2, 0]), {"num_microbatches": 1}, 0),
+    "weighed by labels": (
+        labelled([0, 1, -100, -100, 2, 0], as_dict=True), {"options": {"loss_weight": "label_tokens"}}, 0
+    ),
+}  # fmt: skip
+
+
+@compat(
+    "Misuse",
+    "a loss that is NaN in some micro-batches only",
+    status="differs",
+    note="The loss of the batch is NaN, with a warning that names `loss_weight`.",
+)
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses_that_are_nan(hints_of: Any, make_trainer: Any, case: str) -> None:
+    loader, settings, expected = LOSSES[case]
+    for _ in range(2):
+        trainer = make_trainer(max_epochs=2, **settings)
+        hints = hints_of("losses", lambda trainer=trainer: trainer.fit(Labelled(), loader))
+        assert len(hints) == expected
+        for hint in hints:
+            assert "micro-batch 1 of 3 is NaN" in hint
+            assert "loss_weight='label_tokens'" in hint
+            assert "num_microbatches=1" in hint
+
+
+# --- padding masks ----------------------------------------------------------------------------------------------------
+
+
+class Encodes(L.LightningModule):
+    """An encoder whose padded positions are part of the loss, or are not."""
+
+    def __init__(self, *, packs: bool = True, masks: bool = True, looks_at_padding: bool = True) -> None:
+        super().__init__()
+        self.masks, self.looks_at_padding = masks, looks_at_padding
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=packs)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, padding = batch
+        encoded = self.encoder(x, src_key_padding_mask=padding if self.masks else None)
+        scores = self.head(encoded).square().sum(-1)
+        if not self.looks_at_padding:
+            scores = scores.masked_fill(padding, 0.0)
+        self.log("val", scores.mean())
+
+
+@pytest.fixture
+def padded() -> Iterator[DataLoader[Any]]:
+    """Two batches of four sequences of several lengths."""
+    x = torch.randn(8, 5, WIDTH, generator=torch.Generator().manual_seed(5))
+    lengths = torch.tensor([5, 3, 2, 4, 5, 1, 5, 3])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*nested tensors is in prototype stage")
+        yield DataLoader(TensorDataset(x, torch.arange(5) >= lengths[:, None]), batch_size=4)
+
+
+COPIES = {"virtual_copies": True}
+# Arguments of the module, options, how many warnings, and whether the result is plain Lightning's.
+ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
+    "memory of the host": ({}, {}, 0, True),
+    "memory of their own": ({}, COPIES, 1, False),
+    "loss without padding": ({"looks_at_padding": False}, COPIES, 1, True),
+    "no packing": ({"packs": False}, COPIES, 0, True),
+    "no mask": ({"masks": False}, COPIES, 0, True),
+}
+
+
+@compat(
+    "Library",
+    "torch (`nn.TransformerEncoder` with padding masks, in evaluation)",
+    status="differs",
+    note="On devices with memory of their own padded positions are not zero, which a warning says: leave them out, or "
+    "use enable_nested_tensor=False.",
+)
+@pytest.mark.parametrize("case", ENCODERS)
+def test_padding_masks(hints_of: Any, make_trainer: Any, padded: Any, case: str) -> None:
+    arguments, options, expected, is_equal = ENCODERS[case]
+    plain = make_trainer("plain").validate(Encodes(**arguments), padded, verbose=False)[0]["val"]
+    trainer = make_trainer(options=options)
+    hints = hints_of("encoders", lambda: trainer.validate(Encodes(**arguments), padded, verbose=False))
+    assert len(hints) == expected
+    for hint in hints:
+        assert "'encoder' (TransformerEncoder) gets a padding mask" in hint
+        assert "enable_nested_tensor=False" in hint
+    ours = trainer.callback_metrics["val"].item()
+    assert (ours == pytest.approx(plain, rel=1e-4)) is is_equal

@@ -1,0 +1,331 @@
+"""Weights from before the last update: against a plain loop, while updates are held back, and when users interfere."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer.stale import StaleWeights
+from lightning_roundpipe.optimizer.updates import Updates
+from lightning_roundpipe.weights.pending import PendingParameter, is_pending
+
+_TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),
+    "two groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:2], "lr": 0.1}, {"params": p[2:], "fused": True}], lr=0.05
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight is a share of its own."""
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    torch.set_num_threads(1)
+
+
+def make_net() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def inputs(count: int) -> Tensor:
+    return torch.randn(count, 5, 4, generator=torch.Generator().manual_seed(count))
+
+
+def values_of(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+class Gated(torch.optim.SGD):
+    """Updates when the gate is open."""
+
+    is_separable = True
+    gate = threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.gate.wait(_TIMEOUT_S)
+        return super().step(closure)
+
+
+class Training:
+    """Steps of a net whose weights are one update behind; an optimizer step is one of :class:`Updates`."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.net = make_net()
+        self.weights = list(self.net.parameters())
+        self.optimizer = make(self.weights)
+        self.stale = StaleWeights()
+        self.updates = Updates(1, self.stale)
+        self.used: list[list[Tensor]] = []
+
+    def gradients(self, x: Tensor) -> list[Tensor]:
+        """Of a training step, which notes the weights that it computes with."""
+        trained = [w for w in self.weights if w.requires_grad]
+        with self.stale.computing(trained):
+            self.used.append(values_of(self.net))
+            return list(torch.autograd.grad(self.net(x).square().mean(), trained))
+
+    def step(self, x: Tensor, without: int | None = None) -> None:
+        """A training step and its optimizer step, in which one weight may have no gradient."""
+        found = self.gradients(x)
+        self.optimizer.zero_grad()
+        for i, (weight, gradient) in enumerate(zip((w for w in self.weights if w.requires_grad), found, strict=True)):
+            weight.grad = None if i == without else gradient
+        self.updates.start(self.optimizer, [[weight] for weight in self.weights])
+
+
+@pytest.fixture
+def make_training() -> Iterator[Callable[..., Training]]:
+    made: list[Training] = []
+    Gated.gate = threading.Event()
+
+    def make(make_optimizer: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["SGD"]) -> Training:
+        made.append(Training(make_optimizer))
+        return made[-1]
+
+    yield make
+    Gated.gate.set()
+    for training in made:
+        training.updates.join()
+
+
+class PlainLoop:
+    """The same as a plain loop: the weights after each optimizer step are kept, and put in where they belong."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.net = make_net()
+        self.optimizer = make(list(self.net.parameters()))
+        self.after = [copy.deepcopy(self.net.state_dict())]
+
+    def step(self, x: Tensor) -> None:
+        now = len(self.after) - 1
+        self.net.load_state_dict(self.after[max(now - 1, 0)])
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.net.load_state_dict(self.after[now])
+        self.optimizer.step()
+        self.after.append(copy.deepcopy(self.net.state_dict()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_a_plain_loop(make_training: Callable[..., Training], name: str) -> None:
+    ours, plain = make_training(OPTIMIZERS[name]), PlainLoop(OPTIMIZERS[name])
+    for x in inputs(7):
+        ours.step(x)
+        plain.step(x)
+    assert not torch.equal(plain.after[-1]["0.weight"], plain.after[-2]["0.weight"])
+    torch.testing.assert_close(dict(ours.net.state_dict()), dict(plain.net.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        copy.deepcopy(ours.optimizer.state_dict()["state"]), plain.optimizer.state_dict()["state"], rtol=0, atol=0
+    )
+
+
+def test_a_step_is_not_kept_waiting_and_everybody_else_is(make_training: Callable[..., Training]) -> None:
+    ours = make_training(lambda p: Gated(p, lr=0.1))
+    first, second = inputs(2)
+    ours.step(first)
+    assert all(type(w) is PendingParameter for w in ours.weights)
+    gradients = ours.gradients(second)  # would hang here if it waited
+    assert all(type(w) is PendingParameter for w in ours.weights)
+    torch.testing.assert_close(ours.used[1], ours.used[0], rtol=0, atol=0)
+    seen: list[Tensor] = []
+    reader = threading.Thread(target=lambda: seen.append(ours.weights[0].detach().clone()))
+    reader.start()
+    assert not seen
+    Gated.gate.set()
+    reader.join(_TIMEOUT_S)
+    assert not torch.equal(seen[0], ours.used[0][0])
+    ours.updates.wait()
+    assert not is_pending(ours.weights)
+    assert len(gradients) == len(ours.weights)
+
+
+def test_an_update_may_end_during_a_step(make_training: Callable[..., Training]) -> None:
+    ours = make_training(lambda p: Gated(p, lr=0.1))
+    ours.step(inputs(1)[0])
+    with ours.stale.computing(ours.weights):
+        before = values_of(ours.net)
+        Gated.gate.set()
+        ours.updates.wait()
+        torch.testing.assert_close(values_of(ours.net), before, rtol=0, atol=0)
+    assert all(type(w) is nn.Parameter for w in ours.weights)
+    assert not torch.equal(ours.weights[0], before[0])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_weights_come_back_on_every_way_out(make_training: Callable[..., Training], error: type[BaseException]) -> None:
+    ours = make_training()
+    for x in inputs(3):
+        ours.step(x)
+    ours.updates.wait()
+    before, places = values_of(ours.net), [w.data_ptr() for w in ours.weights]
+    seen: list[int] = []
+
+    def fail() -> None:
+        with ours.stale.computing(ours.weights):
+            seen.extend(w.data_ptr() for w in ours.weights)
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert len(seen) == len(places)
+    assert not set(seen) & set(places)
+    assert [w.data_ptr() for w in ours.weights] == places
+    torch.testing.assert_close(values_of(ours.net), before, rtol=0, atol=0)
+
+
+def _add(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.add_(1.0)
+
+
+def _load(weight: nn.Parameter) -> None:
+    nn.ParameterDict({"w": weight}).load_state_dict({"w": weight.detach() + 1.0})
+
+
+def _replace(weight: nn.Parameter) -> None:
+    weight.data = weight.detach() + 1.0
+
+
+@pytest.mark.parametrize("write", [_add, _load, _replace])
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_the_next_step_sees_what_a_user_has_written(
+    make_training: Callable[..., Training], write: Callable[[nn.Parameter], None], num_steps: int
+) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    for _ in range(num_steps):
+        ours.step(x)
+    write(ours.weights[0])
+    written, others = ours.weights[0].detach().clone(), ours.used[-1][1:] if num_steps == 1 else None
+    ours.step(x)
+    assert torch.equal(ours.used[-1][0], written)
+    if others is not None:  # the other weights are one update behind, as ever
+        torch.testing.assert_close(ours.used[-1][1:], others, rtol=0, atol=0)
+    after = ours.weights[0].detach().clone()
+    assert not torch.equal(after, written)
+    ours.step(x)
+    assert torch.equal(ours.used[-1][0], written)  # one update behind again
+    ours.step(x)
+    assert torch.equal(ours.used[-1][0], after)
+
+
+def test_a_write_without_a_trace_arrives_two_steps_later(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    ours.step(x)
+    ours.step(x)
+    ours.weights[0].data.add_(100.0)
+    for is_there in (False, False, True):
+        ours.step(x)
+        assert bool((ours.used[-1][0] > 50.0).all()) is is_there
+
+
+def test_a_write_after_the_step_and_before_its_update(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    ours.step(x)
+    found = ours.gradients(x)
+    _add(ours.weights[0])
+    for weight, gradient in zip(ours.weights, found, strict=True):
+        weight.grad = gradient
+    ours.updates.start(ours.optimizer, [ours.weights])
+    after = values_of(ours.net)
+    ours.gradients(x)
+    assert torch.equal(ours.used[-1][0], after[0])
+
+
+def test_a_weight_without_gradient_is_what_it_is(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    for _ in range(2):
+        ours.step(x)
+    before = values_of(ours.net)
+    ours.step(x, without=0)
+    ours.step(x)
+    torch.testing.assert_close(ours.used[-1], before, rtol=0, atol=0)
+    assert torch.equal(ours.used[-1][0], before[0])
+
+
+def test_an_optimizer_step_without_gradients_changes_nothing(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    for _ in range(3):
+        ours.step(x)
+    ours.optimizer.zero_grad()
+    ours.updates.start(ours.optimizer, [ours.weights])
+    ours.gradients(x)
+    ours.gradients(x)  # accumulates: the same weights
+    newest = values_of(ours.net)
+    torch.testing.assert_close(ours.used[-1], ours.used[-2], rtol=0, atol=0)
+    ours.step(x)
+    ours.step(x)
+    torch.testing.assert_close(ours.used[-1], newest, rtol=0, atol=0)
+
+
+def test_weights_are_frozen_and_unfrozen(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    ours.weights[0].requires_grad_(False)
+    for _ in range(3):
+        ours.step(x)
+    assert torch.equal(ours.used[0][0], ours.used[-1][0])
+    ours.weights[0].requires_grad_(True)
+    first = ours.weights[0].detach().clone()
+    ours.step(x)
+    after = ours.weights[0].detach().clone()
+    ours.step(x)
+    ours.step(x)
+    assert torch.equal(ours.used[-2][0], first)
+    assert torch.equal(ours.used[-1][0], after)
+    assert not torch.equal(after, first)
+
+
+def test_a_weight_of_another_shape(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    x = inputs(1)[0]
+    ours.step(x)
+    ours.updates.wait()
+    ours.weights[3].data = torch.zeros(1)
+    ours.optimizer.state.clear()
+    for _ in range(3):
+        ours.step(x)
+    assert [used[3].shape for used in ours.used] == [(3,), (1,), (1,), (1,)]
+
+
+def test_an_error_in_an_update_is_told_and_the_weights_stay(make_training: Callable[..., Training]) -> None:
+    class Fails(torch.optim.SGD):
+        is_separable = True
+
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no update today")
+
+    ours = make_training(lambda p: Fails(p, lr=0.1))
+    x = inputs(1)[0]
+    ours.step(x)
+    with pytest.raises(ValueError, match="no update today"):
+        ours.updates.wait()
+    before = values_of(ours.net)
+    ours.gradients(x)
+    torch.testing.assert_close(ours.used[-1], before, rtol=0, atol=0)
+
+
+def test_what_the_snapshots_take(make_training: Callable[..., Training]) -> None:
+    ours = make_training()
+    num_bytes = sum(w.numel() * w.element_size() for w in ours.weights)
+    assert ours.stale.host_bytes == 0
+    for x in inputs(4):
+        ours.step(x)
+    ours.updates.wait()
+    assert ours.stale.host_bytes == StaleWeights.NUM_SNAPSHOTS * num_bytes

@@ -1,0 +1,479 @@
+"""Overlapped updates and what users do: optimizers that write elsewhere, signal handlers, threads, forks, autocast."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.optimizer import pending, shares
+from lightning_roundpipe.optimizer import updates as overlapped
+from lightning_roundpipe.optimizer.stale import StaleWeights
+from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
+from lightning_roundpipe.weights.pending import PendingParameter, Share, is_pending
+from tests.optimizer.test_optimizer_updates import Held, fill_gradients, make_weights, outcome_of
+
+_TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
+_PACKAGE = str(Path(overlapped.__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group of the order is a share of its own."""
+    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    """Four weights whose update has begun and does not go on."""
+    found = Held()
+    yield found
+    found.release()
+
+
+def one_by_one(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    return [[weight] for weight in weights]
+
+
+# --- optimizers that are not what they say ---------------------------------------------------------------------------
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent with the parts that others do in another way."""
+
+    is_separable = True
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.1, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.count(group)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update(weight, group["lr"])
+
+    def count(self, group: dict[str, Any]) -> None:
+        pass
+
+    def update(self, weight: Any, lr: float) -> None:
+        weight.add_(weight.grad, alpha=-lr)
+
+
+class AssignsData(Plain):
+    def update(self, weight: Any, lr: float) -> None:
+        weight.data = weight.data - lr * weight.grad
+
+
+class AssignsGradient(Plain):
+    def update(self, weight: Any, lr: float) -> None:
+        weight.grad = weight.grad.sign()
+        super().update(weight, lr)
+
+
+class DropsGradient(Plain):
+    def update(self, weight: Any, lr: float) -> None:
+        super().update(weight, lr)
+        weight.grad = None
+
+
+class CountsInGroup(Plain):
+    def count(self, group: dict[str, Any]) -> None:
+        group["step"] += 1
+
+
+class AddsOption(Plain):
+    def count(self, group: dict[str, Any]) -> None:
+        group["begun"] = True
+
+
+class CountsInTensor(Plain):
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights)
+        self.param_groups[0]["step"] = torch.zeros(())
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["step"] += 1
+
+
+class CountsItself(Plain):
+    num_steps = 0
+
+    def count(self, group: dict[str, Any]) -> None:
+        self.num_steps += 1
+
+
+class CountsInState(Plain):
+    def count(self, group: dict[str, Any]) -> None:
+        self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
+
+
+LOST = {
+    AssignsData: "gives a parameter other memory instead of writing it in place",
+    AssignsGradient: "gives a parameter another gradient instead of writing it in place",
+    DropsGradient: "gives a parameter another gradient instead of writing it in place",
+    CountsInGroup: "writes the options of its parameter groups",
+    AddsOption: "writes the options of its parameter groups",
+    CountsInTensor: "writes the options of its parameter groups",
+    CountsItself: "writes attributes of the optimizer",
+    CountsInState: "keeps state that belongs to no parameter",
+}
+
+
+@pytest.mark.parametrize("kind", LOST, ids=lambda kind: kind.__name__)
+def test_what_an_optimizer_writes_is_an_error_where_it_would_be_lost(kind: type[Plain]) -> None:
+    weights = make_weights()
+    fill_gradients(weights, 0)
+    updates = Updates(1)
+    updates.start(kind(weights), one_by_one(weights))
+    expected = f"the step of {kind.__name__} {LOST[kind]}"
+    with pytest.raises(RuntimeError, match=re.escape(expected)) as caught:
+        updates.wait()
+    assert "Leave out is_separable = True, or use optimizer_overlap='off'" in str(caught.value)
+    assert not is_pending(weights)
+
+
+def test_state_of_no_parameter_that_is_only_read() -> None:
+    optimizer = Plain(make_weights())
+    assert why_not_separable(optimizer) is None
+    optimizer.state["all"] = {"scale": 2.0}  # type: ignore[index]
+    expected = "Plain keeps state that belongs to no parameter"
+    assert why_not_separable(optimizer) == expected
+    Updates(1).guard(optimizer)
+    assert why_not_separable(optimizer) == expected
+
+
+class AsksForFlags(Plain):
+    """Trains what says that it is trained, at its own pace."""
+
+    def update(self, weight: Any, lr: float) -> None:
+        if weight.requires_grad and isinstance(weight, nn.Parameter):
+            super().update(weight, lr * weight.lr_scale)
+
+
+def test_optimizers_find_flags_and_attributes_of_weights() -> None:
+    ends = []
+    for updates in (None, Updates(1)):
+        weights = make_weights()
+        fill_gradients(weights, 0)
+        weights[1].requires_grad_(False)
+        for index, weight in enumerate(weights):
+            weight.lr_scale = 1.0 / (1 + index)  # type: ignore[attr-defined]
+        optimizer = AsksForFlags(weights)
+        if updates is None:
+            optimizer.step()
+        else:
+            updates.start(optimizer, one_by_one(weights))
+            updates.wait()
+        ends.append([weight.detach().clone() for weight in weights])
+    changed = [not torch.equal(a, b) for a, b in zip(ends[0], make_weights(), strict=True)]
+    assert changed == [index != 1 for index in range(len(changed))]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+class Multiplies(Plain):
+    def update(self, weight: Any, lr: float) -> None:
+        if weight.dim() == 2:
+            weight.sub_(lr * (weight.grad @ weight.grad.T @ weight.grad))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_autocast_is_that_of_the_call(autocast: bool) -> None:
+    """Also where the call is made without it and somebody waits with it."""
+    ends = []
+    for updates in (None, Updates(1)):
+        weights = make_weights()
+        fill_gradients(weights, 0)
+        optimizer = Multiplies(weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if updates is None:
+                optimizer.step()
+            else:
+                updates.start(optimizer, one_by_one(weights))
+        if updates is not None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=not autocast):
+                updates.wait()
+        ends.append([weight.detach().clone() for weight in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert not torch.equal(ends[0][0], make_weights()[0])
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class AlwaysFails(Plain):
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights)
+        self.tries: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.tries.append(len(self.tries))
+        raise ZeroDivisionError(f"try {len(self.tries)}")
+
+
+def test_nothing_is_updated_behind_an_error_that_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who waits is told of the error before the thread comes to the next share."""
+    weights = make_weights()
+    fill_gradients(weights, 0)
+    optimizer, updates, told = AlwaysFails(weights), Updates(1), threading.Event()
+    end = Share.end
+
+    def end_and_stand_back(share: Share, **kwargs: Any) -> None:
+        end(share, **kwargs)
+        if threading.current_thread().name == "roundpipe-optimizer":
+            assert told.wait(_TIMEOUT_S)
+
+    monkeypatch.setattr(Share, "end", end_and_stand_back)
+    updates.start(optimizer, one_by_one(weights))
+    with pytest.raises(ZeroDivisionError, match="try 1") as first:
+        weights[0].detach()
+    told.set()
+    with pytest.raises(ZeroDivisionError, match="try 1") as second:
+        updates.wait()
+    assert first.value is second.value
+    assert optimizer.tries == [0]
+    assert not is_pending(weights)
+
+
+# --- signal handlers -------------------------------------------------------------------------------------------------
+
+
+def interrupted(program: Callable[[], None], handler: Callable[[], None], line: int) -> bool:
+    """Runs ``program``, and ``handler`` within it, as Python runs signal handlers: on this thread, before the line of
+    the package with this number, counted as they are run; whether there is one."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                handler()
+                return None
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        program()
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+@pytest.fixture
+def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who would wait for ever fails."""
+
+    def wait(share: Share) -> None:
+        assert share._done.wait(_TIMEOUT_S), "waits for an update that does not end"
+
+    monkeypatch.setattr(Share, "_await_end", wait)
+
+
+@pytest.fixture
+def make_untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
+    """Weights with gradients and an optimizer; no update has begun."""
+
+    def make() -> Held:
+        with monkeypatch.context() as patch:
+            patch.setattr(Updates, "start", lambda *args: None)
+            return Held()
+
+    return make
+
+
+def assert_old_or_new(seen: list[Tensor], held: Held) -> None:
+    assert len(seen) == len(held.weights)
+    for weight, old, new in zip(seen, held.old, held.new, strict=True):
+        assert torch.equal(weight, new) or torch.equal(weight, old)
+
+
+def assert_updated(held: Held) -> None:
+    assert all(torch.equal(weight, new) for weight, new in zip(held.weights, held.new, strict=True))
+    assert [type(weight) for weight in held.weights] == [nn.Parameter] * len(held.weights)
+
+
+@pytest.mark.usefixtures("no_endless_waits")
+def test_a_signal_handler_looks_at_weights_while_an_update_begins(make_untouched: Callable[[], Held]) -> None:
+    line, is_there = 0, True
+    while is_there:
+        held, seen = make_untouched(), []
+        held.gate.set()
+
+        def begin(held: Held = held) -> None:
+            held.updates.start(held.optimizer, held.order)
+
+        def look(held: Held = held, seen: list[Tensor] = seen) -> None:
+            seen.extend(weight.detach().clone() for weight in held.weights)
+
+        is_there = interrupted(begin, look, line)
+        held.release()
+        assert_updated(held)
+        if is_there:
+            assert_old_or_new(seen, held)
+        line += 1
+    assert line > 50
+
+
+@pytest.mark.usefixtures("no_endless_waits")
+def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: Callable[[], Held]) -> None:
+    """The update goes on while the handler looks, and not before."""
+    line, is_there = 0, True
+    while is_there:
+        held, seen, stale = make_untouched(), [], StaleWeights()
+        held.updates = Updates(1, stale)
+        with stale.computing(held.weights):
+            pass
+        held.updates.start(held.optimizer, held.order)
+
+        def compute(held: Held = held, stale: StaleWeights = stale) -> None:
+            with stale.computing(held.weights):
+                pass
+
+        def look(held: Held = held, seen: list[Tensor] = seen) -> None:
+            held.gate.set()
+            seen.extend(weight.detach().clone() for weight in held.weights)
+
+        is_there = interrupted(compute, look, line)
+        held.release()
+        assert_updated(held)
+        if is_there:
+            assert_old_or_new(seen, held)
+        line += 1
+    assert line > 50
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+class SlowTable(dict[int, Share]):
+    """The table of shares: a thread of the name "reader" is held up once, after it has looked into it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.came, self.looks = threading.Event(), threading.Event()
+        self.looked, self.goes_on = threading.Event(), threading.Event()
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if threading.current_thread().name != "reader" or self.came.is_set():
+            return super().get(key, default)
+        self.came.set()
+        assert self.looks.wait(_TIMEOUT_S)
+        found = super().get(key, default)
+        self.looked.set()
+        assert self.goes_on.wait(_TIMEOUT_S)
+        return found
+
+
+def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread finds that the update of a weight is over, and sets its class when the next one has begun."""
+    table = SlowTable(pending._shares)
+    monkeypatch.setattr(pending, "_shares", table)
+    weight, moved = held.weights[0], threading.Event()
+    original = Share.wait
+
+    def wait(share: Share) -> None:
+        if threading.current_thread().name == "reader":
+            moved.set()
+        original(share)
+
+    found: list[Tensor] = []
+
+    def read() -> None:
+        try:
+            found.append(weight.detach().clone())
+        finally:
+            moved.set()
+
+    reader = threading.Thread(target=read, name="reader", daemon=True)
+    reader.start()
+    assert table.came.wait(_TIMEOUT_S)
+    held.release()
+    table.looks.set()
+    assert table.looked.wait(_TIMEOUT_S)
+    monkeypatch.setattr(Share, "wait", wait)
+    held.gate.clear()
+    held.updates.start(held.optimizer, held.order)
+    table.goes_on.set()
+    assert moved.wait(_TIMEOUT_S)
+    assert type(weight) is PendingParameter
+    assert not found
+    held.release()
+    reader.join(_TIMEOUT_S)
+    assert torch.equal(found[0], weight)
+    assert not torch.equal(found[0], held.new[0])
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+def status_of_child(sees: Callable[[], bool]) -> int:
+    """Forks; 0 if the child ``sees`` what it should."""
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            status = 0 if sees() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@needs_fork
+def test_a_child_finds_finished_weights(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker of a data loader that reads weights. It has no thread that could end an update."""
+    original = Share._await_end
+
+    def go_on_and_wait(share: Share) -> None:
+        held.gate.set()
+        original(share)
+
+    monkeypatch.setattr(Share, "_await_end", go_on_and_wait)
+
+    def is_finished() -> bool:
+        if is_pending(held.weights):  # would wait for ever
+            return False
+        return all(torch.equal(weight, new) for weight, new in zip(held.weights, held.new, strict=True))
+
+    assert status_of_child(is_finished) == 0
+
+
+class Forks(Plain):
+    """Starts a child process in its step, as a logger or a compiler may."""
+
+    statuses: list[int]
+
+    def count(self, group: dict[str, Any]) -> None:
+        self.statuses.append(status_of_child(lambda: True))
+
+
+@needs_fork
+def test_an_update_that_forks_does_not_wait_for_itself() -> None:
+    weights = make_weights()
+    fill_gradients(weights, 0)
+    optimizer, updates = Forks(weights), Updates(1)
+    optimizer.statuses = []
+    updates.start(optimizer, one_by_one(weights))
+    thread, found = outcome_of(updates.wait)
+    thread.join(_TIMEOUT_S)
+    assert found == [None]
+    assert optimizer.statuses == [0] * len(weights)

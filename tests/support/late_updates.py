@@ -1,0 +1,77 @@
+"""Updates that begin only when somebody waits for them, and what is compared after trainings with them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import nn
+
+from lightning_roundpipe.optimizer.state import GuardedState
+from lightning_roundpipe.optimizer.update_part import Part
+from lightning_roundpipe.optimizer.updates import Updates
+from lightning_roundpipe.weights.pending import PendingParameter, Share
+
+_TIMEOUT_S = 60.0
+
+
+class Late:
+    """Lets updates begin when somebody waits for them, and no sooner.
+
+    Attributes:
+        num_parts: shares that have been updated.
+        demands: the weights of the shares that somebody waited for, in order; None for all.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_parts = 0
+        self.demands: list[list[nn.Parameter] | None] = []
+        self._changed = threading.Condition()
+        self._wanted: list[Callable[[], bool]] = []
+        wait_for_share, wait_for_all, step = Share.wait, Updates.join, Part.step
+
+        def wait(share: Share) -> None:
+            if not share.is_over:
+                self._demand(share.parameters, lambda: share.is_over)
+            wait_for_share(share)
+
+        def wait_all(updates: Updates) -> None:
+            thread = updates._thread
+            if thread is not None and thread.is_alive():
+                self._demand(None, lambda: not thread.is_alive())
+            wait_for_all(updates)
+
+        def late_step(part: Part) -> None:
+            with self._changed:
+                assert self._changed.wait_for(self._is_wanted, _TIMEOUT_S)
+            self.num_parts += 1
+            step(part)
+
+        monkeypatch.setattr(Share, "wait", wait)
+        monkeypatch.setattr(Updates, "join", wait_all)
+        monkeypatch.setattr(Part, "step", late_step)
+
+    def _demand(self, weights: list[nn.Parameter] | None, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            self.demands.append(weights)
+            self._wanted.append(is_over)
+            self._changed.notify_all()
+
+    def _is_wanted(self) -> bool:
+        return any(not is_over() for is_over in self._wanted)
+
+
+def copied(value: Any) -> Any:
+    """The values of tensors as they are now."""
+    return copy.deepcopy(value)
+
+
+def assert_finished(trainer: L.Trainer, module: nn.Module) -> None:
+    """Nothing is left of the overlap."""
+    assert not any(type(p) is PendingParameter for p in module.parameters())
+    assert not any(isinstance(optimizer.state, GuardedState) for optimizer in trainer.optimizers)
+    assert not any(thread.name == "roundpipe-optimizer" for thread in threading.enumerate())

@@ -1,0 +1,311 @@
+"""Stray operands, with ``meta`` as the device of the current stage: the logic needs two devices, not a GPU.
+
+Values are checked on virtual devices that have copies of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.memory import DeviceMemory
+from lightning_roundpipe.devices.transfer import DirectLane
+from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.usercode import loose_parameters as loose_parameters
+from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
+from lightning_roundpipe.usercode.lock import UnitWrites, UserCodeLock, UserCodeState, entered
+from lightning_roundpipe.usercode.loose_parameters import LooseParameters
+from lightning_roundpipe.weights.gradients import GradientStore
+
+STAGE = torch.device("meta")
+HOST = torch.device("cpu")
+
+
+class Gpu(Device):
+    """Looks like one, and computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, STAGE, DirectLane(STAGE), DirectLane(HOST), DeviceMemory("a GPU"))
+
+    def stamp(self) -> float:
+        return 0.0
+
+    def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        return end - start
+
+
+class UserCode:
+    """A micro-batch in user code on a device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.gradients = GradientStore()
+        self.parameters = LooseParameters(self.gradients)
+        self.state = UserCodeState(0, 0)
+        self.state.lock = UserCodeLock((), lambda: False)
+        self.state.call_unit = lambda *args: None
+        self.flushing = False
+
+    def mode(self) -> ImplicitTransfers:
+        return ImplicitTransfers(lambda: self.device, self.parameters, lambda: self.flushing)
+
+    @property
+    def uploaded(self) -> int:
+        return self.device.h2d.num_bytes
+
+
+def run(user_code: UserCode) -> Iterator[UserCode]:
+    user_code.device.open()
+    assert user_code.state.lock is not None
+    user_code.state.lock.acquire(user_code.state)
+    with entered(user_code.state), user_code.mode():
+        yield user_code
+    user_code.state.lock.release(user_code.state)
+    user_code.parameters.drop()
+    user_code.device.close()
+
+
+@pytest.fixture
+def user_code() -> Iterator[UserCode]:
+    """User code on something like a GPU; the mode is on."""
+    yield from run(UserCode(Gpu()))
+
+
+@pytest.fixture
+def on_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[UserCode]:
+    """User code on a virtual device, where one can see what is computed with; the mode is on."""
+    monkeypatch.setattr(loose_parameters, "LARGE_BYTES", 0)
+    yield from run(UserCode(VirtualDevice(0, link=LazyLink())))
+
+
+@pytest.fixture
+def on_host() -> Tensor:
+    return torch.ones(3, 4)
+
+
+@pytest.fixture
+def on_stage() -> Tensor:
+    return torch.ones(3, 4, device=STAGE)
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.randn(5, 4))
+
+
+def test_operands_of_several_devices_meet_on_the_stage(on_host: Tensor, on_stage: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        F.mse_loss(on_host, on_stage)
+    for _ in run(UserCode(Gpu())):
+        assert F.mse_loss(on_host, on_stage).device == STAGE
+        assert torch.cat([on_host, on_stage]).device == STAGE
+
+
+def test_scalars(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
+    assert (on_stage * torch.tensor(2.0)).device == STAGE
+    assert (on_host * on_stage.sum()).device == STAGE  # other than torch, which knows scalars of the host only
+    assert torch.stack([torch.tensor(2.0), on_stage.sum()]).device == STAGE
+    assert torch.stack([torch.tensor(2.0), on_host.sum()]).device == HOST
+
+
+@pytest.mark.usefixtures("user code")
+def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_stage: Tensor) -> None:
+    target = torch.zeros(3, 4, device=STAGE)
+    assert target.add_(on_host).device == STAGE
+    target[0] = torch.ones(4)
+    target += on_host
+    assert target.device == STAGE
+    moved: list[torch.device] = []
+    with pytest.MonkeyPatch.context() as patch:  # what comes from the stand-in has no values
+        patch.setattr(Tensor, "to", lambda tensor, device: moved.append(device) or torch.full(tensor.shape, 2.0))
+        on_host.add_(on_stage)
+        on_host[0] = on_stage[0]
+        torch.add(on_host, on_stage, out=on_host)
+    assert on_host.tolist() == [[4.0] * 4, [5.0] * 4, [5.0] * 4]
+    assert {torch.device(device) for device in moved} == {HOST}
+
+
+@pytest.mark.usefixtures("user code")
+def test_operands_of_one_device_and_explicit_moves_are_left_alone(on_host: Tensor, on_stage: Tensor) -> None:
+    assert (on_host + on_host).device == HOST
+    assert on_host.to(STAGE).device == STAGE
+
+
+@pytest.mark.usefixtures("user code")
+def test_an_index_follows_what_is_indexed(on_host: Tensor, on_stage: Tensor) -> None:
+    assert on_stage[torch.tensor([0, 2])].device == STAGE
+
+
+@pytest.mark.usefixtures("user code")
+def test_the_move_is_part_of_the_graph(on_stage: Tensor) -> None:
+    assert (on_stage * torch.ones(4, requires_grad=True)).requires_grad
+    assert (on_stage * nn.Parameter(torch.ones(4))).requires_grad
+
+
+def test_inside_a_unit_nothing_is_moved(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
+    user_code.state.unit_writes = UnitWrites()
+    with pytest.raises(RuntimeError, match="device"):
+        F.mse_loss(on_host, on_stage)
+    user_code.state.unit_writes = None
+
+
+def test_inside_the_engine_nothing_is_moved(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
+    assert user_code.state.lock is not None
+    with user_code.state.lock.released(user_code.state), pytest.raises(RuntimeError, match="device"):
+        F.mse_loss(on_host, on_stage)
+
+
+def test_hooks_of_units_are_user_code(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
+    lock = user_code.state.lock
+    assert lock is not None
+    user_code.state.unit_writes = UnitWrites()
+    with lock.released(user_code.state):
+        with lock.in_user_code(user_code.state):
+            assert F.mse_loss(on_host, on_stage).device == STAGE
+        with lock.borrowed(), lock.in_user_code(user_code.state):
+            assert F.mse_loss(on_host, on_stage).device == STAGE
+    user_code.state.unit_writes = None
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda w: w,
+    "transposed": lambda w: w.t().t(),
+    "unsqueezed": lambda w: w.unsqueeze(0)[0],
+    "most of it": lambda w: w[:4].expand(2, 4, 4)[0],
+    "expanded": lambda w: w[0].expand(5, 4),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_parameter_travels_once(user_code: UserCode, weight: nn.Parameter, view: Callable[[Tensor], Tensor]) -> None:
+    for _ in range(3):
+        shown = view(weight)
+        assert torch.mul(shown, torch.ones(shown.shape, device=STAGE)).device == STAGE
+    assert user_code.uploaded == 5 * 4 * 4
+
+
+def test_a_small_part_of_a_parameter_travels_by_itself(user_code: UserCode, weight: nn.Parameter) -> None:
+    assert (weight[0] * torch.ones(4, device=STAGE)).device == STAGE
+    assert user_code.uploaded == 0
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("order", ["contiguous", "transposed"])
+def test_values_and_gradients(on_copies: UserCode, view: Callable[[Tensor], Tensor], order: str) -> None:
+    values = torch.randn(5, 4) if order == "contiguous" else torch.randn(4, 5).t()
+    weight, other = nn.Parameter(values.clone()), values.clone().requires_grad_()
+    factor = torch.randn(view(other).shape)
+    expected = (view(other) * factor).square().sum()
+    expected.backward()
+    loss = (view(weight) * factor).square().sum()
+    assert on_copies.uploaded == 5 * 4 * 4
+    torch.testing.assert_close(loss, expected)
+    on_copies.flushing = True
+    loss.backward()
+    on_copies.parameters.take_home()
+    torch.testing.assert_close(on_copies.gradients.take(), {weight: other.grad})
+
+
+def test_without_gradients(on_copies: UserCode, weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        out = weight[:4] * torch.ones(4, 4) + weight.t()[:, :4].t() * torch.ones(4, 4)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, 2 * weight.detach()[:4])
+    assert on_copies.uploaded == 5 * 4 * 4
+
+
+def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
+    seen: list[Tensor] = []
+    view = weight.t()
+    view.register_hook(seen.append)
+    (view * torch.ones(4, 5)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_what_only_concerns_parameters_stays_on_the_host(on_copies: UserCode, weight: nn.Parameter) -> None:
+    penalty = weight.square().sum() + torch.ones(4).sum()
+    assert on_copies.uploaded == 0
+    penalty.backward()
+    torch.testing.assert_close(weight.grad, 2 * weight.detach())
+
+
+def test_changes_in_place_hit_the_master(on_copies: UserCode, weight: nn.Parameter) -> None:
+    values = weight.detach().clone()
+    ones = torch.ones(5, 4)
+    torch.testing.assert_close(weight * ones, values)
+    with torch.no_grad():
+        weight.clamp_(max=0.1)
+        weight.mul_(ones * 2)
+        weight[0] = torch.ones(4)
+        weight -= ones
+        torch.add(weight, ones, out=weight)
+        torch._foreach_add_([weight], [ones])
+        weight[1].zero_()
+    expected = values.clamp(max=0.1) * 2 + 1
+    expected[0], expected[1] = 2.0, 0.0
+    torch.testing.assert_close(weight.detach().clone(), expected)
+    torch.testing.assert_close(weight * ones, expected)
+
+
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "in place": lambda w, x: w.mul_(x),
+    "operator": lambda w, x: w.__iadd__(x),
+    "item": lambda w, x: w.__setitem__(0, x[0]),
+    "out": lambda w, x: torch.add(x, x, out=w),
+    "copy": lambda w, x: w.copy_(x),
+    "list": lambda w, x: torch._foreach_mul_([w], 2.0),
+    "view": lambda w, x: w[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_uploads_are_over_before_a_write(
+    on_copies: UserCode, weight: nn.Parameter, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    told: list[nn.Parameter] = []
+    monkeypatch.setattr(on_copies.parameters, "before_write", told.append)
+    with torch.no_grad():
+        weight + 1
+        assert not told
+        write(weight, torch.ones(5, 4))
+    assert told
+    assert all(parameter is weight for parameter in told)
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "set data"])
+def test_changes_without_a_trace_are_seen(on_copies: UserCode, weight: nn.Parameter, way: str) -> None:
+    ones = torch.ones(5, 4)
+    weight * ones
+    if way == "data":
+        weight.data.zero_()
+    elif way == "numpy":
+        weight.detach()
+        with torch.no_grad():
+            weight.requires_grad_(False).numpy()[:] = 0
+    else:
+        weight.data = torch.zeros(5, 4)
+    assert (weight * ones).sum().item() == 0
+
+
+def test_what_a_function_writes_comes_back(on_copies: UserCode, weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        F.embedding(torch.tensor([0, 1]), weight, max_norm=0.1)
+    assert weight.detach()[:2].norm(dim=1).max().item() <= 0.1 + 1e-6
+    assert weight.detach()[2:].norm(dim=1).min().item() > 0.1
+
+
+def test_running_statistics_come_back() -> None:
+    """Batch norm writes them without raising their version."""
+    mean, variance = torch.zeros(4), torch.ones(4)
+    written: list[Tensor] = []
+    for _ in run(UserCode(Gpu())):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "copy_", lambda tensor, other: written.append(tensor) or tensor)
+            F.batch_norm(torch.ones(3, 4, device=STAGE), mean, variance, training=True)
+    assert {id(tensor) for tensor in written} >= {id(mean), id(variance)}
