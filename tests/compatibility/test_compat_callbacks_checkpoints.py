@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from .rows import compat
+from tests.support.rows import compat
 
 KINDS = ("plain", "roundpipe")
 

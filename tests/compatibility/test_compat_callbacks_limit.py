@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import Tuner
 
-from .rows import compat
+from tests.support.rows import compat
 
 LIMIT = 2600  # bytes, of which weights and gradients of a block take 336
 

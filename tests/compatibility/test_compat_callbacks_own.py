@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn
 
-from .rows import compat
+from tests.support.rows import compat
 
 KINDS = ("plain", "roundpipe")
 

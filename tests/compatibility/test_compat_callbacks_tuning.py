@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Lea
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
-from .rows import compat
+from tests.support.rows import compat
 
 KINDS = ("plain", "roundpipe")
 

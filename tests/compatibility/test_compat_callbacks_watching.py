@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_summary import summarize
 
-from .rows import compat
+from tests.support.rows import compat
 
 KINDS = ("plain", "roundpipe")
 

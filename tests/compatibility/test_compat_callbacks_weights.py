@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics.functional import mean_squared_error
 
-from .rows import compat
+from tests.support.rows import compat
 
 COPIES = {"options": {"virtual_copies": True}}
 

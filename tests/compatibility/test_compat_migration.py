@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.support.forks import Forks
+from tests.support.rows import compat
 
 from .other_strategies import Migrating, Rows, SavesAfter
-from .rows import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS, STEPS = 2, 6

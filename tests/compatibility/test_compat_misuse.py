@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import GradientCutError, UnitEscapeError
+from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
 
 from .mistakes import Step, refusal, with_step
-from .rows import compat
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
+from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
 from .mistakes import Batches, refusal, with_step
-from .rows import compat
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])

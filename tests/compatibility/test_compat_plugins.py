@@ -37,8 +37,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
-
-from .rows import compat
+from tests.support.rows import compat
 
 # --- checkpoint IO ----------------------------------------------------------------------------------------------------
 

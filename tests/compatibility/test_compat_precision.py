@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .rows import compat
+from tests.support.rows import compat
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
 # 11 significant bits, bfloat16 8: one rounding is 2**-12 or 2**-9 relative, and a few of them meet in a weight. In

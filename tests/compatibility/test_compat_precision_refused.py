@@ -16,8 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeStrategy
-
-from .rows import compat
+from tests.support.rows import compat
 
 
 def made_without_its_package(kind: type[Precision], precision: str) -> Precision:

@@ -21,10 +21,9 @@ from lightning.pytorch.profilers import (
 )
 from torch import Tensor
 
+from lightning_roundpipe.integration import profiling
 from lightning_roundpipe.integration.profiling import RecordsByThread, adapt, restore
-from lightning_roundpipe.reporting import profiling
-
-from .rows import compat
+from tests.support.rows import compat
 
 LAYERS = 5
 MICROBATCHES = 3

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_roundpipe import BatchSplitError
-
-from .rows import compat
+from tests.support.rows import compat
 
 WIDTH, CLASSES = 6, 3
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from .rows import compat
+from tests.support.rows import compat
 
 
 class Journal(L.Callback):

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_roundpipe import RoundPipeStrategy
-
-from .rows import compat
+from tests.support.rows import compat
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -
     for name in ("Gate", "UserCodeLock"):
         original = getattr(step, name)
         monkeypatch.setattr(step, name, lambda *args, original=original: made.append(original(*args)) or made[-1])
-    for name in ("TracedTurnstile", "TracedUserCodeLock"):
+    for name in ("TracedGate", "TracedUserCodeLock"):
         monkeypatch.setattr(step, name, None)
     monkeypatch.setattr(runner, "Trace", None)
     model = Model()

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import pending, shares
+from lightning_roundpipe.optimizer import shares
 from lightning_roundpipe.optimizer import updates as overlapped
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
+from lightning_roundpipe.weights import pending
 from lightning_roundpipe.weights.pending import PendingParameter, Share, is_pending
 from tests.optimizer.test_optimizer_updates import Held, fill_gradients, make_weights, outcome_of
 

@@ -114,7 +114,7 @@ def test_scalars(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None
     assert torch.stack([torch.tensor(2.0), on_host.sum()]).device == HOST
 
 
-@pytest.mark.usefixtures("user code")
+@pytest.mark.usefixtures("user_code")
 def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_stage: Tensor) -> None:
     target = torch.zeros(3, 4, device=STAGE)
     assert target.add_(on_host).device == STAGE
@@ -131,18 +131,18 @@ def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_s
     assert {torch.device(device) for device in moved} == {HOST}
 
 
-@pytest.mark.usefixtures("user code")
+@pytest.mark.usefixtures("user_code")
 def test_operands_of_one_device_and_explicit_moves_are_left_alone(on_host: Tensor, on_stage: Tensor) -> None:
     assert (on_host + on_host).device == HOST
     assert on_host.to(STAGE).device == STAGE
 
 
-@pytest.mark.usefixtures("user code")
+@pytest.mark.usefixtures("user_code")
 def test_an_index_follows_what_is_indexed(on_host: Tensor, on_stage: Tensor) -> None:
     assert on_stage[torch.tensor([0, 2])].device == STAGE
 
 
-@pytest.mark.usefixtures("user code")
+@pytest.mark.usefixtures("user_code")
 def test_the_move_is_part_of_the_graph(on_stage: Tensor) -> None:
     assert (on_stage * torch.ones(4, requires_grad=True)).requires_grad
     assert (on_stage * nn.Parameter(torch.ones(4))).requires_grad
