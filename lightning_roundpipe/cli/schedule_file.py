@@ -26,7 +26,7 @@ from lightning_roundpipe.planning import (
     parse_schedule,
     stage_costs,
 )
-from lightning_roundpipe.planning.balance import balanced_cuts
+from lightning_roundpipe.planning.cuts import balanced_cuts
 
 from .arguments import read_text
 

@@ -18,7 +18,8 @@ from typing import Any
 from ..planning.files import written_whole
 from ..planning.partition import Partition, StageKind
 from ..planning.schedule import Action
-from ..planning.timeline import Span, Timeline
+from ..planning.spans import Span
+from ..planning.timeline import Timeline
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -200,7 +201,7 @@ class _Panel:
         self._axes.text(*place, text, ha="center", va="center_baseline", fontsize=7, color=ink, zorder=4)
 
     def _merged(self, times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Without the gaps that nobody could see."""
+        """Without the gaps that would be too narrow to see."""
         merged = [times[0]]
         for start, end in times[1:]:
             before, last = merged[-1]

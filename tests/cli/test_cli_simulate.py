@@ -24,7 +24,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from lightning_roundpipe.planning.balance import balanced_cuts
+from lightning_roundpipe.planning.cuts import balanced_cuts
 from tests.cli.conftest import RunFailing, RunJson
 from tests.planning.paper import MODELS
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.planning import Span, Timeline
-from lightning_roundpipe.planning.timeline import Mark
+from lightning_roundpipe.planning.spans import Mark
 from tests.cli.conftest import RunFailing, RunJson
 
 TIMELINE = Timeline(

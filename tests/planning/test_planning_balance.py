@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.planning.balance import balanced_cuts
+from lightning_roundpipe.planning.cuts import balanced_cuts
 
 call_times = st.one_of(st.integers(0, 5), st.floats(0, 10), st.sampled_from([0.1, 0.2, 0.3]))
 

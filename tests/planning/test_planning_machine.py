@@ -306,5 +306,5 @@ def test_rejects_what_does_not_match() -> None:
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, microbatches_per_step=3)
     with pytest.raises(ValueError, match=r"optimizer must be one of .*'asynchronous'\), got 'async'"):
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, optimizer="async")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="duration of stage 1 must be a finite number"):
+    with pytest.raises(ValueError, match="duration of action 1:0 must be a finite number"):
         simulate(ONE_DEVICE, [StageCost(1.0), StageCost(math.nan), StageCost(1.0)])

@@ -24,8 +24,8 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from lightning_roundpipe.planning._ring import ring_ms
-from lightning_roundpipe.planning.partition import assemble, training_pieces
+from lightning_roundpipe.planning.builders import ring_ms
+from lightning_roundpipe.planning.partition import assemble
 
 
 def profile_of(times: list[int], weight_bytes: int = 0) -> CostProfile:
@@ -74,7 +74,7 @@ def test_the_fast_simulation_of_a_ring_is_the_simulation(
     rows = [[0, *(i for i in range(1, len(times)) if (seed >> i % 5) & 1)] for seed in (seed, seed // 3)]
     fused = max(rows[0][-1], rows[1][-1])
     rows = [row if row[-1] == fused else [*row, fused] for row in rows]
-    plan = assemble(len(times), training_pieces(len(times), *rows))
+    plan = assemble(len(times), *rows)
     machine = Machine(devices, memory, bandwidth, 0.7 * bandwidth, latency_ms, optimizer_bytes_per_ms=100.0)
     costs = stage_costs(plan, profile)
     schedule = round_robin(plan.num_stages, microbatches, devices, round_size=round_size)
@@ -104,9 +104,7 @@ def all_partitions(num_calls: int) -> list[Partition]:
     for fused in range(num_calls):
         inner = [c for n in range(fused) for c in itertools.combinations(range(1, fused), n)] if fused else [()]
         rows = [[0, *cut, fused] if fused else [0] for cut in inner]
-        made += [
-            assemble(num_calls, training_pieces(num_calls, forward, backward)) for forward in rows for backward in rows
-        ]
+        made += [assemble(num_calls, forward, backward) for forward in rows for backward in rows]
     return made
 
 

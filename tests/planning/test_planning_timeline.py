@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import Action, Span, StageKind, Timeline
-from lightning_roundpipe.planning.timeline import Mark
+from lightning_roundpipe.planning.spans import Mark
 
 TIMELINE = Timeline(
     (
