@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.cli import main
-from lightning_roundpipe.cli.feasibility import (
+from lightning_roundpipe.cli.estimate.feasibility import (
     Cluster,
     choose_microbatch_size,
     device_bytes,
@@ -24,9 +24,9 @@ from lightning_roundpipe.cli.feasibility import (
     largest_seq_len,
     speed,
 )
-from lightning_roundpipe.cli.gpus import GPUS
-from lightning_roundpipe.cli.resolve import load_shape
-from lightning_roundpipe.cli.workload import FAST, SLOW, Workload
+from lightning_roundpipe.cli.estimate.gpus import GPUS
+from lightning_roundpipe.cli.estimate.resolve import load_shape
+from lightning_roundpipe.cli.estimate.workload import FAST, SLOW, Workload
 from tests.cli.conftest import RunFailing, RunJson
 from tests.cli.test_cli_models import SIZES
 from tests.cli.test_cli_paper import HUB_NAMES

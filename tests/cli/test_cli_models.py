@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_roundpipe.cli.models import read_shape
-from lightning_roundpipe.cli.resolve import bundled_configs, load_shape
+from lightning_roundpipe.cli.estimate.models import read_shape
+from lightning_roundpipe.cli.estimate.resolve import bundled_configs, load_shape
 
 NAMES = [name.partition("/")[2] for name in bundled_configs()]
 ROOT = Path(__file__).resolve().parents[2]

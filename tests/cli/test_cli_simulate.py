@@ -263,4 +263,4 @@ def test_partitions_are_read_as_they_are_written(llama: CostProfile, tmp_path: P
     path = tmp_path / "s.txt"
     path.write_text(format_schedule(schedule, partition), encoding="utf-8")
     read = read_schedule(str(path), llama)
-    assert (read.schedule, read.partition, read.calls_per_stage) == (schedule, partition, None)
+    assert (read.schedule, read.partition, read.calls_per_stage) == (schedule, partition, ())

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_roundpipe.cli.gpus import GPUS, find_gpu
-from lightning_roundpipe.cli.models import read_shape
-from lightning_roundpipe.cli.resolve import load_shape
-from lightning_roundpipe.cli.workload import (
+from lightning_roundpipe.cli.estimate.gpus import GPUS, find_gpu
+from lightning_roundpipe.cli.estimate.models import read_shape
+from lightning_roundpipe.cli.estimate.resolve import load_shape
+from lightning_roundpipe.cli.estimate.workload import (
     FAST,
     SLOW,
     Workload,

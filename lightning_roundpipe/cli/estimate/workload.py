@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 
 from lightning_roundpipe.planning import CallCost, CostProfile
 
+from ..memory import BYTES_PER_WEIGHT
 from .gpus import Gpu
-from .memory import BYTES_PER_WEIGHT
 from .models import LayerShape, ModelShape
 
 _FP32 = 4

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .arguments import read_text
+from ..arguments import read_text
 from .models import ModelShape, read_shape
 
 _CONFIG = "config.json"

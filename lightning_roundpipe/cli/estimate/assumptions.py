@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes
 
+from ..output import Table
 from .feasibility import Cluster
-from .output import Table
 from .workload import LOSS_CHUNK, Pace, Workload, logit_bytes
 
 _HALF = 0.5

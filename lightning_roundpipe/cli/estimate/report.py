@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import format_bytes, format_share
 
+from ..output import Table
 from .assumptions import assumed_table
 from .feasibility import (
     Cluster,
@@ -20,7 +21,6 @@ from .feasibility import (
     largest_that,
     speed,
 )
-from .output import Table
 from .workload import Workload
 
 _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
