@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of the process.
 
     Returns:
-        0; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if nobody read the output to its end.
+        0; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if the reader closed the output before its
+        end.
 
     Raises:
         SystemExit: From argparse, for ``--help``, ``--version`` and wrong arguments (status 2).

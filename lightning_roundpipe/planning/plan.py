@@ -1,5 +1,10 @@
 """The plan of a run: the partition with the shortest simulated step.
 
+```
+limits on a stage's time -> greedy cuts -> tapers -> neighbours of the best
+                                \------------\------------\-----> ring_ms -> the fastest, the fewest stages among equals
+```
+
 [Note: how the plan is found]
 The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
 full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
@@ -38,7 +43,8 @@ _NUM_NEIGHBOURS = 2_000
 _NUM_SIMULATED = 4
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
-# How much is tried in all: simulated actions, which take about 0.2 microseconds each. What comes late has a share, too.
+# How much is tried in all: simulated actions, which take about 0.2 microseconds each. The last attempts get at least
+# their share of it.
 _NUM_ACTIONS = 90_000
 _NUM_ACTIONS_PER_CALL = 800
 _LEAST_SHARE = 0.2

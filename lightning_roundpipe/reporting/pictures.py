@@ -144,7 +144,7 @@ class _Panel:
         self._has_transfers = any(span.kind in _TRANSFERS for span in timeline.spans)
         self._compute_height = 0.60 if self._has_transfers else 0.80
         self._blocks = _blocks(timeline, partition)
-        # The same for all numbers, lest a row shows those below 10 alone.
+        # The same for all numbers, so that a row does not show only those below 10.
         longest = max((span.microbatch_index for span in timeline.spans), default=0)
         self._number_width = 4.4 * len(str(longest)) + 3  # points
 

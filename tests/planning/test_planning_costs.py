@@ -37,14 +37,6 @@ def test_load_names_the_file(tmp_path: Path) -> None:
         CostProfile.load(path)
 
 
-def test_recompute_backward_adds_the_forward() -> None:
-    assert CallCost("a", 2, 3).recompute_backward_ms == 5
-
-
-def test_profile_takes_any_sequence() -> None:
-    assert CostProfile([CallCost("a", 1, 1)]).calls == (CallCost("a", 1, 1),)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,13 +80,9 @@ ENTRY = {"name": "a", "forward_ms": 1, "backward_ms": 2}
         ({"version": 1, "calls": [{"name": "a"}]}, r"calls\[0\] .* lacks the fields \['forward_ms', 'backward_ms'\]"),
         ({"version": 1, "calls": [{**ENTRY, "speed": 1}]}, r"calls\[0\] .* unknown fields \['speed'\]"),
         ({"version": 1, "calls": [{**ENTRY, "forward_ms": "1"}]}, r"calls\[0\] .*forward_ms must be .* got '1'"),
+        ({"version": 1, "calls": [{**ENTRY, "forward_ms": float("nan")}]}, r"calls\[0\] .*got nan"),
     ],
 )
 def test_from_json_rejects(document: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostProfile.from_json(json.dumps(document))
-
-
-def test_from_json_rejects_nan() -> None:
-    with pytest.raises(ValueError, match=r"calls\[0\] .*got nan"):
-        CostProfile.from_json('{"version": 1, "calls": [{"name": "a", "forward_ms": NaN, "backward_ms": 1}]}')

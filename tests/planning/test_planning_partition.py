@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import chain, combinations, pairwise
@@ -22,6 +21,7 @@ from lightning_roundpipe.planning import (
     partition,
     partition_forward,
 )
+from lightning_roundpipe.planning.cuts import StageSearch
 
 F, FUSED, B = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
 
@@ -292,19 +292,22 @@ def test_rejects_arguments(function, arguments: dict[str, int], message: str) ->
         function(make_profile((1, 1)), **{"num_devices": 1, "num_microbatches": 1, **arguments})
 
 
-@pytest.mark.parametrize("memory_limit", [None, 500])
-def test_a_hundred_calls_take_little_time(memory_limit: int | None) -> None:
-    """The benchmark `partitioner` measures; here only a mistake in the order of growth shows."""
-    rng = random.Random(0)
-    profile = CostProfile(
-        tuple(
-            CallCost(f"c{i}", rng.uniform(0.5, 10), rng.uniform(1, 20), rng.randrange(100), rng.randrange(100))
-            for i in range(100)
-        )
+@pytest.mark.parametrize("num_calls", [100, 400])
+def test_few_of_the_limits_are_tried(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are about L^2 limits, and filling the stages within one takes O(L): the benchmark `partitioner` measures."""
+    rng, tried, count = random.Random(0), [], StageSearch._count
+
+    def counted(search: StageSearch, limit: int) -> int:
+        tried.append(limit)
+        return count(search, limit)
+
+    monkeypatch.setattr(StageSearch, "_count", counted)
+    partition(
+        make_profile(*((rng.uniform(0.5, 10), rng.uniform(1, 20)) for _ in range(num_calls))),
+        num_devices=8,
+        num_microbatches=16,
     )
-    started = time.thread_time()  # not what other processes take
-    partition(profile, num_devices=8, num_microbatches=16, memory_limit=memory_limit)
-    assert time.thread_time() - started < 1.0
+    assert 0 < len(tried) <= 8 * num_calls
 
 
 def test_keep_together_takes_out_forward_cuts_only() -> None:

@@ -51,11 +51,6 @@ def test_lists_become_tuples_and_schedules_hash() -> None:
     assert hash(schedule) == hash(Schedule(1, 2, ((Action(0, 0),), (Action(0, 1),))))
 
 
-def test_unknown_action() -> None:
-    with pytest.raises(KeyError):
-        round_robin(1, 1, 1).device_of(Action(1, 0))
-
-
 def test_actions_are_small_ordered_keys() -> None:
     assert Action(0, 5) < Action(1, 0) < Action(1, 1)
     assert not hasattr(Action(0, 0), "__dict__")

@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import (
     Action,
-    CallCost,
-    CostProfile,
     parse_schedule,
-    partition,
-    partition_forward,
     round_robin,
     simulate,
-    stage_durations,
 )
 
 
@@ -132,14 +127,3 @@ def test_rejects_durations(duration: float) -> None:
         simulate(round_robin(1, 1, 1), lambda action: duration)
     with pytest.raises(ValueError, match="hop_ms must be a finite number"):
         simulate(round_robin(1, 1, 1), one_ms, hop_ms=duration)
-
-
-def test_stage_durations() -> None:
-    profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2, weight_bytes=10, gradient_bytes=10) for i in range(6)))
-    plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=40)
-    assert plan.format() == "F 0-3 | fused 4-5 | B 2-3 | B 0-1"
-    assert stage_durations(plan, profile) == (4, 6, 6, 6)
-    evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=40)
-    assert sum(stage_durations(evaluation, profile)) == 6
-    with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
-        stage_durations(plan, CostProfile(profile.calls[:1]))

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def _on_host(
     host_memory: int | None, cluster: Cluster, workloads: dict[str, Workload], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What is to be said of each way to train, on a host of this size."""
+    """The figures of each way to train, on a host of this size."""
     host_bytes = None if host_memory is None else max(0, host_memory - _HOST_RESERVE)
     known = replace(cluster, host_bytes=host_bytes)
     methods = {name: assess(workload, known, args.microbatch_size) for name, workload in workloads.items()}
@@ -149,7 +149,7 @@ def _on_host(
 
 
 def _gpu_of(args: argparse.Namespace) -> Gpu:
-    """The GPU of the table, with what the user knows better; for "custom" the user must know all of it."""
+    """The GPU of the table, with the figures that the user gives in place of its own; for "custom" all of them."""
     given = {
         "--gpu-memory": args.gpu_memory,
         "--tflops": args.tflops,
@@ -196,7 +196,7 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
 
 
 def _known_better(pace: Pace, gpu: Gpu, args: argparse.Namespace) -> Pace:
-    """What the user states is no range: what a copy reaches, and the host's bandwidth; see [Note: one host]."""
+    """The pace with figures of the user in place of ranges: of a link, and of the host; see [Note: one host]."""
     if args.pcie is not None:
         pace = replace(pace, pcie=1.0)
     if args.host_bandwidth is not None:

@@ -27,7 +27,7 @@ _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
 
 
 def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) -> dict[str, Any]:
-    """Return everything that is to be said of one method, with a key for each paragraph of the report.
+    """Return the figures of one way to train, with a key for each paragraph of the report.
 
     Args:
         workload: What is trained.
@@ -232,5 +232,5 @@ def _billions(count: int) -> str:
 
 
 def _rounded(rate: float) -> str:
-    """Three digits: more would be a claim."""
+    """Three digits: the range is too wide for more."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -23,6 +23,7 @@ from lightning_roundpipe.planning import (
     round_robin,
     simulate,
     stage_costs,
+    stage_durations,
 )
 
 ONE_DEVICE = parse_schedule("schedule stages=3 microbatches=2 devices=1\ndevice 0: 0:0 0:1 1:0 1:1 2:0 2:1\n")
@@ -259,6 +260,7 @@ def test_costs_of_the_stages_of_a_partition() -> None:
     assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 3 + 4 + 104 + 4 + 105 + 7, "fused 4-5")
     assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 2 * 7 + 103, "B 2-3")
     assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 2 * 7 + 101, "B 0-1")
+    assert stage_durations(plan, profile) == (4, 6, 6, 6)
     evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
     assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
