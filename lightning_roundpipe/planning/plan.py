@@ -1,8 +1,9 @@
 """The plan of a run: the partition with the shortest simulated step.
 
 ```
-limits on a stage's time -> greedy cuts -> tapers -> neighbours of the best
-                                \------------\------------\-----> ring_ms -> the fastest, the fewest stages among equals
+limits on a stage's time -> greedy cuts -> with tapers -> neighbours of the best
+                                 |              |                 |
+                                 +--------------+-----------------+--> ring_ms: the fastest, the fewest stages of those
 ```
 
 [Note: how the plan is found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,9 @@ def test_sizes_as_their_makers_state_them(name: str) -> None:
     assert (shape.num_active - tables) / 1e9 == pytest.approx(active, abs=0.1)
 
 
-@pytest.mark.parametrize("name", bundled_configs())
-@pytest.mark.parametrize("write", [str, str.lower, str.upper, lambda name: name.partition("/")[2].title()])
-def test_names_in_any_spelling(name: str, write: Callable[[str], str]) -> None:
-    shape = load_shape(write(name))
-    assert shape.name == name
-    assert shape == read_shape(bundled_configs()[name], name)
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "qwen/qwen3-32b", "QWEN/QWEN3-32B", "Qwen3-32b"])
+def test_a_bundled_model_is_found_in_any_spelling(name: str) -> None:
+    assert load_shape(name) == read_shape(bundled_configs()["Qwen/Qwen3-32B"], "Qwen/Qwen3-32B")
 
 
 def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_rejects_arguments(function, arguments: dict[str, int], message: str) ->
 
 @pytest.mark.parametrize("num_calls", [100, 400])
 def test_few_of_the_limits_are_tried(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are about L^2 limits, and filling the stages within one takes O(L): the benchmark `partitioner` measures."""
+    """Of about L^2; filling the stages within one of them takes O(L). The benchmark `partitioner` measures the time."""
     rng, tried, count = random.Random(0), [], StageSearch._count
 
     def counted(search: StageSearch, limit: int) -> int:
