@@ -43,31 +43,19 @@ def add_option(parser: Any, flag: str, parse: Callable[[str], object], metavar: 
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number of at least 1.
-
-    Raises:
-        ValueError: If the text is something else.
-    """
+    """Read a whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1.")
     return int(text)
 
 
 def parse_ms(text: str) -> float:
-    """Read a bare number of ms, at least 0.
-
-    Raises:
-        ValueError: If the text is something else.
-    """
+    """Read a bare number of ms, at least 0."""
     return _parse_number(text, "milliseconds", "1.6", lambda value: value >= 0)
 
 
 def parse_tflops(text: str) -> float:
-    """Read a bare number of TFLOP/s, above 0.
-
-    Raises:
-        ValueError: If the text is something else.
-    """
+    """Read a bare number of TFLOP/s, above 0."""
     return _parse_number(text, "TFLOP/s", "165", lambda value: value > 0)
 
 
@@ -158,11 +146,7 @@ def _file_errors(what: str, remedy: str) -> Iterator[None]:
 
 
 def load_profile(path: str) -> CostProfile:
-    """Read ``--profile``.
-
-    Raises:
-        ValueError: If the file cannot be read, holds no cost profile, or one without calls.
-    """
+    """Read ``--profile``."""
     with _file_errors(f"read the profile {path}", "RoundPipeStrategy(save_profile=...) writes one"):
         profile = CostProfile.load(path)
     if not profile.calls:
@@ -171,21 +155,13 @@ def load_profile(path: str) -> CostProfile:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that an option asked for.
-
-    Raises:
-        ValueError: If it cannot be written.
-    """
+    """Write a file that an option asked for."""
     with _file_errors(f"write {path}", "choose another place"):
         files.write_text(path, text)
 
 
 def read_text(path: str, what: str) -> str:
-    """Read a file that the user named.
-
-    Raises:
-        ValueError: If it cannot be read, or is not text.
-    """
+    """Read a file that the user named."""
     try:
         with _file_errors(f"read the {what} {path}", "check the path"):
             return Path(path).read_text(encoding="utf-8")
@@ -194,11 +170,7 @@ def read_text(path: str, what: str) -> str:
 
 
 def check_picture_path(path: str | None) -> None:
-    """Check ``--png`` before the work is done.
-
-    Raises:
-        ValueError: If the suffix is not that of a picture, or matplotlib is missing.
-    """
+    """Check ``--png`` before the work is done."""
     if path is not None:
         try:
             check_picture(path)
@@ -207,10 +179,6 @@ def check_picture_path(path: str | None) -> None:
 
 
 def save_picture(path: str, panels: Sequence[tuple[str, Timeline, Partition | None]]) -> None:
-    """Draw timelines with their titles, one above the other; `check_picture_path` comes first.
-
-    Raises:
-        ValueError: If the file cannot be written.
-    """
+    """Draw timelines with their titles, one above the other; `check_picture_path` comes first."""
     with _file_errors(f"write {path}", "choose another place"):
         draw_timelines(panels, path)

@@ -92,11 +92,7 @@ def compare(case: Case, names: Iterable[str]) -> list[Contender | Skipped]:
 
 
 def read_contender(case: Case, path: str) -> Contender:
-    """Simulate a schedule given as text.
-
-    Raises:
-        ValueError: If it cannot be read, is not valid, or is made for other numbers of devices and micro-batches.
-    """
+    """Simulate a schedule given as text."""
     stages = read_schedule(path, case.profile)
     for what, option, found, wanted in (
         ("devices", "--devices", stages.schedule.num_devices, case.machine.num_devices),

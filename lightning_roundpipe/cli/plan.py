@@ -64,11 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, simulate and print.
-
-    Raises:
-        ValueError: If the profile cannot be read, does not fit on a device, or a file cannot be written.
-    """
+    """Plan, simulate and print."""
     check_picture_path(args.png)
     profile, machine, round_size = load_profile(args.profile), machine_of(args), round_size_of(args)
     counts = {"num_microbatches": args.microbatches, "round_size": round_size}

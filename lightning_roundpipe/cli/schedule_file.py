@@ -48,12 +48,7 @@ def format_schedule(schedule: Schedule, partition: Partition) -> str:
 
 
 def read_schedule(path: str, profile: CostProfile) -> ScheduleFile:
-    """Read a schedule and find the costs of its stages.
-
-    Raises:
-        ValueError: If the file cannot be read, or its stages do not fit the profile.
-        ScheduleError: If the schedule is malformed or not valid; the message shows the cell.
-    """
+    """Read a schedule and find the costs of its stages."""
     text = read_text(path, "schedule")
     try:
         schedule = parse_schedule(text)
@@ -75,11 +70,7 @@ def read_schedule(path: str, profile: CostProfile) -> ScheduleFile:
 
 
 def parse_partition(text: str, num_calls: int) -> Partition:
-    """Read what `Partition.format` wrote.
-
-    Raises:
-        ValueError: If the text is malformed, or the stages do not cover `num_calls` calls.
-    """
+    """Read what `Partition.format` wrote."""
     stages = []
     for index, piece in enumerate(text.split("|")):
         match = _STAGE.fullmatch(piece.strip())
@@ -91,11 +82,7 @@ def parse_partition(text: str, num_calls: int) -> Partition:
 
 
 def balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
-    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward.
-
-    Raises:
-        ValueError: If there are fewer calls than stages.
-    """
+    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
     *body, head = profile.calls
     # All but the head recompute their forward.
     times = [*(call.forward_ms + call.recompute_backward_ms for call in body), head.recompute_backward_ms]

@@ -64,11 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, compare and print.
-
-    Raises:
-        ValueError: If a file cannot be read or written, a schedule is not valid, or a call does not fit on a device.
-    """
+    """Simulate, compare and print."""
     check_picture_path(args.png)
     case = Case(
         profile=load_profile(args.profile),

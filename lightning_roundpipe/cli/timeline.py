@@ -64,11 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, add up and print.
-
-    Raises:
-        ValueError: If the file cannot be read or is no trace of a timeline, or the picture cannot be written.
-    """
+    """Read, add up and print."""
     check_picture_path(args.png)
     timeline, steps = _load(args.trace)
     title = args.trace
@@ -110,11 +106,7 @@ def _load(path: str) -> tuple[Timeline, list[dict[str, Any]]]:
 
 
 def _steps(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that a recorded trace tells of, with their figures; times on the timeline's clock.
-
-    Raises:
-        ValueError: If something else has been made of them.
-    """
+    """The steps that a recorded trace tells of, with their figures; times on the timeline's clock."""
     events = (event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("cat") == MARK_CATEGORY)
     steps = []
     for event in events:

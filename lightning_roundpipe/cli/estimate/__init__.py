@@ -85,11 +85,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimate and print.
-
-    Raises:
-        ValueError: If the model or the GPU is not known, or options contradict each other.
-    """
+    """Estimate and print."""
     if args.fp16_accumulation and args.dtype != "fp16":
         raise ValueError(f"--fp16-accumulation is for --dtype fp16, got {args.dtype}: leave one of the two out.")
     if args.microbatch_size is not None and args.microbatch_size > args.batch_size:

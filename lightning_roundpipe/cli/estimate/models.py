@@ -217,9 +217,6 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     Args:
         config: The parsed file.
         name: The model's name, for messages.
-
-    Raises:
-        ValueError: If the model type is not known here, or a number is missing or impossible; the message names it.
     """
     reader = _Reader(config, name)
     family = reader.family
@@ -256,11 +253,7 @@ class _Reader:
         return default if value is None else value
 
     def count(self, key: str, *, optional: bool = False) -> int:
-        """A whole number of at least 1; 0 if it is optional and not there.
-
-        Raises:
-            ValueError: If it is missing, or something else.
-        """
+        """A whole number of at least 1; 0 if it is optional and not there."""
         value = self.get(key)
         if value is None and optional:
             return 0
