@@ -2,9 +2,9 @@
 pipelines that bind them to devices.
 
 ```
-limit t          |-------|
-forward times    3 2 2 1 4 | 2      pieces that are filled up to t, greedily: 3 2 2 | 1 4 | ...
-                                    the fused piece holds as many of the last calls as fit
+forward times    3  2  2  1  4  2      limit t = 7
+F stages       [ 3  2  2][1  4 ]       filled up to t, one after the other
+fused                          [2]     as many of the last calls as fit, forward and backward
 ```
 
 [Note: the search]

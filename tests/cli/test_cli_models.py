@@ -84,7 +84,7 @@ def test_counts_are_those_of_transformers(model_type: str, changes: dict[str, An
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_published_models(name: str) -> None:
+def test_published_models_have_as_many_weights_as_in_transformers(name: str) -> None:
     config = bundled(name)
     shape = read_shape(config, name)
     expected = number_of_weights(build({**config, "num_hidden_layers": 2, "layer_types": None}))
@@ -173,7 +173,9 @@ WINDOWS: list[tuple[str, dict[str, Any], list[int | None]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "changes", "expected"), WINDOWS)
-def test_windows(model_type: str, changes: dict[str, Any], expected: list[int | None]) -> None:
+def test_windows_follow_the_rules_of_the_model_type(
+    model_type: str, changes: dict[str, Any], expected: list[int | None]
+) -> None:
     shape = read_shape({"model_type": model_type, **SIZES, **changes}, "small")
     assert [layer.window for layer in shape.layers] == expected
 
@@ -198,6 +200,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_what_is_refused(config: dict[str, Any], message: str) -> None:
+def test_configurations_that_are_refused_say_why(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         read_shape(config, "x")

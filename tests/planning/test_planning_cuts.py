@@ -60,12 +60,12 @@ def test_the_limit_is_bisected(num_parts: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 3])
-def test_rejects_a_number_of_parts(num_parts: int) -> None:
+def test_impossible_numbers_of_parts_are_refused(num_parts: int) -> None:
     with pytest.raises(ValueError, match=rf"2 calls cannot be cut into num_parts={num_parts} parts"):
         balanced_cuts([1.0, 2.0], num_parts)
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_rejects_times(bad: float) -> None:
+def test_impossible_times_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match=r"times_ms must be finite and >= 0"):
         balanced_cuts([1.0, bad], 1)

@@ -207,7 +207,7 @@ def test_evaluation_is_planned_for_the_ring_too() -> None:
 
 
 @pytest.mark.parametrize("make", [plan_training, plan_evaluation])
-def test_bad_counts_and_empty_models(make: type) -> None:
+def test_impossible_counts_are_refused_and_empty_models_planned(make: type) -> None:
     assert make(CostProfile(()), Machine(2), num_microbatches=4).num_calls == 0
     with pytest.raises(ValueError, match="num_microbatches must be >= 1, got 0"):
         make(profile_of([1]), Machine(2), num_microbatches=0)

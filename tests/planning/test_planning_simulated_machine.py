@@ -124,7 +124,7 @@ def test_activations_go_before_weights_and_stream() -> None:
     assert slow.step_ms == 6 * 3, "the activations of an action take longer than its compute"
 
 
-def test_handover_between_devices() -> None:
+def test_a_handover_goes_down_and_up_and_takes_two_latencies() -> None:
     schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
     costs = [StageCost(3.0, output_bytes=20, handover_bytes=20), StageCost(3.0, input_bytes=20)]
     machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=20.0, transfer_latency_ms=0.25)
@@ -218,7 +218,7 @@ def test_staleness_is_one() -> None:
     assert starts == [0, 1, 4]  # step 0 ends at 1 and is updated at 4
 
 
-def test_steps_in_an_impossible_order() -> None:
+def test_steps_in_an_impossible_order_are_refused() -> None:
     schedule = parse_schedule("schedule stages=1 microbatches=2 devices=1\ndevice 0: 0:1 0:0\n")
     with pytest.raises(ValueError, match="order the steps on every device"):
         simulate(schedule, [StageCost(1.0)], microbatches_per_step=1)
@@ -250,7 +250,7 @@ def test_recompute_does_not_run_before_its_input_is_there() -> None:
 # Costs of stages
 
 
-def test_costs_of_the_stages_of_a_partition() -> None:
+def test_stages_of_a_partition_add_up_their_calls() -> None:
     calls = tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100 + i) for i in range(6))
     profile = CostProfile(calls)
     plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=60)
@@ -267,7 +267,7 @@ def test_costs_of_the_stages_of_a_partition() -> None:
         stage_costs(plan, CostProfile(calls[:1]))
 
 
-def test_costs_of_bound_stages() -> None:
+def test_bound_stages_move_activations_only() -> None:
     profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100) for i in range(5)))
     forward_0, forward_1, backward_1, backward_0 = bound_stage_costs([3, 2], profile)
     assert (forward_0.duration_ms, forward_1.duration_ms) == (3, 2)
@@ -294,12 +294,12 @@ def test_costs_of_bound_stages() -> None:
         ({"transfer_latency_ms": -1.0}, "transfer_latency_ms must be a finite number of ms >= 0"),
     ],
 )
-def test_rejects_machines(arguments: dict[str, float], message: str) -> None:
+def test_impossible_machines_are_refused(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Machine(**{"num_devices": 1, **arguments})  # type: ignore[arg-type]
 
 
-def test_rejects_what_does_not_match() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     with pytest.raises(ValueError, match="schedule has 1 devices and the machine 2"):
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, Machine(2))
     with pytest.raises(ValueError, match="schedule has 3 stages and costs has 2 entries"):
