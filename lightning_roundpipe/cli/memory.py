@@ -80,10 +80,7 @@ def bound_memory(
     kept = [sum(call.input_bytes for call in calls) for calls in pieces]
     kept[-1] += head.workspace_bytes
     last = [*pieces[-1][:-1], replace(head, workspace_bytes=0)]
-    running = [
-        max(call.input_bytes + call.output_bytes + call.workspace_bytes for call in calls)
-        for calls in (*pieces[:-1], last)
-    ]
+    running = [max(call.activation_bytes(is_training=False) for call in calls) for calls in (*pieces[:-1], last)]
     num_stages, size = len(pieces), BYTES_PER_WEIGHT[dtype]
     peaks = []
     for actions in schedule.devices:

@@ -78,6 +78,15 @@ class CallCost:
         """Time in ms of a backward that has to run the forward again first."""
         return self.forward_ms + self.backward_ms
 
+    def state_bytes(self, *, is_training: bool) -> int:
+        """Return the bytes on a device of the weights, and in training of their gradients."""
+        return self.weight_bytes + (self.gradient_bytes if is_training else 0)
+
+    def activation_bytes(self, *, is_training: bool) -> int:
+        """Return the bytes on a device of one micro-batch: inputs, outputs, the graph, and in a backward the gradients
+        of inputs and outputs."""
+        return (2 if is_training else 1) * (self.input_bytes + self.output_bytes) + self.workspace_bytes
+
 
 _FIELD_NAMES = tuple(field.name for field in fields(CallCost))
 _REQUIRED_NAMES = ("name", "forward_ms", "backward_ms")

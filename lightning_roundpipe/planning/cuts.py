@@ -50,7 +50,7 @@ class StageSearch:
         forward = ticks[:num_calls]
         backward = [f + b for f, b in zip(forward, ticks[num_calls:], strict=True)] if is_training else forward
         weights = [call.weight_bytes for call in calls]
-        states = [call.weight_bytes + call.gradient_bytes for call in calls] if is_training else weights
+        states = [call.state_bytes(is_training=is_training) for call in calls]
         fused = states
         if counts_graphs:
             # Activations may take the half of the memory that weights leave.

@@ -290,7 +290,7 @@ def _best(
     if not profile.calls:
         return no_calls(is_training=is_training)
     for position, call in enumerate(profile.calls):
-        size = call.weight_bytes + (call.gradient_bytes if is_training else 0)
+        size = call.state_bytes(is_training=is_training)
         if memory_limit is not None and size > memory_limit:
             raise ValueError(
                 f"Call {position} ({call.name!r}) needs {size} bytes on a device, {size - memory_limit} bytes over the "

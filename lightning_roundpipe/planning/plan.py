@@ -35,7 +35,7 @@ from .cuts import StageSearch
 from .partition import Partition, assemble, no_calls, pieces
 from .quantities import format_bytes
 from .simulate import simulate
-from .stages import StageCost, StageTable, backward_bytes
+from .stages import StageCost, StageTable
 
 _NUM_LIMITS = 24
 _NUM_VARIED = 16
@@ -143,16 +143,15 @@ def stage_memory_limit(
     for position, call in enumerate(profile.calls):
         needed = needed_bytes(call, is_training=is_training) + waiting_bytes
         if needed > memory:
-            states = call.weight_bytes + (call.gradient_bytes if is_training else 0)
             beside = f", beside {format_bytes(waiting_bytes)} of activations that wait for their next stage"
             raise StageMemoryError(
                 f"Call {position}, {describe_need(call, is_training=is_training)}{beside if waiting_bytes else ''}. "
                 f"That is {format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. "
                 "Smaller micro-batches (more of them) take less for activations, finer units less for weights and "
                 "gradients: RoundPipeStrategy(num_microbatches=..., units=[...]).",
-                fits_if_split=states <= memory,
+                fits_if_split=call.state_bytes(is_training=is_training) <= memory,
             )
-    activations = max((_activation_bytes(call, is_training=is_training) for call in profile.calls), default=0)
+    activations = max((call.activation_bytes(is_training=is_training) for call in profile.calls), default=0)
     return max(0, memory - waiting_bytes - activations) // 2
 
 
@@ -164,8 +163,7 @@ def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int |
 
 def needed_bytes(call: CallCost, *, is_training: bool) -> int:
     """Return what a device has to hold while the call runs for one micro-batch, in bytes."""
-    activations = _activation_bytes(call, is_training=is_training)
-    return call.weight_bytes + (call.gradient_bytes if is_training else 0) + activations
+    return call.state_bytes(is_training=is_training) + call.activation_bytes(is_training=is_training)
 
 
 def describe_need(call: CallCost, *, is_training: bool) -> str:
@@ -174,12 +172,8 @@ def describe_need(call: CallCost, *, is_training: bool) -> str:
     return (
         f"{call.name!r} needs {format_bytes(needed_bytes(call, is_training=is_training))} on a device: weights "
         f"{format_bytes(call.weight_bytes)}, {gradients}activations of one micro-batch "
-        f"{format_bytes(_activation_bytes(call, is_training=is_training))}"
+        f"{format_bytes(call.activation_bytes(is_training=is_training))}"
     )
-
-
-def _activation_bytes(call: CallCost, *, is_training: bool) -> int:
-    return backward_bytes(call) if is_training else call.input_bytes + call.output_bytes + call.workspace_bytes
 
 
 class _Score:

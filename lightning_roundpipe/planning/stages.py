@@ -163,12 +163,6 @@ def bound_stage_costs(
     return (*forward, *reversed(backward))
 
 
-def backward_bytes(call: CallCost) -> int:
-    """Return the bytes of activations on a device during the backward of a call: its inputs and outputs, the gradients
-    of both, and its graph."""
-    return 2 * (call.input_bytes + call.output_bytes) + call.workspace_bytes
-
-
 def _forward_cost(stage: Stage, calls: Sequence[CallCost], *, is_training: bool) -> StageCost:
     if not calls:
         return StageCost(0.0, label=stage.format())
@@ -180,7 +174,7 @@ def _forward_cost(stage: Stage, calls: Sequence[CallCost], *, is_training: bool)
         input_bytes=calls[0].input_bytes,
         output_bytes=handover + saved,
         handover_bytes=handover,
-        workspace_bytes=max(call.input_bytes + call.output_bytes + call.workspace_bytes for call in calls),
+        workspace_bytes=max(call.activation_bytes(is_training=False) for call in calls),
         label=stage.format(),
     )
 
@@ -192,7 +186,7 @@ def _backward_cost(stage: Stage, calls: Sequence[CallCost]) -> StageCost:
     forward_ms = math.fsum(call.forward_ms for call in calls)
     compute_ms, recompute_ms = math.fsum(call.backward_ms for call in calls), forward_ms
     inputs = sum(call.input_bytes for call in calls) + calls[-1].output_bytes
-    workspace = max(backward_bytes(call) for call in calls)
+    workspace = max(call.activation_bytes(is_training=True) for call in calls)
     if stage.kind is StageKind.FUSED:
         compute_ms, recompute_ms = forward_ms + compute_ms, 0.0
         inputs = calls[0].input_bytes
