@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lightning_roundpipe.cli import main  # noqa: E402  (the package of this checkout, installed or not)
-from lightning_roundpipe.pictures import draw_timelines  # noqa: E402
 from lightning_roundpipe.planning import (  # noqa: E402
     Machine,
     Partition,
@@ -33,6 +32,7 @@ from lightning_roundpipe.planning import (  # noqa: E402
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.reporting.pictures import draw_timelines  # noqa: E402
 from tests.planning.paper import MODELS  # noqa: E402
 
 PAGES = ("planning.md", "tuning.md")

@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lightning_roundpipe.pictures import draw_timelines  # noqa: E402  (the package of this checkout, installed or not)
 from lightning_roundpipe.planning import (  # noqa: E402
     CallCost,
     CostProfile,
@@ -27,6 +26,7 @@ from lightning_roundpipe.planning import (  # noqa: E402
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.reporting.pictures import draw_timelines  # noqa: E402  (the package of this checkout, installed or not)
 
 NUM_DEVICES = 4
 NUM_MICROBATCHES = 8

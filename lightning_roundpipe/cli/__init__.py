@@ -1,8 +1,14 @@
 """The command ``roundpipe``: plans and pictures without a Trainer, a model or a device.
 
 Every command is a module with two functions: ``add_parser(subparsers)`` says what it takes, and ``run(args)`` does it
-and returns the exit status. What the user can mend is a ValueError, whose message names the thing and the remedy: it is
-printed without a traceback, and the status is 2.
+and returns the exit status. What the user can mend is a ValueError, whose message names the thing and the remedy: any
+function of the commands may raise one, `main` prints it without a traceback, and the status is 2.
+
+Reading order: a command (``plan``, ``simulate``, ``timeline``, ``estimate``), then what it shares with others:
+``arguments`` (options, files), ``output`` (tables, JSON), ``memory`` (what host and devices hold), ``schedule_file``.
+``contenders`` runs the schedules that ``simulate`` compares. ``estimate`` is a folder: ``resolve`` finds a model's
+configuration, ``models`` reads its shape, ``workload`` turns shape and GPU (``gpus``) into costs, ``feasibility`` says
+whether and how fast it runs, ``report`` and ``assumptions`` say so in words.
 """
 
 from __future__ import annotations
@@ -66,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of the process.
 
     Returns:
-        0; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if nobody read the output to its end.
+        0; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if the reader closed the output before its
+        end.
 
     Raises:
         SystemExit: From argparse, for ``--help``, ``--version`` and wrong arguments (status 2).

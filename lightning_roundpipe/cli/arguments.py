@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline, files
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
@@ -14,111 +16,62 @@ from lightning_roundpipe.reporting.pictures import check_picture, draw_timelines
 
 from .memory import BYTES_PER_WEIGHT
 
-T = TypeVar("T")
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap a parser of text for argparse, so that the message of its ValueError reaches the user."""
+def add_command(subparsers: Subparsers, name: str, help: str, description: str, examples: str) -> Any:
+    """Add a command and return its parser; the examples stand as they are below the options."""
+    return subparsers.add_parser(
+        name,
+        help=help,
+        description=description.strip(),
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
-    def parse_argument(text: str) -> T:
+
+def add_option(parser: Any, flag: str, parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> None:
+    """Add an option whose value `parse` reads; the message of its ValueError reaches the user."""
+
+    def parse_argument(text: str) -> object:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return parse_argument
+    parser.add_argument(flag, type=parse_argument, metavar=metavar, help=help, **more)
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number of at least 1.
-
-    Raises:
-        ValueError: If the text is something else.
-    """
+    """Read a whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1.")
     return int(text)
 
 
 def parse_ms(text: str) -> float:
-    """Read a bare number of ms, at least 0.
+    """Read a bare number of ms, at least 0."""
+    return _parse_number(text, "milliseconds", "1.6", lambda value: value >= 0)
 
-    Raises:
-        ValueError: If the text is something else.
-    """
+
+def parse_tflops(text: str) -> float:
+    """Read a bare number of TFLOP/s, above 0."""
+    return _parse_number(text, "TFLOP/s", "165", lambda value: value > 0)
+
+
+def _parse_number(text: str, unit: str, example: str, is_allowed: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{text!r} is not a number of milliseconds: write one like 1.6.")
+    if not (math.isfinite(value) and is_allowed(value)):
+        raise ValueError(f"{text!r} is not a number of {unit}: write one like {example}.")
     return value
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else (bytes, ms)")
-
-
-def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe the run: profile, devices, micro-batches, rounds."""
-    parser.add_argument(
-        "--profile", required=True, metavar="FILE", help="cost profile: milliseconds and bytes per call, as JSON"
-    )
-    count = argument_type(parse_count)
-    parser.add_argument("--devices", required=True, type=count, metavar="N", help="number of devices")
-    parser.add_argument("--microbatches", required=True, type=count, metavar="M", help="micro-batches per step")
-    parser.add_argument(
-        "--round-size",
-        type=count,
-        metavar="R",
-        help="micro-batches that walk through the stages together (default: two per device, as in training)",
-    )
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe the machine."""
-    group = parser.add_argument_group("machine", "What is left out is unlimited, or takes no time.")
-    bandwidth = argument_type(parse_bandwidth)
-    group.add_argument(
-        "--device-memory",
-        type=argument_type(parse_bytes),
-        metavar="SIZE",
-        help="what the engine may use on a device, such as 24GiB",
-    )
-    group.add_argument(
-        "--h2d", type=bandwidth, default=math.inf, metavar="RATE", help="upload per device, such as 25GB/s"
-    )
-    group.add_argument("--d2h", type=bandwidth, default=math.inf, metavar="RATE", help="download per device")
-    group.add_argument(
-        "--latency",
-        type=argument_type(parse_duration),
-        default=0.0,
-        metavar="TIME",
-        help="until a copy begins to move, such as 10us",
-    )
-    group.add_argument(
-        "--host-bandwidth",
-        type=bandwidth,
-        default=math.inf,
-        metavar="RATE",
-        help="host memory, shared by the copies of all devices, such as 200GB/s",
-    )
-    group.add_argument(
-        "--optimizer-rate",
-        type=bandwidth,
-        default=math.inf,
-        metavar="RATE",
-        help="bytes of gradients that the optimizer on the host works off, such as 4GB/s",
-    )
-    group.add_argument(
-        "--hop-ms",
-        type=argument_type(parse_ms),
-        default=0.0,
-        metavar="MS",
-        help="how long a micro-batch is under way from one device to the next, beside the copies above",
-    )
 
 
 def add_png(parser: argparse.ArgumentParser, what: str) -> None:
@@ -128,8 +81,18 @@ def add_png(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add ``--dtype``, which turns the bytes of the profile into numbers of weights."""
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the run (profile, devices, micro-batches, rounds) and the machine."""
+    parser.add_argument(
+        "--profile", required=True, metavar="FILE", help="cost profile: milliseconds and bytes per call, as JSON"
+    )
+    add_option(parser, "--devices", parse_count, "N", "number of devices", required=True, dest="num_devices")
+    add_option(parser, "--microbatches", parse_count, "M", "micro-batches per step", required=True)
+    rounds = "micro-batches that walk through the stages together (default: two per device, as in training)"
+    add_option(parser, "--round-size", parse_count, "R", rounds)
+    group = parser.add_argument_group("machine", "What is left out is unlimited, or takes no time.")
+    for flag, field, parse, default, metavar, help in _MACHINE:
+        add_option(group, flag, parse, metavar, help, default=default, dest=field)
     parser.add_argument(
         "--dtype",
         choices=tuple(BYTES_PER_WEIGHT),
@@ -138,74 +101,76 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Option, field of `Machine`, how it is read, default, what is shown for it, help.
+_MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...] = (
+    (
+        *("--device-memory", "device_memory_bytes", parse_bytes, None, "SIZE"),
+        "what the engine may use on a device, such as 24GiB",
+    ),
+    ("--h2d", "h2d_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "upload per device, such as 25GB/s"),
+    ("--d2h", "d2h_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "download per device"),
+    ("--latency", "transfer_latency_ms", parse_duration, 0.0, "TIME", "until a copy begins to move, such as 10us"),
+    (
+        *("--host-bandwidth", "host_bytes_per_ms", parse_bandwidth, math.inf, "RATE"),
+        "host memory, shared by the copies of all devices, such as 200GB/s",
+    ),
+    (
+        *("--optimizer-rate", "optimizer_bytes_per_ms", parse_bandwidth, math.inf, "RATE"),
+        "bytes of gradients that the optimizer on the host works off, such as 4GB/s",
+    ),
+    (
+        *("--hop-ms", "hop_ms", parse_ms, 0.0, "MS"),
+        "how long a micro-batch is under way from one device to the next, beside the copies above",
+    ),
+)
+
+
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine that `add_machine` and ``--devices`` describe."""
-    return Machine(
-        num_devices=args.devices,
-        device_memory_bytes=args.device_memory,
-        h2d_bytes_per_ms=args.h2d,
-        d2h_bytes_per_ms=args.d2h,
-        transfer_latency_ms=args.latency,
-        host_bytes_per_ms=args.host_bandwidth,
-        optimizer_bytes_per_ms=args.optimizer_rate,
-    )
+    """The machine that the arguments of `add_pipeline` describe."""
+    return Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
 
 
 def round_size_of(args: argparse.Namespace) -> int:
     """``--round-size``, or two per device as in training."""
-    round_size: int = min(args.round_size or 2 * args.devices, args.microbatches)
+    round_size: int = min(args.round_size or 2 * args.num_devices, args.microbatches)
     return round_size
 
 
-def load_profile(path: str) -> CostProfile:
-    """Read ``--profile``.
-
-    Raises:
-        ValueError: If the file cannot be read, holds no cost profile, or one without calls.
-    """
+@contextlib.contextmanager
+def _file_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError into a ValueError, which is the user's to mend, with its reason in words."""
     try:
-        profile = CostProfile.load(path)
+        yield
     except OSError as error:
-        raise ValueError(
-            f"cannot read the profile {path} ({error.strerror}): RoundPipeStrategy(save_profile=...) writes one."
-        ) from error
+        raise ValueError(f"cannot {what} ({error.strerror}): {remedy}.") from error
+
+
+def load_profile(path: str) -> CostProfile:
+    """Read ``--profile``."""
+    with _file_errors(f"read the profile {path}", "RoundPipeStrategy(save_profile=...) writes one"):
+        profile = CostProfile.load(path)
     if not profile.calls:
         raise ValueError(f"the profile {path} has no calls: there is nothing to plan.")
     return profile
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that an option asked for.
-
-    Raises:
-        ValueError: If it cannot be written.
-    """
-    try:
+    """Write a file that an option asked for."""
+    with _file_errors(f"write {path}", "choose another place"):
         files.write_text(path, text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}): choose another place.") from error
 
 
 def read_text(path: str, what: str) -> str:
-    """Read a file that the user named.
-
-    Raises:
-        ValueError: If it cannot be read, or is not text.
-    """
+    """Read a file that the user named."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read the {what} {path} ({error.strerror}): check the path.") from error
+        with _file_errors(f"read the {what} {path}", "check the path"):
+            return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the {what} {path} is not text: is it compressed, or another file?") from error
 
 
 def check_picture_path(path: str | None) -> None:
-    """Check ``--png`` before the work is done.
-
-    Raises:
-        ValueError: If the suffix is not that of a picture, or matplotlib is missing.
-    """
+    """Check ``--png`` before the work is done."""
     if path is not None:
         try:
             check_picture(path)
@@ -214,12 +179,6 @@ def check_picture_path(path: str | None) -> None:
 
 
 def save_picture(path: str, panels: Sequence[tuple[str, Timeline, Partition | None]]) -> None:
-    """Draw timelines with their titles, one above the other; `check_picture_path` comes first.
-
-    Raises:
-        ValueError: If the file cannot be written.
-    """
-    try:
+    """Draw timelines with their titles, one above the other; `check_picture_path` comes first."""
+    with _file_errors(f"write {path}", "choose another place"):
         draw_timelines(panels, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}): choose another place.") from error

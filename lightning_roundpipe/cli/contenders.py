@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import partial
 
 from lightning_roundpipe.planning import (
     CostProfile,
@@ -23,11 +22,10 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.planning.simulate import Optimizer
 
 from .memory import bound_memory
 from .schedule_file import ScheduleFile, balanced_stages, read_schedule
-
-Optimizer: TypeAlias = Literal["synchronous", "asynchronous"]
 
 _MAX_CHUNKS = 12
 _MAX_PLANNED_STEPS = 4
@@ -48,47 +46,53 @@ class Case:
 
 @dataclass(frozen=True)
 class Contender:
-    """A schedule and how it fared, or the reason why it cannot run.
+    """A schedule and how it fared.
 
     Attributes:
         name: Name of the schedule.
-        is_bound: Whether its stages are bound to devices, without offloading.
-        skipped: Why it cannot run; None if it can.
-        stages: Its stages, in short.
-        num_stages: How many; of a schedule that binds them, model stages.
-        partition: Its stages, if they are not bound.
         simulation: The result of the simulator.
         bubble_ratio: Share of the devices' time spent idle; of an asynchronous optimizer, without the fill of the first
             step and the drain of the last.
         memory_bytes: Peak per device.
+        partition: Its stages; None if they are bound to devices, without offloading.
+        calls_per_stage: Then the calls of each model stage.
     """
 
     name: str
-    is_bound: bool
-    skipped: str | None = None
-    stages: str = ""
-    num_stages: int = 0
-    partition: Partition | None = None
-    simulation: Simulation | None = None
-    bubble_ratio: float = 0.0
-    memory_bytes: tuple[int, ...] = ()
+    simulation: Simulation
+    bubble_ratio: float
+    memory_bytes: tuple[int, ...]
+    partition: Partition | None
+    calls_per_stage: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages; of a schedule that binds them, model stages."""
+        return len(self.calls_per_stage) if self.partition is None else self.partition.num_stages
+
+    @property
+    def stages(self) -> str:
+        """The stages, in short."""
+        if self.partition is None:
+            return f"calls per stage: {' '.join(map(str, self.calls_per_stage))}"
+        return self.partition.format()
 
 
-def compare(case: Case, names: Iterable[str]) -> list[Contender]:
+@dataclass(frozen=True)
+class Skipped:
+    """A schedule that binds stages to devices and cannot run, and why."""
+
+    name: str
+    reason: str
+
+
+def compare(case: Case, names: Iterable[str]) -> list[Contender | Skipped]:
     """Simulate the named ones of `SCHEDULES` on the same calls and machine."""
-    made: list[Contender] = []
-    for name in names:
-        run, arguments = _RUNS[name]
-        made.append(run(case, SCHEDULES[name], *arguments))
-    return made
+    return [run(case, title) for title, run in map(SCHEDULES.__getitem__, names)]
 
 
 def read_contender(case: Case, path: str) -> Contender:
-    """Simulate a schedule given as text.
-
-    Raises:
-        ValueError: If it cannot be read, is not valid, or is made for other numbers of devices and micro-batches.
-    """
+    """Simulate a schedule given as text."""
     stages = read_schedule(path, case.profile)
     for what, option, found, wanted in (
         ("devices", "--devices", stages.schedule.num_devices, case.machine.num_devices),
@@ -96,67 +100,50 @@ def read_contender(case: Case, path: str) -> Contender:
     ):
         if found != wanted:
             raise ValueError(f"{path} has {found} {what}, and {option} says {wanted}: pass {option} {found}.")
-    return _simulate_stages(case, path, stages)
+    return _simulate(case, path, stages)
 
 
-def _bound(case: Case, name: str, build: Callable[[int, int], Schedule]) -> Contender:
+def _simulate(case: Case, name: str, stages: ScheduleFile) -> Contender:
+    """One step."""
+    simulation = simulate(stages.schedule, stages.costs, case.machine, hop_ms=case.hop_ms)
+    memory, bubble_ratio = simulation.memory_bytes, simulation.timeline.bubble_ratio
+    if stages.partition is None:
+        memory = bound_memory(stages.calls_per_stage, case.profile, stages.schedule, case.dtype)
+    return Contender(name, simulation, bubble_ratio, memory, stages.partition, stages.calls_per_stage)
+
+
+def _simulate_pipeline(case: Case, name: str, num_stages: int, schedule: Schedule) -> Contender:
+    calls_per_stage = balanced_stages(case.profile, num_stages)
+    return _simulate(
+        case, name, ScheduleFile(schedule, bound_stage_costs(calls_per_stage, case.profile), None, calls_per_stage)
+    )
+
+
+def _pipeline(case: Case, name: str, *, build: Callable[[int, int], Schedule]) -> Contender | Skipped:
     """One model stage per device."""
     num_devices, num_calls = case.machine.num_devices, len(case.profile.calls)
     if num_calls < num_devices:
-        return Contender(
-            name, is_bound=True, skipped=f"needs a call for each of {num_devices} devices, the profile has {num_calls}"
-        )
-    return _simulate_bound(case, name, num_devices, build(num_devices, case.num_microbatches))
+        return Skipped(name, f"needs a call for each of {num_devices} devices, the profile has {num_calls}")
+    return _simulate_pipeline(case, name, num_devices, build(num_devices, case.num_microbatches))
 
 
-def _looped(case: Case, name: str, build: Callable[[int, int, int], Schedule]) -> Contender:
+def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]) -> Contender | Skipped:
     """The fastest number of model stages per device, from 2."""
     num_devices, num_microbatches = case.machine.num_devices, case.num_microbatches
     num_calls = len(case.profile.calls)
     if num_calls < 2 * num_devices:
-        return Contender(
-            name, is_bound=True, skipped=f"needs 2 calls for each of {num_devices} devices, the profile has {num_calls}"
-        )
+        return Skipped(name, f"needs 2 calls for each of {num_devices} devices, the profile has {num_calls}")
     if build is interleaved_one_f_one_b and num_microbatches % num_devices:
-        return Contender(
-            name, is_bound=True, skipped=f"needs a multiple of {num_devices} micro-batches, got {num_microbatches}"
-        )
+        return Skipped(name, f"needs a multiple of {num_devices} micro-batches, got {num_microbatches}")
     tried = []
-    for chunks in range(2, min(num_calls // num_devices, _MAX_CHUNKS) + 1):
-        num_stages = chunks * num_devices
-        tried.append(_simulate_bound(case, name, num_stages, build(num_stages, num_microbatches, num_devices)))
-    return min(tried, key=lambda contender: contender.simulation.step_ms if contender.simulation else math.inf)
+    for num_chunks in range(2, min(num_calls // num_devices, _MAX_CHUNKS) + 1):
+        num_stages = num_chunks * num_devices
+        schedule = build(num_stages, num_microbatches, num_devices)
+        tried.append(_simulate_pipeline(case, name, num_stages, schedule))
+    return min(tried, key=lambda contender: contender.simulation.step_ms)
 
 
-def _simulate_bound(case: Case, name: str, num_stages: int, schedule: Schedule) -> Contender:
-    calls_per_stage = balanced_stages(case.profile, num_stages)
-    costs = bound_stage_costs(calls_per_stage, case.profile)
-    return _simulate_stages(case, name, ScheduleFile(schedule, costs, calls_per_stage, None))
-
-
-def _simulate_stages(case: Case, name: str, stages: ScheduleFile) -> Contender:
-    """One step."""
-    schedule, calls_per_stage, partition = stages.schedule, stages.calls_per_stage, stages.partition
-    simulation = simulate(schedule, stages.costs, case.machine, hop_ms=case.hop_ms)
-    if calls_per_stage is None:
-        memory, num_stages = simulation.memory_bytes, schedule.num_stages
-        shown = partition.format() if partition else ""
-    else:
-        memory = bound_memory(calls_per_stage, case.profile, schedule, case.dtype)
-        num_stages, shown = len(calls_per_stage), f"calls per stage: {' '.join(map(str, calls_per_stage))}"
-    return Contender(
-        name,
-        is_bound=calls_per_stage is not None,
-        stages=shown,
-        num_stages=num_stages,
-        partition=partition,
-        simulation=simulation,
-        bubble_ratio=simulation.timeline.bubble_ratio,
-        memory_bytes=memory,
-    )
-
-
-def _roundpipe(case: Case, name: str, optimizer: Optimizer) -> Contender:
+def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
     """One step, or several that overlap.
 
     The ring does not stop between steps that overlap, so that a plan for several steps in one may be faster than the
@@ -176,16 +163,8 @@ def _roundpipe(case: Case, name: str, optimizer: Optimizer) -> Contender:
     results = [(partition, _simulate_steps(case, partition, num_steps, optimizer)) for partition in partitions]
     partition, simulation = min(results, key=lambda result: result[1].timeline.makespan_ms)
     timeline = simulation.timeline
-    return Contender(
-        name,
-        is_bound=False,
-        stages=partition.format(),
-        num_stages=partition.num_stages,
-        partition=partition,
-        simulation=simulation,
-        bubble_ratio=timeline.bubble_ratio if optimizer == "synchronous" else timeline.bubble_parts["inside"],
-        memory_bytes=simulation.memory_bytes,
-    )
+    bubble_ratio = timeline.bubble_ratio if optimizer == "synchronous" else timeline.bubble_parts["inside"]
+    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, partition)
 
 
 def _simulate_steps(case: Case, partition: Partition, num_steps: int, optimizer: Optimizer) -> Simulation:
@@ -206,19 +185,11 @@ def _simulate_steps(case: Case, partition: Partition, num_steps: int, optimizer:
     )
 
 
-SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    "looped-bfs": "looped BFS",
-    "roundpipe-sync": "RoundPipe synchronous",
-    "roundpipe-async": "RoundPipe asynchronous",
-}
-_RUNS: dict[str, tuple[Callable[..., Contender], tuple[object, ...]]] = {
-    "gpipe": (_bound, (gpipe,)),
-    "1f1b": (_bound, (one_f_one_b,)),
-    "interleaved": (_looped, (interleaved_one_f_one_b,)),
-    "looped-bfs": (_looped, (looped_bfs,)),
-    "roundpipe-sync": (_roundpipe, ("synchronous",)),
-    "roundpipe-async": (_roundpipe, ("asynchronous",)),
+SCHEDULES: dict[str, tuple[str, Callable[[Case, str], Contender | Skipped]]] = {
+    "gpipe": ("GPipe", partial(_pipeline, build=gpipe)),
+    "1f1b": ("1F1B", partial(_pipeline, build=one_f_one_b)),
+    "interleaved": ("interleaved 1F1B", partial(_looped, build=interleaved_one_f_one_b)),
+    "looped-bfs": ("looped BFS", partial(_looped, build=looped_bfs)),
+    "roundpipe-sync": ("RoundPipe synchronous", partial(_roundpipe, optimizer="synchronous")),
+    "roundpipe-async": ("RoundPipe asynchronous", partial(_roundpipe, optimizer="asynchronous")),
 }

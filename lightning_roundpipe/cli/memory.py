@@ -38,17 +38,26 @@ def host_memory(partition: Partition, profile: CostProfile, timeline: Timeline, 
         dtype: Type of the weights in the profile, one of `BYTES_PER_WEIGHT`.
     """
     weight_bytes, gradient_bytes = _state_bytes(profile.calls)
-    size = BYTES_PER_WEIGHT[dtype]
-    memory = {
-        "frozen weights": max(0, weight_bytes - gradient_bytes),
-        "master weights": gradient_bytes * _FP32 // size,
-        # fp32 masters travel themselves.
-        "working copy": gradient_bytes if size < _FP32 else 0,
-        "gradients": gradient_bytes * _FP32 // size,
-        "optimizer state": gradient_bytes * _ADAMW // size,
-        "activations": _kept_on_host(partition, profile, timeline),
-    }
+    states = host_states(gradient_bytes, max(0, weight_bytes - gradient_bytes), BYTES_PER_WEIGHT[dtype])
+    memory = {**states, "activations": _kept_on_host(partition, profile, timeline)}
     return {**memory, "total": sum(memory.values())}
+
+
+def host_states(trained_bytes: int, frozen_bytes: int, size: int) -> dict[str, int]:
+    """Return what stays in host memory, in bytes by purpose; see [Note: bytes per weight].
+
+    Args:
+        trained_bytes, frozen_bytes: Bytes of the trained and of the frozen weights, as they travel.
+        size: Bytes of a weight as it travels.
+    """
+    return {
+        "frozen weights": frozen_bytes,
+        "master weights": trained_bytes * _FP32 // size,
+        # fp32 masters travel themselves.
+        "working copy": trained_bytes if size < _FP32 else 0,
+        "gradients": trained_bytes * _FP32 // size,
+        "optimizer state": trained_bytes * _ADAMW // size,
+    }
 
 
 def bound_memory(
@@ -71,10 +80,7 @@ def bound_memory(
     kept = [sum(call.input_bytes for call in calls) for calls in pieces]
     kept[-1] += head.workspace_bytes
     last = [*pieces[-1][:-1], replace(head, workspace_bytes=0)]
-    running = [
-        max(call.input_bytes + call.output_bytes + call.workspace_bytes for call in calls)
-        for calls in (*pieces[:-1], last)
-    ]
+    running = [max(call.activation_bytes(is_training=False) for call in calls) for calls in (*pieces[:-1], last)]
     num_stages, size = len(pieces), BYTES_PER_WEIGHT[dtype]
     peaks = []
     for actions in schedule.devices:

@@ -48,6 +48,14 @@ class Table:
         return "  ".join(padded).rstrip()
 
 
+def show(document: dict[str, Any], *report: str | Table, as_json: bool) -> None:
+    """Print what a command found out: the document as JSON, or its report for people."""
+    if as_json:
+        print_json(document)
+    else:
+        print_report(*report)
+
+
 def print_report(*parts: str | Table) -> None:
     """Print paragraphs and tables with an empty line between them.
 
@@ -71,23 +79,18 @@ def compress_names(names: Sequence[str]) -> str:
     Names that count up in one number become a range, repeated ones a product (``"shared x3"``). What is long even so
     shows its ends.
     """
-    runs: list[list[str]] = []
+    runs: list[tuple[list[str], int | None]] = []  # names, and the place of the number in which they count
     for name in names:
-        if runs and _continues(runs[-1], name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
+        if runs:
+            run, place = runs[-1]
+            step = _counted_at(run[-1], name)
+            if (step is not None or name == run[-1]) and (len(run) == 1 or step == place):
+                runs[-1] = ([*run, name], step)
+                continue
+        runs.append(([name], None))
     if len(runs) > _MAX_NAMES:
         return f"{names[0]} ... {names[-1]} ({len(names)} calls)"
-    return ", ".join(map(_format_run, runs))
-
-
-def _continues(run: list[str], name: str) -> bool:
-    """Whether the name goes on as the run has begun: the same again, or one number higher in the same place."""
-    step = _counted_at(run[-1], name)
-    if len(run) == 1:
-        return run[0] == name or step is not None
-    return run[-1] == name if run[0] == run[1] else step is not None and step == _counted_at(run[0], run[1])
+    return ", ".join(_format_run(run, place) for run, place in runs)
 
 
 def _counted_at(first: str, second: str) -> int | None:
@@ -99,16 +102,12 @@ def _counted_at(first: str, second: str) -> int | None:
     return places[0] if int(a[places[0]]) + 1 == int(b[places[0]]) else None
 
 
-def _format_run(run: list[str]) -> str:
-    if len(run) == 1:
-        return run[0]
-    if run[0] == run[-1]:
-        return f"{run[0]} x{len(run)}"
-    place = _counted_at(run[0], run[1])
-    assert place is not None
+def _format_run(run: list[str], place: int | None) -> str:
+    if place is None:
+        return run[0] if len(run) == 1 else f"{run[0]} x{len(run)}"
     parts = re.split(r"(\d+)", run[0])
-    last = re.split(r"(\d+)", run[-1])[place]
-    return "".join([*parts[: place + 1], "-", last, *parts[place + 1 :]])
+    parts[place] += "-" + re.split(r"(\d+)", run[-1])[place]
+    return "".join(parts)
 
 
 def _print_rich(parts: Sequence[str | Table]) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
 from lightning_roundpipe.planning import (
     CostProfile,
-    Machine,
     Partition,
     Simulation,
     StageCost,
@@ -23,9 +21,8 @@ from lightning_roundpipe.planning.quantities import format_bytes, format_ms, for
 
 from .arguments import (
     Subparsers,
-    add_dtype,
+    add_command,
     add_json,
-    add_machine,
     add_pipeline,
     add_png,
     check_picture_path,
@@ -36,7 +33,7 @@ from .arguments import (
     write_text,
 )
 from .memory import HOST_ASSUMPTION, host_memory
-from .output import Table, compress_names, print_json, print_report
+from .output import Table, compress_names, show
 from .schedule_file import format_schedule
 
 _EXAMPLES = """
@@ -47,20 +44,19 @@ examples:
 
 RoundPipeStrategy(save_profile="p.json") writes a profile at the end of a run; one can also be written by hand.
 """
+_STAGE_SIZES = ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes", "workspace_bytes")
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
-        help="print the plan for a profile: stages, step time, bubble, memory, what bounds it",
-        description="Cut the calls of a profile into the stages that are fastest on a machine, and simulate one step.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "print the plan for a profile: stages, step time, bubble, memory, what bounds it",
+        "Cut the calls of a profile into the stages that are fastest on a machine, and simulate one step.",
+        _EXAMPLES,
     )
     add_pipeline(parser)
-    add_machine(parser)
-    add_dtype(parser)
     parser.add_argument("--timeline", metavar="FILE", help="write the simulated step as a Chrome trace (.json)")
     parser.add_argument("--save-schedule", metavar="FILE", help="write the schedule as text, for roundpipe simulate")
     add_png(parser, "the simulated step")
@@ -68,16 +64,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, simulate and print.
-
-    Raises:
-        ValueError: If the profile cannot be read, does not fit on a device, or a file cannot be written.
-    """
+    """Plan, simulate and print."""
     check_picture_path(args.png)
     profile, machine, round_size = load_profile(args.profile), machine_of(args), round_size_of(args)
     counts = {"num_microbatches": args.microbatches, "round_size": round_size}
     partition = plan_training(profile, machine, hop_ms=args.hop_ms, **counts)
-    schedule = round_robin(partition.num_stages, num_devices=args.devices, **counts)
+    schedule = round_robin(partition.num_stages, num_devices=args.num_devices, **counts)
     costs = stage_costs(partition, profile)
     simulation = simulate(schedule, costs, machine, hop_ms=args.hop_ms)
     if args.timeline:
@@ -103,14 +95,12 @@ def run(args: argparse.Namespace) -> int:
         "host_memory_bytes": host_memory(partition, profile, simulation.timeline, args.dtype),
         "host_memory_assumption": HOST_ASSUMPTION,
     }
-    if args.json:
-        print_json(document)
-    else:
-        print_report(*_report(document, machine))
+    show(document, *_report(document), as_json=args.json)
     return 0
 
 
 def _stages(partition: Partition, profile: CostProfile, costs: tuple[StageCost, ...]) -> list[dict[str, Any]]:
+    figures = ("duration_ms", "recompute_ms", *_STAGE_SIZES)
     return [
         {
             "index": stage.index,
@@ -118,13 +108,7 @@ def _stages(partition: Partition, profile: CostProfile, costs: tuple[StageCost, 
             "first_call": stage.start,
             "last_call": stage.stop - 1,
             "units": [call.name for call in profile.calls[stage.start : stage.stop]],
-            "duration_ms": cost.duration_ms,
-            "recompute_ms": cost.recompute_ms,
-            "weight_bytes": cost.weight_bytes,
-            "gradient_bytes": cost.gradient_bytes,
-            "input_bytes": cost.input_bytes,
-            "output_bytes": cost.output_bytes,
-            "workspace_bytes": cost.workspace_bytes,
+            **{figure: getattr(cost, figure) for figure in figures},
         }
         for stage, cost in zip(partition.stages, costs, strict=True)
     ]
@@ -144,59 +128,50 @@ def _devices(simulation: Simulation) -> list[dict[str, Any]]:
     ]
 
 
-def _report(document: dict[str, Any], machine: Machine) -> list[str | Table]:
+def _report(document: dict[str, Any]) -> list[str | Table]:
     """The document for people."""
-    parts, bounds = document["bubble_parts"], document["lower_bounds_ms"]
     step_ms, round_size = document["step_ms"], document["round_size"]
     num_rounds = -(-document["num_microbatches"] // round_size)
-    summary = [
-        f"{len(document['stages'])} stages on {machine.num_devices} devices, {document['num_microbatches']} "
-        f"micro-batches in {num_rounds} round{'s' if num_rounds > 1 else ''} of {round_size}",
-        f"Step time   {format_ms(step_ms)}, bound by {document['bound_by']}",
-        f"Bubble      {format_share(document['bubble_ratio'])}: "
-        + ", ".join(f"{name} {format_share(share)}" for name, share in parts.items()),
+    parts = ", ".join(f"{name} {format_share(share)}" for name, share in document["bubble_parts"].items())
+    summary = (
+        f"{len(document['stages'])} stages on {len(document['devices'])} devices, {document['num_microbatches']} "
+        f"micro-batches in {num_rounds} round{'s' if num_rounds > 1 else ''} of {round_size}\n"
+        f"Step time   {format_ms(step_ms)}, bound by {document['bound_by']}\n"
+        f"Bubble      {format_share(document['bubble_ratio'])}: {parts}"
+    )
+    bounds = [
+        (name, format_ms(ms), format_share(ms / step_ms) if step_ms else "-")
+        for name, ms in sorted(document["lower_bounds_ms"].items(), key=lambda item: -item[1])
+        if ms
     ]
-    report: list[str | Table] = ["\n".join(summary), _stage_table(document["stages"]), _device_table(document, machine)]
-    report += [
-        Table(
-            "What each resource alone would need for a step",
-            ("resource", "at least", "share of step"),
-            [
-                (name, format_ms(ms), format_share(ms / step_ms) if step_ms else "-")
-                for name, ms in sorted(bounds.items(), key=lambda item: -item[1])
-                if ms
-            ],
-        ),
-        Table(
-            f"Host memory ({document['host_memory_assumption']})",
-            ("purpose", "size"),
-            [(name, format_bytes(size)) for name, size in document["host_memory_bytes"].items()],
-        ),
+    host = [(name, format_bytes(size)) for name, size in document["host_memory_bytes"].items()]
+    return [
+        summary,
+        _stage_table(document["stages"]),
+        _device_table(document),
+        Table("What each resource alone would need for a step", ("resource", "at least", "share of step"), bounds),
+        Table(f"Host memory ({document['host_memory_assumption']})", ("purpose", "size"), host),
     ]
-    return report
 
 
 def _stage_table(stages: list[dict[str, Any]]) -> Table:
-    sizes = ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes", "workspace_bytes")
     rows = []
     for stage in stages:
-        numbers = [format_ms(stage["duration_ms"]), *(format_bytes(stage[size]) for size in sizes)]
+        numbers = (format_ms(stage["duration_ms"]), *(format_bytes(stage[size]) for size in _STAGE_SIZES))
         rows.append((str(stage["index"]), stage["kind"], compress_names(stage["units"]), *numbers))
     columns = ("stage", "kind", "units", "time", "weights", "gradients", "up", "down", "workspace")
     title = "Stages (time, activations up and down, and workspace: per micro-batch)"
     return Table(title, columns, rows, num_text=3)
 
 
-def _device_table(document: dict[str, Any], machine: Machine) -> Table:
-    limit = machine.device_memory_bytes
-    devices = document["devices"]
+def _device_table(document: dict[str, Any]) -> Table:
+    devices, limit = document["devices"], document["machine"]["device_memory_bytes"]
     rows: list[tuple[str, ...]] = []
     for index, device in enumerate(devices):
         share = format_share(device["memory_bytes"] / limit) if limit else "no limit"
-        moved = (format_bytes(device["h2d_bytes"]), format_bytes(device["d2h_bytes"]))
-        peak = format_bytes(device["memory_bytes"])
-        rows.append((f"device {index}", format_share(device["busy_fraction"]), peak, share, *moved))
-    total = [math.fsum(device[key] for device in devices) for key in ("h2d_bytes", "d2h_bytes")]
-    rows.append(("all", format_share(1 - document["bubble_ratio"]), "", "", *map(format_bytes, total)))
+        sizes = [format_bytes(device[key]) for key in ("memory_bytes", "h2d_bytes", "d2h_bytes")]
+        rows.append((f"device {index}", format_share(device["busy_fraction"]), sizes[0], share, *sizes[1:]))
+    total = [format_bytes(sum(device[key] for device in devices)) for key in ("h2d_bytes", "d2h_bytes")]
+    rows.append(("all", format_share(1 - document["bubble_ratio"]), "", "", *total))
     of_limit = f"of {format_bytes(limit)}" if limit else "limit"
     return Table("Devices, one step", ("device", "busy", "peak memory", of_limit, "uploaded", "downloaded"), rows)

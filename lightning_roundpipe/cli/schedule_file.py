@@ -9,12 +9,10 @@ backwards in reverse, each on the device of its forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning import (
     Action,
-    CallCost,
     CostProfile,
     Partition,
     Schedule,
@@ -22,11 +20,11 @@ from lightning_roundpipe.planning import (
     Stage,
     StageCost,
     StageKind,
+    balanced_cuts,
     bound_stage_costs,
     parse_schedule,
     stage_costs,
 )
-from lightning_roundpipe.planning.balance import balanced_cuts
 
 from .arguments import read_text
 
@@ -36,12 +34,12 @@ _STAGE = re.compile(r"(F|fused|B) (\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """A schedule with costs for its stages, which are those of a pipeline, or those of a partition."""
+    """A schedule with the costs of its stages: those of a partition, or of a pipeline with so many calls per stage."""
 
     schedule: Schedule
     costs: tuple[StageCost, ...]
-    calls_per_stage: tuple[int, ...] | None
     partition: Partition | None
+    calls_per_stage: tuple[int, ...] = ()
 
 
 def format_schedule(schedule: Schedule, partition: Partition) -> str:
@@ -50,12 +48,7 @@ def format_schedule(schedule: Schedule, partition: Partition) -> str:
 
 
 def read_schedule(path: str, profile: CostProfile) -> ScheduleFile:
-    """Read a schedule and find the costs of its stages.
-
-    Raises:
-        ValueError: If the file cannot be read, or its stages do not fit the profile.
-        ScheduleError: If the schedule is malformed or not valid; the message shows the cell.
-    """
+    """Read a schedule and find the costs of its stages."""
     text = read_text(path, "schedule")
     try:
         schedule = parse_schedule(text)
@@ -73,15 +66,11 @@ def read_schedule(path: str, profile: CostProfile) -> ScheduleFile:
             f"{path}: the line '# stages:' has {partition.num_stages} stages and the schedule {schedule.num_stages}: "
             "correct one of the two."
         )
-    return ScheduleFile(schedule, stage_costs(partition, profile), None, partition)
+    return ScheduleFile(schedule, stage_costs(partition, profile), partition)
 
 
 def parse_partition(text: str, num_calls: int) -> Partition:
-    """Read what `Partition.format` wrote.
-
-    Raises:
-        ValueError: If the text is malformed, or the stages do not cover `num_calls` calls.
-    """
+    """Read what `Partition.format` wrote."""
     stages = []
     for index, piece in enumerate(text.split("|")):
         match = _STAGE.fullmatch(piece.strip())
@@ -93,18 +82,11 @@ def parse_partition(text: str, num_calls: int) -> Partition:
 
 
 def balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
-    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward.
-
-    Raises:
-        ValueError: If there are fewer calls than stages.
-    """
-    return balanced_cuts(_times(profile.calls), num_stages)
-
-
-def _times(calls: Sequence[CallCost]) -> list[float]:
-    """Time of each call in a pipeline, in ms: all but the last recompute their forward."""
-    times = [call.forward_ms + call.recompute_backward_ms for call in calls[:-1]]
-    return [*times, *(call.recompute_backward_ms for call in calls[-1:])]
+    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
+    *body, head = profile.calls
+    # All but the head recompute their forward.
+    times = [*(call.forward_ms + call.recompute_backward_ms for call in body), head.recompute_backward_ms]
+    return balanced_cuts(times, num_stages)
 
 
 def _pipeline(path: str, schedule: Schedule, profile: CostProfile) -> ScheduleFile:
@@ -126,4 +108,4 @@ def _pipeline(path: str, schedule: Schedule, profile: CostProfile) -> ScheduleFi
         calls_per_stage = balanced_stages(profile, num_stages)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return ScheduleFile(schedule, bound_stage_costs(calls_per_stage, profile), calls_per_stage, None)
+    return ScheduleFile(schedule, bound_stage_costs(calls_per_stage, profile), None, calls_per_stage)

@@ -11,12 +11,11 @@ from lightning_roundpipe.planning.quantities import format_bytes, format_ms, for
 
 from .arguments import (
     Subparsers,
-    add_dtype,
+    add_command,
     add_json,
-    add_machine,
+    add_option,
     add_pipeline,
     add_png,
-    argument_type,
     check_picture_path,
     load_profile,
     machine_of,
@@ -24,9 +23,9 @@ from .arguments import (
     round_size_of,
     save_picture,
 )
-from .contenders import SCHEDULES, Case, Contender, compare, read_contender
+from .contenders import SCHEDULES, Case, Contender, Skipped, compare, read_contender
 from .memory import BOUND_ASSUMPTION
-from .output import Table, print_json, print_report
+from .output import Table, show
 
 _DESCRIPTION = """
 Simulate one training step under several schedules. GPipe, 1F1B, interleaved 1F1B and looped BFS bind stages to devices;
@@ -48,20 +47,11 @@ _BUBBLE = (
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="compare schedules: step time, bubble, memory",
-        description=_DESCRIPTION.strip(),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    summary = "compare schedules: step time, bubble, memory"
+    parser = add_command(subparsers, "simulate", summary, _DESCRIPTION, _EXAMPLES)
     add_pipeline(parser)
-    add_machine(parser)
-    add_dtype(parser)
-    count = argument_type(parse_count)
-    parser.add_argument(
-        "--steps", type=count, default=8, metavar="K", help="steps to simulate for RoundPipe asynchronous (default: 8)"
-    )
+    steps = "steps to simulate for RoundPipe asynchronous (default: 8)"
+    add_option(parser, "--steps", parse_count, "K", steps, default=8)
     parser.add_argument("--only", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=", ".join(SCHEDULES))
     parser.add_argument(
         "--schedule",
@@ -74,11 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, compare and print.
-
-    Raises:
-        ValueError: If a file cannot be read or written, a schedule is not valid, or a call does not fit on a device.
-    """
+    """Simulate, compare and print."""
     check_picture_path(args.png)
     case = Case(
         profile=load_profile(args.profile),
@@ -89,10 +75,11 @@ def run(args: argparse.Namespace) -> int:
         hop_ms=args.hop_ms,
         dtype=args.dtype,
     )
-    results = [read_contender(case, args.schedule)] if args.schedule else []
+    results: list[Contender | Skipped] = [read_contender(case, args.schedule)] if args.schedule else []
     results += compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])
+    contenders = [result for result in results if isinstance(result, Contender)]
     if args.png:
-        _draw(results, case.num_microbatches, args.png)
+        _draw(contenders, case.num_microbatches, args.png)
     document = {
         "command": "simulate",
         "profile": args.profile,
@@ -103,32 +90,36 @@ def run(args: argparse.Namespace) -> int:
         "bubble_definition": _BUBBLE,
         "bound_memory_assumption": BOUND_ASSUMPTION,
     }
-    if args.json:
-        print_json(document)
-    else:
-        print_report(*_report(document), *(_pictures(results) if args.show else ()))
+    show(document, *_report(document), *(map(_picture, contenders) if args.show else ()), as_json=args.json)
     return 0
 
 
-def _rows(results: list[Contender]) -> list[dict[str, Any]]:
-    """What is known of each contender; speeds are relative to the fastest that binds stages."""
-    best_ms = min((r.simulation.step_ms for r in results if r.is_bound and r.simulation), default=None)
+def _rows(results: list[Contender | Skipped]) -> list[dict[str, Any]]:
+    """What is known of each schedule; speeds are relative to the fastest that binds stages."""
+    bound = [r.simulation.step_ms for r in results if isinstance(r, Contender) and r.partition is None]
+    best_ms = min(bound, default=None)
     rows: list[dict[str, Any]] = []
     for result in results:
-        row: dict[str, Any] = {"name": result.name, "binds_stages": result.is_bound, "skipped": result.skipped}
-        if result.simulation is not None:
-            step_ms = result.simulation.step_ms
-            row |= {
+        if isinstance(result, Skipped):
+            rows.append({"name": result.name, "binds_stages": True, "skipped": result.reason})
+            continue
+        simulation = result.simulation
+        step_ms = simulation.step_ms
+        rows.append(
+            {
+                "name": result.name,
+                "binds_stages": result.partition is None,
+                "skipped": None,
                 "num_stages": result.num_stages,
                 "stages": result.stages,
                 "step_ms": step_ms,
                 "bubble_ratio": result.bubble_ratio,
-                "bubble_parts": result.simulation.timeline.bubble_parts,
+                "bubble_parts": simulation.timeline.bubble_parts,
                 "speed": best_ms / step_ms if best_ms is not None and step_ms else None,
                 "memory_bytes": result.memory_bytes,
-                "bound_by": result.simulation.bound_by,
+                "bound_by": simulation.bound_by,
             }
-        rows.append(row)
+        )
     return rows
 
 
@@ -160,22 +151,14 @@ def _report(document: dict[str, Any]) -> list[str | Table]:
     return [Table(title, columns, rows), "\n".join([*skipped, *notes])]
 
 
-def _pictures(results: list[Contender]) -> list[str]:
-    return [
-        f"{result.name}, {result.stages}\n{result.simulation.timeline.format_table().rstrip()}"
-        for result in results
-        if result.simulation is not None
-    ]
+def _picture(result: Contender) -> str:
+    return f"{result.name}, {result.stages}\n{result.simulation.timeline.format_table().rstrip()}"
 
 
 def _draw(results: list[Contender], num_microbatches: int, path: str) -> None:
-    panels = [
-        (*_shown(r.name, r.simulation.timeline, num_microbatches), r.partition)
-        for r in results
-        if r.simulation is not None
-    ]
-    if not panels:
+    if not results:
         raise ValueError("--png has nothing to draw: none of the schedules can run.")
+    panels = [(*_shown(r.name, r.simulation.timeline, num_microbatches), r.partition) for r in results]
     save_picture(path, panels)
 
 
@@ -188,6 +171,5 @@ def _shown(name: str, timeline: Timeline, num_microbatches: int) -> tuple[str, T
         return name, timeline
     end_ms = max(span.end_ms for span in computing if span.microbatch_index < num_shown)
     spans = [s for s in timeline.spans if s.microbatch_index < num_shown and s.end_ms <= end_ms]
-    return f"{name}, the first 2 of {(last + 1) // num_microbatches} steps", Timeline(
-        tuple(spans), timeline.num_devices
-    )
+    title = f"{name}, the first 2 of {(last + 1) // num_microbatches} steps"
+    return title, Timeline(tuple(spans), timeline.num_devices)

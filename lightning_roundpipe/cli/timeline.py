@@ -10,18 +10,20 @@ from typing import Any
 
 from lightning_roundpipe.planning import Span, Timeline
 from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
+from lightning_roundpipe.planning.spans import MARK_CATEGORY
 
 from .arguments import (
     Subparsers,
+    add_command,
     add_json,
+    add_option,
     add_png,
-    argument_type,
     check_picture_path,
     parse_count,
     read_text,
     save_picture,
 )
-from .output import Table, print_json, print_report
+from .output import Table, show
 
 _EXAMPLES = """
 examples:
@@ -32,7 +34,6 @@ examples:
 The trace is written by RoundPipeStrategy(trace="trace.json"), or by roundpipe plan --timeline trace.json.
 Perfetto (ui.perfetto.dev) and chrome://tracing open it as well.
 """
-_MARK = "roundpipe.mark"
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bubble": ("bubble", format_share),
     "h2d_bytes": ("uploaded", format_bytes),
@@ -46,38 +47,24 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "timeline",
-        help="figures and a picture of a recorded or simulated trace",
-        description="Bubble, busy share of each device, longest waits and their reasons, bytes moved.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "figures and a picture of a recorded or simulated trace",
+        "Bubble, busy share of each device, longest waits and their reasons, bytes moved.",
+        _EXAMPLES,
     )
     parser.add_argument("trace", metavar="TRACE", help="a Chrome trace of a step (.json)")
-    parser.add_argument(
-        "--waits",
-        type=argument_type(parse_count),
-        default=10,
-        metavar="K",
-        help="how many of the longest waits to print (default: 10)",
-    )
-    parser.add_argument(
-        "--step",
-        type=argument_type(parse_count),
-        metavar="K",
-        help="only the K-th step of a trace of several, counted from 1 (default: from the first to the last)",
-    )
+    add_option(parser, "--waits", parse_count, "K", "how many of the longest waits to print (default: 10)", default=10)
+    one_step = "only the K-th step of a trace of several, counted from 1 (default: from the first to the last)"
+    add_option(parser, "--step", parse_count, "K", one_step)
     parser.add_argument("--show", action="store_true", help="print the timeline as text")
     add_png(parser, "the timeline")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, add up and print.
-
-    Raises:
-        ValueError: If the file cannot be read or is no trace of a timeline, or the picture cannot be written.
-    """
+    """Read, add up and print."""
     check_picture_path(args.png)
     timeline, steps = _load(args.trace)
     title = args.trace
@@ -99,10 +86,8 @@ def run(args: argparse.Namespace) -> int:
         "waits_by_reason": _by_reason(waits),
         "steps": steps,
     }
-    if args.json:
-        print_json(document)
-    else:
-        print_report(*_report(document), *([timeline.format_table().rstrip()] if args.show else []))
+    table = [timeline.format_table().rstrip()] if args.show else []
+    show(document, *_report(document), *table, as_json=args.json)
     return 0
 
 
@@ -121,12 +106,8 @@ def _load(path: str) -> tuple[Timeline, list[dict[str, Any]]]:
 
 
 def _steps(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that a recorded trace tells of, with their figures; times on the timeline's clock.
-
-    Raises:
-        ValueError: If something else has been made of them.
-    """
-    events = (event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("cat") == _MARK)
+    """The steps that a recorded trace tells of, with their figures; times on the timeline's clock."""
+    events = (event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("cat") == MARK_CATEGORY)
     steps = []
     for event in events:
         parts: Iterable[Any] = map(event.get, ("name", "ts", "dur", "args"))

@@ -19,8 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ..planning.builders import next_first_device, round_robin
-from ..planning.costs import CostProfile
-from ..planning.machine import Machine
+from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind, keep_together
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
-from ..planning.timeline import Span
+from ..planning.spans import Span
 from .context import Plan
 from .tracing import Clock, Trace
 from .walk import Walk

@@ -22,8 +22,7 @@ from ..autograd.compiling import UnitCompiler
 from ..autograd.recompute import UnitEscapeError
 from ..autograd.unit_run import relay_hooks
 from ..devices.pool import DevicePool
-from ..planning.costs import CostProfile
-from ..planning.machine import Machine
+from ..planning.costs import CostProfile, Machine
 from ..planning.timeline import Timeline
 from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable

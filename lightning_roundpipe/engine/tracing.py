@@ -18,7 +18,7 @@ from ..devices.devices import Device
 from ..devices.pool import DevicePool
 from ..devices.runs import Run
 from ..planning.schedule import Action, Schedule
-from ..planning.timeline import Span
+from ..planning.spans import Span
 from ..usercode.lock import UserCodeLock, current
 from .gate import Gate
 

@@ -13,8 +13,7 @@ from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
 from ..options import RoundPipeOptions, VirtualLink
-from ..planning.costs import CostProfile
-from ..planning.machine import Machine
+from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition
 from ..planning.plan import plan_evaluation, plan_training
 from ..reporting.host_report import HostReport

@@ -5,11 +5,11 @@ A model is a row of *calls* (executions of its units). The package turns the mea
 a *timeline*, either simulated here or recorded by the engine. Everything is a frozen dataclass that validates itself,
 and nothing but the standard library is imported, so that a plan can be computed, printed and tested anywhere.
 
-Reading order: ``costs`` (what a call costs), ``partition`` (calls -> stages), ``schedule`` (what runs where, as data)
-and ``builders`` (RoundPipe's schedule and those it is compared with; ``balance`` cuts calls for the latter),
-``timeline`` (what ran when), ``machine`` and ``stages`` (what the simulator is told), ``simulate`` (schedule ->
-timeline), ``plan`` (the best partition). ``quantities`` reads and writes sizes, speeds and times; ``files`` writes
-files whole.
+Reading order: ``costs`` (what a call costs, and the machine), ``partition`` (calls -> stages, by the search in
+``cuts``), ``stages`` (what a stage costs), ``schedule`` (what runs where, as data) and ``builders`` (RoundPipe's
+schedule and those it is compared with), ``simulate`` (schedule -> timeline), ``spans`` and ``timeline`` (what ran
+when), ``plan`` (the best partition). ``quantities`` reads and writes sizes, speeds and times; ``files`` writes files
+whole.
 
 The method is that of the RoundPipe paper, "Efficient Training on Multiple Consumer GPUs with RoundPipe",
 arXiv 2604.27085.
@@ -17,16 +17,16 @@ arXiv 2604.27085.
 
 from __future__ import annotations
 
-from .balance import balanced_cuts
 from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, next_first_device, one_f_one_b, round_robin
-from .costs import CallCost, CostProfile
-from .machine import Machine
+from .costs import CallCost, CostProfile, Machine
+from .cuts import balanced_cuts
 from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
 from .plan import StageMemoryError, plan_evaluation, plan_training
 from .schedule import Action, Schedule, ScheduleError, parse_schedule
 from .simulate import Simulation, simulate
+from .spans import Mark, Span
 from .stages import StageCost, bound_stage_costs, stage_costs, stage_durations
-from .timeline import Mark, Span, Timeline
+from .timeline import Timeline
 
 __all__ = [
     "Action",

@@ -1,18 +1,25 @@
-"""What one call of a unit costs: time in milliseconds, memory in bytes.
+"""What a plan starts from: what each call costs, and the machine it runs on. Times are in milliseconds, sizes in bytes.
 
-A `CostProfile` lists the calls of one training (or evaluation) step in the order in which the model makes them. It is
-measured by the engine's profiler or written by hand, and travels as JSON.
+```
+CostProfile   calls   embed   layers.0   layers.1   ...   head      in the order in which a step makes them
+              each    forward and backward, weights, gradients, inputs, outputs, workspace
+Machine       devices, their memory, upload and download lanes, one host memory, the optimizer on the host
+```
+
+A profile is measured by the engine or written by hand, and travels as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .files import write_text
+from .quantities import format_value
 
 _FORMAT_VERSION = 1
 # Of ms and of bytes: more is a mistake, and sums of it may overflow.
@@ -55,21 +62,30 @@ class CallCost:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value < _MOST:
                 raise ValueError(
-                    f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {_shorten(value)}: "
+                    f"CallCost({self.name!r}).{key} must be a finite number of ms >= 0, got {format_value(value)}: "
                     "measure it again."
                 )
         for key in ("weight_bytes", "gradient_bytes", "input_bytes", "output_bytes", "workspace_bytes"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
                 raise ValueError(
-                    f"CallCost({self.name!r}).{key} must be an integer number of bytes >= 0, got {_shorten(value)}: "
-                    "leave it out if it is unknown."
+                    f"CallCost({self.name!r}).{key} must be an integer number of bytes >= 0, got "
+                    f"{format_value(value)}: leave it out if it is unknown."
                 )
 
     @property
     def recompute_backward_ms(self) -> float:
         """Time in ms of a backward that has to run the forward again first."""
         return self.forward_ms + self.backward_ms
+
+    def state_bytes(self, *, is_training: bool) -> int:
+        """Return the bytes on a device of the weights, and in training of their gradients."""
+        return self.weight_bytes + (self.gradient_bytes if is_training else 0)
+
+    def activation_bytes(self, *, is_training: bool) -> int:
+        """Return the bytes on a device of one micro-batch: inputs, outputs, the graph, and in a backward the gradients
+        of inputs and outputs."""
+        return (2 if is_training else 1) * (self.input_bytes + self.output_bytes) + self.workspace_bytes
 
 
 _FIELD_NAMES = tuple(field.name for field in fields(CallCost))
@@ -113,7 +129,7 @@ class CostProfile:
         if not isinstance(document, dict) or not isinstance(document.get("calls"), list):
             raise ValueError(
                 'A cost profile is a JSON object with a list "calls", '
-                f"got {_shorten(document)}: write it with CostProfile.to_json."
+                f"got {format_value(document)}: write it with CostProfile.to_json."
             )
         version = document.get("version")
         if version != _FORMAT_VERSION:
@@ -148,7 +164,7 @@ def _parse_call(position: int, entry: Any) -> CallCost:
     """Turn one JSON entry into a `CallCost`, or say which entry and which field is wrong."""
     where = f"calls[{position}] of the cost profile"
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be an object, got {_shorten(entry)}: write it with CostProfile.to_json.")
+        raise ValueError(f"{where} must be an object, got {format_value(entry)}: write it with CostProfile.to_json.")
     if unknown := sorted(set(entry) - set(_FIELD_NAMES)):
         raise ValueError(f"{where} has unknown fields {unknown}: remove them; known are {list(_FIELD_NAMES)}.")
     if missing := [name for name in _REQUIRED_NAMES if name not in entry]:
@@ -159,7 +175,45 @@ def _parse_call(position: int, entry: Any) -> CallCost:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _shorten(value: object, limit: int = 60) -> str:
-    """Return the value's repr, cut so that a whole document does not end up in an error message."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+@dataclass(frozen=True)
+class Machine:
+    """Devices with one upload and one download lane each, all of them fed from one host memory.
+
+    The defaults describe virtual devices: nothing has to travel, and memory has no limit.
+
+    Args:
+        num_devices: N, at least 1.
+        device_memory_bytes: Bytes that the engine may use on a device; None for no limit.
+        h2d_bytes_per_ms: Bandwidth of a device's upload lane (PCIe 4.0 x16 in practice: 25 GB/s = 25e6 bytes/ms).
+        d2h_bytes_per_ms: Bandwidth of a device's download lane.
+        transfer_latency_ms: Time in ms until a copy begins to move.
+        host_bytes_per_ms: Bandwidth of the host memory, shared by the lanes of all devices in both directions.
+        optimizer_bytes_per_ms: Speed of the optimizer on the host: bytes of gradients that it consumes per ms.
+
+    Raises:
+        ValueError: If a number is out of range; the message names the field.
+    """
+
+    num_devices: int
+    device_memory_bytes: int | None = None
+    h2d_bytes_per_ms: float = math.inf
+    d2h_bytes_per_ms: float = math.inf
+    transfer_latency_ms: float = 0.0
+    host_bytes_per_ms: float = math.inf
+    optimizer_bytes_per_ms: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"num_devices must be >= 1, got {self.num_devices}: pass how many there are.")
+        if self.device_memory_bytes is not None and self.device_memory_bytes < 0:
+            raise ValueError(
+                f"device_memory_bytes must be >= 0, got {self.device_memory_bytes}: pass None for no limit."
+            )
+        if not (math.isfinite(self.transfer_latency_ms) and self.transfer_latency_ms >= 0):
+            raise ValueError(
+                f"transfer_latency_ms must be a finite number of ms >= 0, got {self.transfer_latency_ms}: pass 0.01 "
+                "for 10 microseconds."
+            )
+        for name in (field.name for field in fields(self) if field.name.endswith("_per_ms")):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0 bytes per ms, got {getattr(self, name)}: pass inf for no limit.")

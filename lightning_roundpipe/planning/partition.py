@@ -2,7 +2,7 @@
 
 ```
 calls      0   1   2   3   4   5   6   7   8   9
-forward   [---- F0 ----][---- F1 ----][ fused 2 ]      slots in execution order:
+forward   [---- F0 ----][---- F1 ----][ fused 2 ]      stages in execution order:
 backward  [ B5  ][ B4  ][     B3     ][  same   ]      F0 F1 fused2 B3 B4 B5
 ```
 
@@ -10,18 +10,18 @@ The backward of a call costs about three times its forward (it recomputes the fo
 fewer calls. The last calls run forward and backward at once in the *fused* stage and save the recompute.
 
 `partition` finds the stages by the method of the RoundPipe paper, arXiv 2604.27085, section on partitioning; the search
-itself is in ``_search``.
+itself is in ``cuts``.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ._search import StageSearch
 from .costs import CostProfile
+from .cuts import StageSearch
 
 
 class StageKind(enum.Enum):
@@ -37,7 +37,7 @@ class StageKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Calls ``[start, stop)``, run together as slot `index` of the execution order.
+    """Calls ``[start, stop)``, run together: number `index` of the execution order.
 
     Raises:
         ValueError: If the index is negative or the range is reversed or negative.
@@ -150,7 +150,7 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages (slots), the fused one counted once."""
+        """Number of stages, the fused one counted once."""
         return len(self.stages)
 
     @property
@@ -198,7 +198,7 @@ def partition(
 
     Minimises ``(M S + N (N - 1)) t_max`` over all partitions, with M micro-batches, N devices, S stages and t_max the
     time of the longest stage (RoundPipe paper, arXiv 2604.27085, section on partitioning). That is N times the makespan
-    of the round-robin schedule if every stage takes t_max and the slots, ``S`` times the number of rounds, are a
+    of the round-robin schedule if every stage takes t_max and its stage runs, ``S`` times the number of rounds, are a
     multiple of N. The formula counts on every device having a stage: where S < N, only S devices work in a round, and
     ``N (M + S - 1) t_max`` takes its place, which agrees with it at S = N.
 
@@ -216,49 +216,7 @@ def partition(
     Raises:
         ValueError: If a number is out of range, or a single call is over the memory limit.
     """
-    _check_counts(num_devices, num_microbatches, memory_limit)
-    if not profile.calls:
-        return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
-    search = _training_search(profile, memory_limit)
-    cuts = search.best(num_devices, num_microbatches)
-    return assemble(len(profile.calls), training_pieces(len(profile.calls), *cuts))
-
-
-def _training_search(profile: CostProfile, memory_limit: int | None) -> StageSearch:
-    calls = profile.calls
-    sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
-    _check_memory(profile, sizes, memory_limit)
-    return StageSearch(
-        forward_ms=[call.forward_ms for call in calls],
-        backward_ms=[call.backward_ms for call in calls],
-        forward_bytes=[call.weight_bytes for call in calls],
-        backward_bytes=sizes,
-        memory_limit=memory_limit,
-    )
-
-
-Piece = tuple[StageKind, int, int]
-
-
-def training_pieces(num_calls: int, forward: Sequence[int], backward: Sequence[int]) -> list[Piece]:
-    """The stages (kind, start, stop) in execution order, from the cuts of the F and the B stages.
-
-    Cuts are call positions ``[0, ..., a]``; the fused stage begins at a.
-    """
-    pieces = [(StageKind.FORWARD, start, stop) for start, stop in pairwise(forward)]
-    pieces.append((StageKind.FUSED, forward[-1], num_calls))
-    pieces.extend((StageKind.BACKWARD, start, stop) for start, stop in reversed(list(pairwise(backward))))
-    return pieces
-
-
-def forward_pieces(cuts: Sequence[int]) -> list[Piece]:
-    """The stages of an evaluation, from their cuts, 0 and the number of calls included."""
-    return [(StageKind.FORWARD, start, stop) for start, stop in pairwise(cuts)]
-
-
-def assemble(num_calls: int, pieces: Iterable[Piece]) -> Partition:
-    """The partition of these stages."""
-    return Partition(num_calls, tuple(Stage(index, *piece) for index, piece in enumerate(pieces)))
+    return _best(profile, num_devices, num_microbatches, memory_limit, is_training=True)
 
 
 def partition_forward(
@@ -271,64 +229,72 @@ def partition_forward(
     Raises:
         ValueError: If a number is out of range, or the weights of a single call are over the memory limit.
     """
-    _check_counts(num_devices, num_microbatches, memory_limit)
-    calls = profile.calls
-    if not calls:
-        return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
-    sizes = [call.weight_bytes for call in calls]
-    _check_memory(profile, sizes, memory_limit)
-    search = StageSearch(
-        forward_ms=[call.forward_ms for call in calls],
-        backward_ms=None,
-        forward_bytes=sizes,
-        backward_bytes=sizes,
-        memory_limit=memory_limit,
-    )
-    forward, _ = search.best(num_devices, num_microbatches)
-    return assemble(len(calls), forward_pieces(forward))
+    return _best(profile, num_devices, num_microbatches, memory_limit, is_training=False)
+
+
+def no_calls(*, is_training: bool) -> Partition:
+    """Return the partition of a step without calls."""
+    return Partition(0, (Stage(0, StageKind.FUSED if is_training else StageKind.FORWARD, 0, 0),))
+
+
+def pieces(num_calls: int, forward: Sequence[int], backward: Sequence[int]) -> list[tuple[StageKind, int, int]]:
+    """Return the stages (kind, start, stop) in execution order, from the cuts of the F and of the B stages.
+
+    Cuts are call positions ``[0, ..., a]``. The fused stage begins at a; without one, a is the number of calls.
+    """
+    found = [(StageKind.FORWARD, start, stop) for start, stop in pairwise(forward)]
+    if forward[-1] < num_calls:
+        found.append((StageKind.FUSED, forward[-1], num_calls))
+    found.extend((StageKind.BACKWARD, start, stop) for start, stop in reversed(list(pairwise(backward))))
+    return found
+
+
+def assemble(num_calls: int, forward: Sequence[int], backward: Sequence[int]) -> Partition:
+    """Return the partition with these cuts; see `pieces`."""
+    stages = (Stage(index, *piece) for index, piece in enumerate(pieces(num_calls, forward, backward)))
+    return Partition(num_calls, tuple(stages))
 
 
 def keep_together(partition: Partition, spans: Sequence[tuple[int, int]]) -> Partition:
-    """The partition with every span of calls in one forward stage: cuts inside a span are taken out.
+    """Return the partition with every span of calls in one forward stage: cuts inside a span are taken out.
 
     Args:
-        partition: any partition.
-        spans: call positions [start, stop) that one forward stage must run.
+        partition: Any partition.
+        spans: Call positions ``[start, stop)`` that one forward stage must run.
 
     Raises:
-        ValueError: if a span does not lie within the calls.
+        ValueError: If a span does not lie within the calls.
     """
+    num_calls = partition.num_calls
     for start, stop in spans:
-        if not 0 <= start < stop <= partition.num_calls:
-            raise ValueError(f"span [{start}, {stop}) does not lie within the {partition.num_calls} calls")
-    forward = [stage for stage in partition.stages if stage.kind is not StageKind.BACKWARD]
-    cuts = [s.start for s in forward[1:] if not any(start < s.start < stop for start, stop in spans)]
-    bounds = [0, *cuts, partition.num_calls]
-    kinds = [StageKind.FORWARD] * (len(bounds) - 1)
-    if partition.is_training:
-        kinds[-1] = StageKind.FUSED
-    pieces = [(kind, start, stop) for kind, (start, stop) in zip(kinds, pairwise(bounds), strict=True)]
-    fused_start = bounds[-2]
-    for stage in partition.stages:
-        if stage.kind is StageKind.BACKWARD and stage.start < fused_start:
-            pieces.append((StageKind.BACKWARD, stage.start, min(stage.stop, fused_start)))
-    return assemble(partition.num_calls, pieces)
+        if not 0 <= start < stop <= num_calls:
+            raise ValueError(f"span [{start}, {stop}) does not lie within the {num_calls} calls")
+    if not num_calls:
+        return partition
+    begins = [stage.start for stage in partition.stages if stage.kind is not StageKind.BACKWARD]
+    forward = [0, *(cut for cut in begins[1:] if not any(start < cut < stop for start, stop in spans))]
+    if not partition.is_training:
+        return assemble(num_calls, [*forward, num_calls], [])
+    backward = sorted(stage.start for stage in partition.stages if stage.kind is StageKind.BACKWARD)
+    return assemble(num_calls, forward, [*(cut for cut in backward if cut < forward[-1]), forward[-1]])
 
 
-def _check_counts(num_devices: int, num_microbatches: int, memory_limit: int | None) -> None:
+def _best(
+    profile: CostProfile, num_devices: int, num_microbatches: int, memory_limit: int | None, *, is_training: bool
+) -> Partition:
     for name, value in (("num_devices", num_devices), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}: pass how many there are.")
     if memory_limit is not None and memory_limit < 0:
         raise ValueError(f"memory_limit must be >= 0 bytes, got {memory_limit}: pass None for no limit.")
-
-
-def _check_memory(profile: CostProfile, sizes: list[int], memory_limit: int | None) -> None:
-    if memory_limit is None:
-        return
-    for position, (call, size) in enumerate(zip(profile.calls, sizes, strict=True)):
-        if size > memory_limit:
+    if not profile.calls:
+        return no_calls(is_training=is_training)
+    for position, call in enumerate(profile.calls):
+        size = call.state_bytes(is_training=is_training)
+        if memory_limit is not None and size > memory_limit:
             raise ValueError(
                 f"Call {position} ({call.name!r}) needs {size} bytes on a device, {size - memory_limit} bytes over the "
                 f"limit of {memory_limit} bytes per stage: cut it into smaller units, or raise the memory limit."
             )
+    search = StageSearch(profile.calls, is_training=is_training, memory_limit=memory_limit)
+    return assemble(len(profile.calls), *search.best(num_devices, num_microbatches))

@@ -1,5 +1,11 @@
 """The plan of a run: the partition with the shortest simulated step.
 
+```
+limits on a stage's time -> greedy cuts -> with tapers -> neighbours of the best
+                                 |              |                 |
+                                 +--------------+-----------------+--> ring_ms: the fastest, the fewest stages of those
+```
+
 [Note: how the plan is found]
 The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
 full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
@@ -23,15 +29,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ._ring import ring_ms
-from ._search import StageSearch
-from .builders import round_robin
-from .costs import CallCost, CostProfile
-from .machine import Machine
-from .partition import Partition, Piece, Stage, StageKind, assemble, forward_pieces, training_pieces
+from .builders import ring_ms, round_robin
+from .costs import CallCost, CostProfile, Machine
+from .cuts import StageSearch
+from .partition import Partition, assemble, no_calls, pieces
 from .quantities import format_bytes
 from .simulate import simulate
-from .stages import StageCost, StageTable, backward_bytes
+from .stages import StageCost, StageTable
 
 _NUM_LIMITS = 24
 _NUM_VARIED = 16
@@ -40,7 +44,8 @@ _NUM_NEIGHBOURS = 2_000
 _NUM_SIMULATED = 4
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
-# How much is tried in all: simulated actions, which take about 0.2 microseconds each. What comes late has a share, too.
+# How much is tried in all: simulated actions, which take about 0.2 microseconds each. The last attempts get at least
+# their share of it.
 _NUM_ACTIONS = 90_000
 _NUM_ACTIONS_PER_CALL = 800
 _LEAST_SHARE = 0.2
@@ -84,25 +89,7 @@ def plan_training(
         ValueError: If a number is out of range.
         StageMemoryError: If a call needs more memory than a device has; the message says how much, and what helps.
     """
-    if not profile.calls:
-        return Partition(0, (Stage(0, StageKind.FUSED, 0, 0),))
-    waiting = waiting_bytes(profile, num_microbatches, round_size)
-    limit = stage_memory_limit(profile, machine, is_training=True, waiting_bytes=waiting)
-    machine = _without(machine, waiting)
-    calls = profile.calls
-    sizes = [call.weight_bytes + call.gradient_bytes for call in calls]
-    search = StageSearch(
-        forward_ms=[call.forward_ms for call in calls],
-        backward_ms=[call.backward_ms for call in calls],
-        forward_bytes=[call.weight_bytes for call in calls],
-        backward_bytes=sizes,
-        # The fused stage keeps the graphs of all its calls, and its weights have half of the memory.
-        fused_bytes=[
-            size + (call.workspace_bytes + call.output_bytes + 1) // 2 for size, call in zip(sizes, calls, strict=True)
-        ],
-        memory_limit=limit,
-    )
-    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=True))
+    return _plan(profile, machine, num_microbatches, round_size, hop_ms, is_training=True)
 
 
 def plan_evaluation(
@@ -114,21 +101,26 @@ def plan_evaluation(
     hop_ms: float = 0.0,
 ) -> Partition:
     """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
+    return _plan(profile, machine, num_microbatches, round_size, hop_ms, is_training=False)
+
+
+def _plan(
+    profile: CostProfile,
+    machine: Machine,
+    num_microbatches: int,
+    round_size: int | None,
+    hop_ms: float,
+    *,
+    is_training: bool,
+) -> Partition:
     if not profile.calls:
-        return Partition(0, (Stage(0, StageKind.FORWARD, 0, 0),))
+        return no_calls(is_training=is_training)
     waiting = waiting_bytes(profile, num_microbatches, round_size)
-    limit = stage_memory_limit(profile, machine, is_training=False, waiting_bytes=waiting)
-    machine = _without(machine, waiting)
-    calls = profile.calls
-    sizes = [call.weight_bytes for call in calls]
-    search = StageSearch(
-        forward_ms=[call.forward_ms for call in calls],
-        backward_ms=None,
-        forward_bytes=sizes,
-        backward_bytes=sizes,
-        memory_limit=limit,
-    )
-    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=False))
+    limit = stage_memory_limit(profile, machine, is_training=is_training, waiting_bytes=waiting)
+    if machine.device_memory_bytes is not None:
+        machine = replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - waiting))
+    search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
+    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=is_training))
 
 
 def stage_memory_limit(
@@ -151,16 +143,15 @@ def stage_memory_limit(
     for position, call in enumerate(profile.calls):
         needed = needed_bytes(call, is_training=is_training) + waiting_bytes
         if needed > memory:
-            states = call.weight_bytes + (call.gradient_bytes if is_training else 0)
             beside = f", beside {format_bytes(waiting_bytes)} of activations that wait for their next stage"
             raise StageMemoryError(
                 f"Call {position}, {describe_need(call, is_training=is_training)}{beside if waiting_bytes else ''}. "
                 f"That is {format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. "
                 "Smaller micro-batches (more of them) take less for activations, finer units less for weights and "
                 "gradients: RoundPipeStrategy(num_microbatches=..., units=[...]).",
-                fits_if_split=states <= memory,
+                fits_if_split=call.state_bytes(is_training=is_training) <= memory,
             )
-    activations = max((_activation_bytes(call, is_training=is_training) for call in profile.calls), default=0)
+    activations = max((call.activation_bytes(is_training=is_training) for call in profile.calls), default=0)
     return max(0, memory - waiting_bytes - activations) // 2
 
 
@@ -170,17 +161,9 @@ def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int |
     return largest * min(num_microbatches, round_size or num_microbatches)
 
 
-def _without(machine: Machine, num_bytes: int) -> Machine:
-    """Return the machine with so much less memory."""
-    if machine.device_memory_bytes is None:
-        return machine
-    return replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - num_bytes))
-
-
 def needed_bytes(call: CallCost, *, is_training: bool) -> int:
     """Return what a device has to hold while the call runs for one micro-batch, in bytes."""
-    activations = _activation_bytes(call, is_training=is_training)
-    return call.weight_bytes + (call.gradient_bytes if is_training else 0) + activations
+    return call.state_bytes(is_training=is_training) + call.activation_bytes(is_training=is_training)
 
 
 def describe_need(call: CallCost, *, is_training: bool) -> str:
@@ -189,16 +172,12 @@ def describe_need(call: CallCost, *, is_training: bool) -> str:
     return (
         f"{call.name!r} needs {format_bytes(needed_bytes(call, is_training=is_training))} on a device: weights "
         f"{format_bytes(call.weight_bytes)}, {gradients}activations of one micro-batch "
-        f"{format_bytes(_activation_bytes(call, is_training=is_training))}"
+        f"{format_bytes(call.activation_bytes(is_training=is_training))}"
     )
 
 
-def _activation_bytes(call: CallCost, *, is_training: bool) -> int:
-    return backward_bytes(call) if is_training else call.input_bytes + call.output_bytes + call.workspace_bytes
-
-
 class _Score:
-    """Simulated times of candidates, which are cuts as `training_pieces` takes them."""
+    """Simulated times of candidates, which are cuts as `pieces` takes them."""
 
     def __init__(
         self,
@@ -243,11 +222,11 @@ class _Score:
         """The least time in ms that the host memory needs for a step."""
         num_rounds = -(-self.num_microbatches // (self._round_size or self.num_microbatches))
         # Where every device comes back to its own stage, its weights stay there.
-        num_slots = (
-            min(num_rounds, self.num_devices // len(costs)) if self.num_devices % len(costs) == 0 else num_rounds
-        )
+        num_uploads = num_rounds
+        if self.num_devices % len(costs) == 0:
+            num_uploads = min(num_rounds, self.num_devices // len(costs))
         moved = (
-            num_slots * cost.resident_bytes + self.num_microbatches * (cost.input_bytes + cost.output_bytes)
+            num_uploads * cost.resident_bytes + self.num_microbatches * (cost.input_bytes + cost.output_bytes)
             for cost in costs
         )
         return sum(moved) / self._machine.host_bytes_per_ms
@@ -266,7 +245,7 @@ class _Score:
         memory = self._machine.device_memory_bytes
         if memory is None:
             return True
-        for kind, start, stop in self._pieces(cuts):
+        for kind, start, stop in pieces(self.num_calls, *cuts):
             cost = self._table.cost(kind, start, stop)
             if stop - start > 1 and 2 * cost.resident_bytes + cost.workspace_bytes > memory:
                 return False
@@ -280,20 +259,14 @@ class _Score:
         """The fastest candidate."""
         ranked = self.ranked()
         if self._machine.host_bytes_per_ms == math.inf:
-            return self._partition(ranked[0])
+            return assemble(self.num_calls, *ranked[0])
         (first, *_), (formula, *_) = ranked, self._known
-        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._pieces(first)) * self.num_microbatches))
+        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._costs(first)) * self.num_microbatches))
         finalists = dict.fromkeys((first, *ranked[1:num_simulated], formula))
-        return self._partition(min(finalists, key=self._simulated_ms))
-
-    def _pieces(self, cuts: Cuts) -> list[Piece]:
-        return training_pieces(self.num_calls, *cuts) if self.is_training else forward_pieces(cuts[0])
+        return assemble(self.num_calls, *min(finalists, key=self._simulated_ms))
 
     def _costs(self, cuts: Cuts) -> list[StageCost]:
-        return [self._table.cost(*piece) for piece in self._pieces(cuts)]
-
-    def _partition(self, cuts: Cuts) -> Partition:
-        return assemble(self.num_calls, self._pieces(cuts))
+        return [self._table.cost(*piece) for piece in pieces(self.num_calls, *cuts)]
 
     def _simulated_ms(self, cuts: Cuts) -> float:
         costs = self._costs(cuts)

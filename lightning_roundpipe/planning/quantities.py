@@ -13,6 +13,7 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(\S*)\s*")
 _BYTES: dict[str, float] = {"B": 1}
 _BYTES |= {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTP", start=1)}
 _BYTES |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
+_MOST_CHARACTERS = 60
 _MS = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4, "h": 3.6e6}
 
 
@@ -77,6 +78,12 @@ def format_bandwidth(bytes_per_ms: float) -> str:
 def format_share(share: float) -> str:
     """Return a share for people, such as ``"14.3%"``; rounding noise below zero shows as ``"0.0%"``."""
     return f"{max(share, 0.0):.1%}"
+
+
+def format_value(value: object) -> str:
+    """Return a value's repr for a message, cut so that a whole document does not end up in it."""
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
 def _digits(value: float) -> str:

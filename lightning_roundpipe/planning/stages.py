@@ -1,4 +1,15 @@
-"""What one stage costs: the calls of a partition added up."""
+"""What one stage costs: its calls added up, for RoundPipe's stages and for those of pipelines that bind them.
+
+```
+stage of calls 4-6    up once      weights 4-6                    [Note: stage runs]
+                      per action   inputs -> compute -> outputs   one micro-batch
+                      down once    gradients 4-6
+```
+
+[Note: stage runs]
+A stage run is a device's run of consecutive actions of one stage: the weights go up once before its first action, the
+gradients come down once after its last one, activations travel for every action.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .costs import CallCost, CostProfile
+from .costs import CallCost, CostProfile, Machine
 from .partition import Partition, Stage, StageKind
 
 
@@ -14,15 +25,11 @@ from .partition import Partition, Stage, StageKind
 class StageCost:
     """One stage on one micro-batch.
 
-    [Note: slots]
-    A device's run of consecutive actions of one stage is a *slot*: the weights go up once before its first action, the
-    gradients come down once after its last one, activations travel for every action.
-
     Attributes:
         compute_ms: Time in ms of what has to wait for the stage before.
         recompute_ms: Time in ms of the forwards that a B stage repeats; they come first and need no gradient.
-        weight_bytes: Bytes uploaded per slot.
-        gradient_bytes: Bytes of gradients that add up on the device and are downloaded per slot.
+        weight_bytes: Bytes uploaded per stage run.
+        gradient_bytes: Bytes of gradients that add up on the device and are downloaded per stage run.
         input_bytes: Bytes of activations (and their gradients) uploaded per micro-batch.
         output_bytes: Bytes of activations (and their gradients) downloaded per micro-batch.
         handover_bytes: The part of `output_bytes` for which the next stage waits.
@@ -47,8 +54,25 @@ class StageCost:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that stay on the device for a slot: weights and gradients."""
+        """Bytes that stay on the device for a stage run: weights and gradients."""
         return self.weight_bytes + self.gradient_bytes
+
+    def streamed_ms(self, machine: Machine) -> float:
+        """Return the time in ms on one micro-batch: compute, or activations on a lane if they take longer."""
+        up_ms, down_ms = self.input_bytes / machine.h2d_bytes_per_ms, self.output_bytes / machine.d2h_bytes_per_ms
+        return max(self.duration_ms, up_ms, down_ms)
+
+    def handover_ms(self, machine: Machine) -> float:
+        """Return the time in ms from the end of the stage to the arrival of its boundary tensor on another device."""
+        num_bytes = self.handover_bytes
+        travel_ms = num_bytes / machine.d2h_bytes_per_ms + num_bytes / machine.h2d_bytes_per_ms
+        return travel_ms + 2 * machine.transfer_latency_ms
+
+    def fits_beside(self, other: StageCost, machine: Machine) -> bool:
+        """Return whether both stages can be on a device at the same time, one of them computing."""
+        limit = machine.device_memory_bytes
+        workspace = max(self.workspace_bytes, other.workspace_bytes)
+        return limit is None or self.resident_bytes + other.resident_bytes + workspace <= limit
 
 
 def stage_costs(partition: Partition, profile: CostProfile) -> tuple[StageCost, ...]:
@@ -61,7 +85,11 @@ def stage_costs(partition: Partition, profile: CostProfile) -> tuple[StageCost, 
     Raises:
         ValueError: If the partition was made for another number of calls.
     """
-    _check_match(partition, profile)
+    if partition.num_calls != len(profile.calls):
+        raise ValueError(
+            f"The partition has {partition.num_calls} calls and the profile {len(profile.calls)}: "
+            "make the partition from this profile."
+        )
     table = StageTable(profile, is_training=partition.is_training)
     return tuple(table.cost(stage.kind, stage.start, stage.stop) for stage in partition.stages)
 
@@ -77,16 +105,13 @@ class StageTable:
     def cost(self, kind: StageKind, start: int, stop: int) -> StageCost:
         """Return the cost of a stage over the calls ``[start, stop)``."""
         key = (kind, start, stop)
-        known = self._known.get(key)
-        if known is None:
-            calls = self._calls[start:stop]
-            label = Stage(0, *key).format()
+        if key not in self._known:
+            stage, calls = Stage(0, *key), self._calls[start:stop]
             if kind is StageKind.FORWARD:
-                known = _forward_stage(calls, label, is_training=self._is_training)
+                self._known[key] = _forward_cost(stage, calls, is_training=self._is_training)
             else:
-                known = _backward_stage(calls, label, is_fused=kind is StageKind.FUSED, start=start)
-            self._known[key] = known
-        return known
+                self._known[key] = _backward_cost(stage, calls)
+        return self._known[key]
 
 
 def stage_durations(partition: Partition, profile: CostProfile) -> tuple[float, ...]:
@@ -98,14 +123,7 @@ def stage_durations(partition: Partition, profile: CostProfile) -> tuple[float, 
     Raises:
         ValueError: If the partition was made for another number of calls.
     """
-    _check_match(partition, profile)
-    durations = []
-    for stage in partition.stages:
-        calls = profile.calls[stage.start : stage.stop]
-        is_forward = stage.kind is StageKind.FORWARD
-        # Compensated summation, so that equal stages get equal times.
-        durations.append(math.fsum(call.forward_ms if is_forward else call.recompute_backward_ms for call in calls))
-    return tuple(durations)
+    return tuple(cost.duration_ms for cost in stage_costs(partition, profile))
 
 
 def bound_stage_costs(
@@ -133,50 +151,21 @@ def bound_stage_costs(
     for index, count in enumerate(calls_per_stage):
         calls = profile.calls[start : start + count]
         start += count
-        repeated = calls[:-1] if start == len(profile.calls) and count else calls
+        is_last = start == len(profile.calls)
+        repeated = () if not recompute else calls[:-1] if is_last else calls
         inward, outward = (calls[0].input_bytes, calls[-1].output_bytes) if calls else (0, 0)
         workspace = max((call.workspace_bytes for call in calls), default=0)  # one call after the other is recomputed
-        forward.append(
-            StageCost(
-                math.fsum(call.forward_ms for call in calls),
-                input_bytes=inward,
-                output_bytes=outward,
-                handover_bytes=outward,
-                workspace_bytes=workspace,
-                label=f"F {index}",
-            )
-        )
-        backward.append(
-            StageCost(
-                math.fsum(call.backward_ms for call in calls),
-                math.fsum(call.forward_ms for call in repeated) if recompute else 0.0,
-                input_bytes=outward,
-                output_bytes=inward,
-                handover_bytes=inward,
-                workspace_bytes=workspace,
-                label=f"B {index}",
-            )
-        )
+        forward_ms = math.fsum(call.forward_ms for call in calls)
+        backward_ms = math.fsum(call.backward_ms for call in calls)
+        recompute_ms = math.fsum(call.forward_ms for call in repeated)
+        forward.append(StageCost(forward_ms, 0.0, 0, 0, inward, outward, outward, workspace, f"F {index}"))
+        backward.append(StageCost(backward_ms, recompute_ms, 0, 0, outward, inward, inward, workspace, f"B {index}"))
     return (*forward, *reversed(backward))
 
 
-def backward_bytes(call: CallCost) -> int:
-    """Return the bytes of activations on a device during the backward of a call: its inputs and outputs, the gradients
-    of both, and its graph."""
-    return 2 * (call.input_bytes + call.output_bytes) + call.workspace_bytes
-
-
-def _check_match(partition: Partition, profile: CostProfile) -> None:
-    if partition.num_calls != len(profile.calls):
-        raise ValueError(
-            f"The partition has {partition.num_calls} calls and the profile {len(profile.calls)}: "
-            "make the partition from this profile."
-        )
-
-
-def _forward_stage(calls: Sequence[CallCost], label: str, *, is_training: bool) -> StageCost:
+def _forward_cost(stage: Stage, calls: Sequence[CallCost], *, is_training: bool) -> StageCost:
     if not calls:
-        return StageCost(0.0, label=label)
+        return StageCost(0.0, label=stage.format())
     handover = calls[-1].output_bytes
     saved = sum(call.input_bytes for call in calls[1:]) if is_training else 0  # the first one comes from the host
     return StageCost(
@@ -185,31 +174,34 @@ def _forward_stage(calls: Sequence[CallCost], label: str, *, is_training: bool) 
         input_bytes=calls[0].input_bytes,
         output_bytes=handover + saved,
         handover_bytes=handover,
-        workspace_bytes=max(call.input_bytes + call.output_bytes + call.workspace_bytes for call in calls),
-        label=label,
+        workspace_bytes=max(call.activation_bytes(is_training=False) for call in calls),
+        label=stage.format(),
     )
 
 
-def _backward_stage(calls: Sequence[CallCost], label: str, *, is_fused: bool, start: int) -> StageCost:
+def _backward_cost(stage: Stage, calls: Sequence[CallCost]) -> StageCost:
+    """The cost of the fused stage or of a B stage."""
     if not calls:
-        return StageCost(0.0, label=label)
+        return StageCost(0.0, label=stage.format())
     forward_ms = math.fsum(call.forward_ms for call in calls)
-    backward_ms = math.fsum(call.backward_ms for call in calls)
-    handover = calls[0].input_bytes if start else 0
-    inputs = calls[0].input_bytes if is_fused else sum(call.input_bytes for call in calls) + calls[-1].output_bytes
-    # The fused stage keeps what each call gave, which is what the next one has in its graph.
-    kept = sum(call.output_bytes + call.workspace_bytes for call in calls)
-    backward = max(call.input_bytes + call.output_bytes for call in calls)
+    compute_ms, recompute_ms = math.fsum(call.backward_ms for call in calls), forward_ms
+    inputs = sum(call.input_bytes for call in calls) + calls[-1].output_bytes
+    workspace = max(call.activation_bytes(is_training=True) for call in calls)
+    if stage.kind is StageKind.FUSED:
+        compute_ms, recompute_ms = forward_ms + compute_ms, 0.0
+        inputs = calls[0].input_bytes
+        # It keeps what each call gave, which is what the next one has in its graph.
+        kept = sum(call.output_bytes + call.workspace_bytes for call in calls)
+        workspace = inputs + kept + max(call.input_bytes + call.output_bytes for call in calls)
+    handover = calls[0].input_bytes if stage.start else 0
     return StageCost(
-        forward_ms + backward_ms if is_fused else backward_ms,
-        0.0 if is_fused else forward_ms,
+        compute_ms,
+        recompute_ms,
         weight_bytes=sum(call.weight_bytes for call in calls),
         gradient_bytes=sum(call.gradient_bytes for call in calls),
         input_bytes=inputs,
         output_bytes=handover,
         handover_bytes=handover,
-        workspace_bytes=calls[0].input_bytes + kept + backward
-        if is_fused
-        else max(backward_bytes(call) for call in calls),
-        label=label,
+        workspace_bytes=workspace,
+        label=stage.format(),
     )

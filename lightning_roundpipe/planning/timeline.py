@@ -1,4 +1,12 @@
-"""What ran when, on which device: the common result of the simulator and of a recorded step.
+"""A timeline: all spans of a step and what they add up to, simulated or recorded.
+
+```
+                 makespan
+          <------------------------------->
+device 0  [compute ][compute ]....[compute ]          . bubble: the device does not compute
+device 1  ....[compute ][compute ][compute ]
+          fill                    inside    drain
+```
 
 All times are in milliseconds, from any origin.
 """
@@ -7,78 +15,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from . import _chrome
 from .partition import StageKind
 from .schedule import Action
+from .spans import Mark, Span, decode, encode, stage_kinds
 
 _COMPUTE = "compute"
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that happened on a device between two points in time.
-
-    Args:
-        device: Index of the device.
-        kind: "compute", "h2d" (upload), "d2h" (download), "wait", or any other lane name. Only "compute" is work.
-        start_ms: Begin, in ms.
-        end_ms: End, in ms.
-        stage_index: The stage it belongs to; -1 for none.
-        microbatch_index: The micro-batch it belongs to; -1 for none.
-        label: Text for pictures. That of a compute span begins with what it does, "F", "fused" or "B", and goes on with
-            the name of a unit or a range of calls; that of a transfer says what moves; that of a wait, for what.
-
-    Raises:
-        ValueError: If the device is negative, the kind empty, a time not finite, or the end before the start.
-    """
-
-    device: int
-    kind: str
-    start_ms: float
-    end_ms: float
-    stage_index: int = -1
-    microbatch_index: int = -1
-    label: str = ""
-
-    def __post_init__(self) -> None:
-        if self.device < 0:
-            raise ValueError(f"Span.device must be >= 0, got {self.device}: pass the index of the device.")
-        if not self.kind:
-            raise ValueError("Span.kind must not be empty: pass 'compute', 'h2d', 'd2h' or 'wait'.")
-        if not (math.isfinite(self.start_ms) and math.isfinite(self.end_ms) and self.start_ms <= self.end_ms):
-            raise ValueError(
-                f"A span must run from start_ms to a later end_ms, both finite, got {self.start_ms} to {self.end_ms}: "
-                "read both from the same clock."
-            )
-
-    @property
-    def action(self) -> Action | None:
-        """The schedule's action the span belongs to, or None if it lacks a stage or a micro-batch."""
-        if self.stage_index < 0 or self.microbatch_index < 0:
-            return None
-        return Action(self.stage_index, self.microbatch_index)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A stretch of time worth a name in a trace, such as one of several training steps.
-
-    Args:
-        name: Its name.
-        start_ms: Begin, in ms, on the clock of the spans.
-        end_ms: End, in ms.
-        figures: What a viewer shows beside it; anything that JSON can hold.
-    """
-
-    name: str
-    start_ms: float
-    end_ms: float
-    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -179,11 +125,7 @@ class Timeline:
     @property
     def stage_kinds(self) -> dict[Action, StageKind]:
         """What the stage of each computed action does, as far as the labels of its spans tell."""
-        seen: dict[Action, set[str]] = {}
-        for span in self.spans:
-            if span.kind == _COMPUTE and span.action is not None:
-                seen.setdefault(span.action, set()).add(span.label.split(" ", 1)[0])
-        return {action: kind for action, words in seen.items() if (kind := _kind_from(words)) is not None}
+        return stage_kinds(self.spans)
 
     def to_chrome_trace(self, marks: Sequence[Mark] = ()) -> dict[str, Any]:
         """Return the timeline in the Trace Event Format of chrome://tracing and Perfetto (times in microseconds).
@@ -194,7 +136,7 @@ class Timeline:
         Args:
             marks: Shown in a row of their own; they are not part of the timeline.
         """
-        return _chrome.encode(self, marks)
+        return encode(self.spans, self.num_devices, marks)
 
     @classmethod
     def from_chrome_trace(cls, document: Any) -> Timeline:
@@ -206,8 +148,7 @@ class Timeline:
         Raises:
             ValueError: If it is no trace, or not one of a timeline; the message says what is wrong.
         """
-        num_devices, spans = _chrome.decode(document)
-        return cls(tuple(Span(**arguments) for arguments in spans), num_devices)
+        return cls(*decode(document))
 
     def format_table(self, width: int = 100) -> str:
         """Return a picture in text: one row per device, time from left to right, `width` characters wide.
@@ -242,13 +183,6 @@ class Timeline:
 
     def _spans_of(self, device: int, kind: str = _COMPUTE) -> Iterable[Span]:
         return (span for span in self.spans if span.device == device and span.kind == kind)
-
-
-def _kind_from(words: set[str]) -> StageKind | None:
-    """The kind of a stage from the first words of its labels: who runs both directions at once is fused."""
-    if "fused" in words or {"F", "B"} <= words:
-        return StageKind.FUSED
-    return next((kind for kind in StageKind if kind.value in words), None)
 
 
 def _symbol(stage_index: int) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 from ..planning.files import written_whole
 from ..planning.partition import Partition, StageKind
 from ..planning.schedule import Action
-from ..planning.timeline import Span, Timeline
+from ..planning.spans import Span
+from ..planning.timeline import Timeline
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -143,7 +144,7 @@ class _Panel:
         self._has_transfers = any(span.kind in _TRANSFERS for span in timeline.spans)
         self._compute_height = 0.60 if self._has_transfers else 0.80
         self._blocks = _blocks(timeline, partition)
-        # The same for all numbers, lest a row shows those below 10 alone.
+        # The same for all numbers, so that a row does not show only those below 10.
         longest = max((span.microbatch_index for span in timeline.spans), default=0)
         self._number_width = 4.4 * len(str(longest)) + 3  # points
 
@@ -200,7 +201,7 @@ class _Panel:
         self._axes.text(*place, text, ha="center", va="center_baseline", fontsize=7, color=ink, zorder=4)
 
     def _merged(self, times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Without the gaps that nobody could see."""
+        """Without the gaps that would be too narrow to see."""
         merged = [times[0]]
         for start, end in times[1:]:
             before, last = merged[-1]

@@ -26,7 +26,8 @@ from ..options import check_count, check_writable
 from ..planning.costs import CostProfile
 from ..planning.files import write_text
 from ..planning.partition import Partition
-from ..planning.timeline import Mark, Timeline
+from ..planning.spans import Mark
+from ..planning.timeline import Timeline
 from .pictures import check_picture, draw_timelines
 
 

@@ -35,7 +35,7 @@ def host(dtype: str, num_microbatches: int = 2, round_size: int | None = None) -
     return host_memory(PARTITION, PROFILE, timeline, dtype)
 
 
-def test_states_on_the_host() -> None:
+def test_host_states_count_each_unit_once() -> None:
     memory = host("bf16")
     # a, b (once) and frozen have 10 weights each
     assert memory["frozen weights"] == 10 * 2
@@ -55,7 +55,7 @@ def test_fp32_masters_travel_themselves() -> None:
     assert memory["optimizer state"] == 80
 
 
-def test_activations_on_the_host() -> None:
+def test_host_activations_are_those_kept_at_once() -> None:
     # After the forwards of both micro-batches: the batch (100 each), what b and the fused stage start from (7 + 3
     # each). What the fused stage hands on inside itself (5) stays on the device.
     assert host("bf16")["activations"] == 2 * (100 + 7 + 3)
@@ -70,7 +70,7 @@ def test_bound_stages_keep_everything_on_the_device() -> None:
     assert memory == (20 * 16 + 3 * 107 + 100, 10 * 16 + 10 * 2 + 3 * 8 + 5)
 
 
-def test_bound_stages_in_fp32() -> None:
+def test_bound_stages_in_fp32_have_no_masters_beside() -> None:
     # half as many weights in the same bytes: 4 + 4 + 8 bytes
     assert bound_memory((4,), PROFILE, gpipe(1, 1), "fp32") == (2 * 5 * 16 + 5 * 4 + 115 + 100,)
 
@@ -80,7 +80,7 @@ def test_1f1b_holds_fewer_micro_batches() -> None:
     assert (first, last) == (20 * 16 + 2 * 107 + 100, 10 * 16 + 10 * 2 + 1 * 8 + 5)
 
 
-def test_looped_stages_add_up() -> None:
+def test_stages_of_a_looped_device_add_up() -> None:
     memory = bound_memory((1, 1, 1, 1), PROFILE, looped_bfs(4, 2, 2), "bf16")
     # Device 0 has a and frozen, and the most when the backward of a begins: frozen has let its inputs go. Device 1 has
     # b twice, its weights once, and the most when the last forward runs.

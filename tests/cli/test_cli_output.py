@@ -89,5 +89,5 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
         (["a", "b", "c", "d", "e"], "a ... e (5 calls)"),
     ],
 )
-def test_names_in_short(names: list[str], text: str) -> None:
+def test_names_are_shortened_to_ranges(names: list[str], text: str) -> None:
     assert compress_names(names) == text

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.cli import estimate
-from lightning_roundpipe.cli.feasibility import choose_microbatch_size, speed
+from lightning_roundpipe.cli.estimate.feasibility import choose_microbatch_size, speed
+from lightning_roundpipe.cli.estimate.resolve import load_shape
+from lightning_roundpipe.cli.estimate.workload import Workload
 from lightning_roundpipe.cli.output import Table
-from lightning_roundpipe.cli.resolve import load_shape
-from lightning_roundpipe.cli.workload import Workload
 from tests.cli.conftest import RunJson
 from tests.planning.paper import MODELS
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_roundpipe.cli import main
 from lightning_roundpipe.planning import (
     CostProfile,
     Machine,
@@ -57,7 +56,7 @@ def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_
         assert (row["input_bytes"], row["output_bytes"]) == (cost.input_bytes, cost.output_bytes)
 
 
-def test_what_is_left_out_is_unlimited(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+def test_a_machine_that_is_left_out_is_unlimited(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     document = run_json("plan", "--profile", llama_file, *PIPELINE)
     assert document["machine"]["h2d_bytes_per_ms"] is None  # infinite
     assert document["machine"]["device_memory_bytes"] is None
@@ -70,26 +69,7 @@ def test_a_round_holds_no_more_than_all_micro_batches(llama_file: str, run_json:
     assert run_json(*few)["round_size"] == run_json(*few, "--round-size", "7")["round_size"] == 4
 
 
-def test_text_shows_the_same(llama_file: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("plan", "--profile", llama_file, *PIPELINE, *MACHINE)
-    document = run_json(*arguments)
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
-    assert f"{len(document['stages'])} stages on 8 devices, 16 micro-batches in 1 round of 16" in text
-    assert f"{document['step_ms'] / 1e3:.2f} s, bound by {document['bound_by']}" in text
-    assert f"{document['bubble_ratio']:.1%}: fill {document['bubble_parts']['fill']:.1%}" in text
-    stages = text.split("Stages")[1].split("\n\n")[0].splitlines()[3:]
-    assert len(stages) == len(document["stages"])
-    assert all(
-        row.split()[:2] == [str(s["index"]), s["kind"]] for row, s in zip(stages, document["stages"], strict=True)
-    )
-    assert "layers.0" in stages[0]
-    assert "device 7" in text
-    assert f"{document['host_memory_bytes']['total'] / 2**30:.3g} GiB" in text
-    assert "optimizer" in text.split("What each resource")[1].split("\n\n")[0]
-
-
-def test_files(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path: Path) -> None:
+def test_files_hold_what_was_planned(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path: Path) -> None:
     trace, text, picture = tmp_path / "t.json", tmp_path / "s.txt", tmp_path / "p.svg"
     arguments = ("--timeline", str(trace), "--save-schedule", str(text), "--png", str(picture))
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *arguments)
@@ -101,14 +81,14 @@ def test_files(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path:
     assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 
-def test_a_call_that_does_not_fit(llama_file: str, run_failing: RunFailing) -> None:
+def test_a_call_that_does_not_fit_is_named(llama_file: str, run_failing: RunFailing) -> None:
     message = run_failing("plan", "--profile", llama_file, *PIPELINE, "--device-memory", "0.5GiB")
     assert "'layers.0'" in message
     assert "over the 512 MiB" in message
     assert "num_microbatches" in message
 
 
-def test_profiles_that_cannot_be_read(tmp_path: Path, run_failing: RunFailing) -> None:
+def test_profiles_that_cannot_be_read_are_named(tmp_path: Path, run_failing: RunFailing) -> None:
     missing = str(tmp_path / "missing.json")
     message = run_failing("plan", "--profile", missing, *PIPELINE)
     assert message == (
@@ -127,13 +107,17 @@ def test_profiles_that_cannot_be_read(tmp_path: Path, run_failing: RunFailing) -
 
 
 @pytest.mark.parametrize("option", ["--timeline", "--save-schedule", "--png"])
-def test_places_that_cannot_be_written(option: str, llama_file: str, tmp_path: Path, run_failing: RunFailing) -> None:
+def test_places_that_cannot_be_written_are_named(
+    option: str, llama_file: str, tmp_path: Path, run_failing: RunFailing
+) -> None:
     place = str(tmp_path / "missing" / "file.png")
     message = run_failing("plan", "--profile", llama_file, *PIPELINE, option, place)
     assert f"cannot write {place} (No such file or directory): choose another place." in message
 
 
-def test_pictures_are_checked_first(llama_file: str, run_failing: RunFailing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_that_cannot_be_drawn_are_refused_before_the_work(
+    llama_file: str, run_failing: RunFailing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "'p.gif' has no suffix of a picture" in run_failing("plan", "--profile", "none", *PIPELINE, "--png", "p.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = run_failing("plan", "--profile", "none", *PIPELINE, "--png", "p.png")

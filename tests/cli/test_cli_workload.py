@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_roundpipe.cli.gpus import GPUS, find_gpu
-from lightning_roundpipe.cli.models import read_shape
-from lightning_roundpipe.cli.resolve import load_shape
-from lightning_roundpipe.cli.workload import (
+from lightning_roundpipe.cli.estimate.gpus import GPUS, find_gpu
+from lightning_roundpipe.cli.estimate.models import read_shape
+from lightning_roundpipe.cli.estimate.resolve import load_shape
+from lightning_roundpipe.cli.estimate.workload import (
     FAST,
     SLOW,
     Workload,
@@ -81,7 +81,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "changes"), LAYERS)
-def test_graph_of_a_layer(model_type: str, changes: dict[str, Any]) -> None:
+def test_graph_of_a_layer_takes_what_the_formula_says(model_type: str, changes: dict[str, Any]) -> None:
     """Forward and backward of a real layer allocate what the formula says, to 10%."""
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
@@ -154,7 +154,7 @@ def llama(**options: Any) -> Workload:
     return Workload(load_shape("llama-3.1-8b"), GPUS["a100-80"], 2048, **options)
 
 
-def test_bytes_of_the_calls() -> None:
+def test_bytes_of_the_calls_are_those_of_the_weights_and_tokens() -> None:
     workload = llama()
     shape = workload.shape
     profile = cost_profile(workload, 3, SLOW)
@@ -193,7 +193,7 @@ def test_lora_has_gradients_of_its_adapters_only() -> None:
     assert profile.calls[0].backward_ms == 0.0  # nothing before the first layer is trained
 
 
-def test_host_state_itemised() -> None:
+def test_host_state_takes_18_bytes_per_trained_weight() -> None:
     workload = llama()
     count = workload.shape.num_weights
     assert sum(workload.host_state().values()) == 18 * count
@@ -228,12 +228,12 @@ def test_few_tokens_take_the_time_to_read_the_weights_and_launch_kernels() -> No
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (7, None), (64, 16), (16, 16), (5, 16), (9, 1)])
-def test_mean_attended(length: int, window: int | None) -> None:
+def test_mean_attended_is_the_mean_over_a_sequence(length: int, window: int | None) -> None:
     attended = [min(position + 1, window or length) for position in range(length)]
     assert _mean_attended(length, window) == pytest.approx(sum(attended) / length)
 
 
-def test_gpu_names() -> None:
+def test_gpus_are_found_in_any_spelling() -> None:
     assert find_gpu("RTX 4090") is find_gpu("rtx_4090") is GPUS["rtx4090"]
     with pytest.raises(ValueError, match="--gpu gtx980 is not in the table, which has rtx3090, rtx4090"):
         find_gpu("gtx980")

@@ -62,14 +62,14 @@ def run(
 
 
 @models
-def test_bubble_of_one_f_one_b(model: PaperModel) -> None:
+def test_bubble_of_one_f_one_b_is_that_of_the_paper(model: PaperModel) -> None:
     costs = bound_stage_costs(with_head(model.one_f_one_b), model.profile())
     timeline = simulate(one_f_one_b(NUM_DEVICES, NUM_MICROBATCHES), costs, hop_ms=model.hop_ms).timeline
     assert 100 * timeline.bubble_ratio == pytest.approx(model.bubbles["1F1B"], abs=0.1)
 
 
 @models
-def test_bubbles_of_the_looped_schedules(model: PaperModel) -> None:
+def test_bubbles_of_the_looped_schedules_are_those_of_the_paper(model: PaperModel) -> None:
     costs = bound_stage_costs(with_head(model.looped), model.profile())
     for name, build in (("interleaved 1F1B", interleaved_one_f_one_b), ("looped BFS", looped_bfs)):
         schedule = build(len(model.looped), NUM_MICROBATCHES, NUM_DEVICES)
@@ -78,7 +78,7 @@ def test_bubbles_of_the_looped_schedules(model: PaperModel) -> None:
 
 
 @models
-def test_bubbles_of_roundpipe(model: PaperModel) -> None:
+def test_bubbles_of_roundpipe_are_those_of_the_paper(model: PaperModel) -> None:
     """Within 0.3 points for four models, and 1.0 above for GPT-OSS-20B, whose partition may not be the one shown."""
     timeline = run(model, model.partition(), hop_ms=model.hop_ms, recompute_ahead=True).timeline
     synchronous, inside = 100 * timeline.bubble_ratio, 100 * timeline.bubble_parts["inside"]
@@ -155,7 +155,7 @@ def test_plan_in_one_round_is_faster_than_the_papers_best(model: PaperModel) -> 
 # Scaling
 
 
-def test_sizes_and_links() -> None:
+def test_counted_parameters_and_links_are_those_of_the_models() -> None:
     """The counted parameters are those in the models' names, and all hops say the same about the links."""
     nominal = (1.7e9, 8e9, 20.9e9, 32.8e9, 235e9)
     for model, parameters in zip(MODELS.values(), nominal, strict=True):
@@ -185,7 +185,7 @@ def tokens_per_s(name: str, num_devices: int) -> float:
     ("name", "num_devices"),
     [(name, n) for name, model in MODELS.items() if name != "Qwen3-235B LoRA" for n in model.tokens_per_s],
 )
-def test_throughput(name: str, num_devices: int) -> None:
+def test_throughput_and_speed_up_are_close_to_the_measured(name: str, num_devices: int) -> None:
     """Tokens per second and speed-up within 10 % of the measured ones; GPT-OSS-20B was measured on 8 devices only.
 
     Not asserted for Qwen3-235B LoRA: 64 sequences per step are fewer than the 80-100 that the paper needs to hide the

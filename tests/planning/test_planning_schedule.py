@@ -51,11 +51,6 @@ def test_lists_become_tuples_and_schedules_hash() -> None:
     assert hash(schedule) == hash(Schedule(1, 2, ((Action(0, 0),), (Action(0, 1),))))
 
 
-def test_unknown_action() -> None:
-    with pytest.raises(KeyError):
-        round_robin(1, 1, 1).device_of(Action(1, 0))
-
-
 def test_actions_are_small_ordered_keys() -> None:
     assert Action(0, 5) < Action(1, 0) < Action(1, 1)
     assert not hasattr(Action(0, 0), "__dict__")
@@ -114,7 +109,7 @@ def marked(message: str) -> str:
     return message[message.index(">") + 1 : message.index("<")].strip()
 
 
-def test_message_of_a_broken_cell() -> None:
+def test_a_broken_cell_is_shown_in_its_surroundings() -> None:
     schedule = round_robin(4, 4, 2)
     assert error_of(4, 4, edit(schedule, 1, 5, Action(9, 1))) == (
         "Device 1, column 5, action 9:1: stage 9 is out of range, the schedule has 4: remove the cell.\n"
@@ -123,7 +118,7 @@ def test_message_of_a_broken_cell() -> None:
     )
 
 
-def test_deadlock_between_devices() -> None:
+def test_a_deadlock_between_devices_is_spelled_out() -> None:
     devices = [[Action(0, 0), Action(1, 1)], [Action(1, 0), Action(0, 1)]]
     schedule = Schedule(2, 2, tuple(map(tuple, devices)))
     assert schedule.num_devices == 2
@@ -162,7 +157,7 @@ def test_reversed_chain_on_one_device_is_a_deadlock(schedule: Schedule, data: st
     assert "the order is cyclic" in error_of(schedule.num_stages, schedule.num_microbatches, devices)
 
 
-def test_missing_first_stage_and_counts() -> None:
+def test_missing_actions_and_impossible_counts_are_refused() -> None:
     assert error_of(1, 2, [[Action(0, 0)]]) == (
         "Action 0:1 (stage 0, micro-batch 1) is missing, 1 in all: add it to a device."
     )
@@ -182,7 +177,7 @@ def test_text_may_hold_comments_blank_lines_and_idle_devices() -> None:
     assert parse_schedule(schedule.format()) == schedule
 
 
-def test_format_aligns_columns() -> None:
+def test_text_is_aligned_in_columns() -> None:
     lines = round_robin(12, 11, 11).format().splitlines()
     assert lines[1].startswith("device 0:    0:0   0:1")
     assert lines[11].startswith("device 10:  10:0  10:1")
@@ -202,6 +197,6 @@ def test_format_aligns_columns() -> None:
         (SMALL.replace("3:1", "3:0"), "Device 1, column 3, action 3:0: the action is already"),
     ],
 )
-def test_parse_rejects(text: str, message: str) -> None:
+def test_malformed_text_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         parse_schedule(text)

@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import (
     Action,
-    CallCost,
-    CostProfile,
     parse_schedule,
-    partition,
-    partition_forward,
     round_robin,
     simulate,
-    stage_durations,
 )
 
 
@@ -53,7 +48,7 @@ def test_bubble_formula_of_the_paper(num_devices: int, laps: int, extra: int) ->
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(1, 3), st.integers(0, 4))
-def test_makespan_of_equal_stages(s: int, n: int, num_rounds: int, extra: int) -> None:
+def test_makespan_of_equal_stages_has_a_closed_formula(s: int, n: int, num_rounds: int, extra: int) -> None:
     """Rounds of at least N micro-batches only make more slots, and the makespan depends on their number alone.
 
     With S < N and several rounds it is an upper bound: devices that the first round leaves idle start at once with the
@@ -96,7 +91,9 @@ def test_rounds_even_out_the_last_lap() -> None:
     st.sampled_from([0.0, 0.25]),
     st.integers(0, 2**32),
 )
-def test_start_rule(s: int, m: int, n: int, round_size: int | None, hop_ms: float, seed: int) -> None:
+def test_an_action_starts_when_device_and_microbatch_are_free(
+    s: int, m: int, n: int, round_size: int | None, hop_ms: float, seed: int
+) -> None:
     schedule = round_robin(s, m, n, round_size=round_size)
     rng = random.Random(seed)
     durations = {Action(i, j): rng.choice([0.0, 0.5, 1.0, 3.0]) for i in range(s) for j in range(m)}
@@ -117,7 +114,7 @@ def test_start_rule(s: int, m: int, n: int, round_size: int | None, hop_ms: floa
             assert span.device == device
 
 
-def test_a_stage_split_over_devices() -> None:
+def test_a_stage_split_over_devices_runs_side_by_side() -> None:
     schedule = parse_schedule(
         "schedule stages=2 microbatches=2 devices=3\ndevice 0: 0:0 0:1\ndevice 1: 1:0\ndevice 2: 1:1\n"
     )
@@ -127,19 +124,8 @@ def test_a_stage_split_over_devices() -> None:
 
 
 @pytest.mark.parametrize("duration", [-1.0, math.nan, math.inf])
-def test_rejects_durations(duration: float) -> None:
+def test_impossible_durations_are_refused(duration: float) -> None:
     with pytest.raises(ValueError, match="duration of action 0:0 must be a finite number"):
         simulate(round_robin(1, 1, 1), lambda action: duration)
     with pytest.raises(ValueError, match="hop_ms must be a finite number"):
         simulate(round_robin(1, 1, 1), one_ms, hop_ms=duration)
-
-
-def test_stage_durations() -> None:
-    profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2, weight_bytes=10, gradient_bytes=10) for i in range(6)))
-    plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=40)
-    assert plan.format() == "F 0-3 | fused 4-5 | B 2-3 | B 0-1"
-    assert stage_durations(plan, profile) == (4, 6, 6, 6)
-    evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=40)
-    assert sum(stage_durations(evaluation, profile)) == 6
-    with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
-        stage_durations(plan, CostProfile(profile.calls[:1]))

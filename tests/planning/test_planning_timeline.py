@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import Action, Span, StageKind, Timeline
-from lightning_roundpipe.planning.timeline import Mark
+from lightning_roundpipe.planning.spans import Mark
 
 TIMELINE = Timeline(
     (
@@ -27,7 +27,7 @@ TIMELINE = Timeline(
 )
 
 
-def test_figures() -> None:
+def test_a_timeline_adds_up_its_compute_spans() -> None:
     assert TIMELINE.start_ms == 10
     assert TIMELINE.makespan_ms == 10
     assert TIMELINE.busy_ms(0) == 8
@@ -81,7 +81,7 @@ SPANS = st.builds(
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(SPANS, max_size=12), st.integers(4, 6))
-def test_bubble_parts_add_up(spans: list[Span], num_devices: int) -> None:
+def test_bubble_parts_add_up_to_the_bubble(spans: list[Span], num_devices: int) -> None:
     timeline = Timeline(tuple(spans), num_devices)
     parts = timeline.bubble_parts
     assert list(parts) == ["fill", "drain", "inside"]
@@ -89,7 +89,7 @@ def test_bubble_parts_add_up(spans: list[Span], num_devices: int) -> None:
     assert math.fsum(parts.values()) == pytest.approx(timeline.bubble_ratio, abs=1e-9)
 
 
-def test_bubble_parts() -> None:
+def test_fill_and_drain_are_idle_before_and_after_computing() -> None:
     spans = (Span(0, "compute", 0, 3), Span(0, "compute", 5, 6), Span(1, "compute", 2, 9), Span(1, "d2h", 9, 10))
     timeline = Timeline(spans, 3)
     assert [timeline.fill_ms(device) for device in range(3)] == [0, 2, 0]
@@ -98,7 +98,7 @@ def test_bubble_parts() -> None:
     assert timeline.bubble_parts == pytest.approx({"fill": 2 / 30, "drain": 5 / 30, "inside": 12 / 30})
 
 
-def test_intervals_of_a_kind() -> None:
+def test_intervals_of_a_kind_are_merged() -> None:
     spans = (Span(0, "wait", 1, 4), Span(0, "wait", 3, 5), Span(0, "wait", 7, 8), Span(0, "compute", 0, 9))
     assert Timeline(spans, 1).intervals(0, "wait") == [(1, 5), (7, 8)]
     assert Timeline(spans, 1).intervals(0) == [(0, 9)]
@@ -132,7 +132,7 @@ def _threads(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
     return {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
 
 
-def test_chrome_trace() -> None:
+def test_chrome_trace_has_one_thread_for_each_kind_of_span() -> None:
     trace = TIMELINE.to_chrome_trace()
     assert json.loads(json.dumps(trace)) == trace
     events = [event for event in _slices(trace) if not event["cat"].startswith("roundpipe.")]
@@ -208,7 +208,7 @@ def _in_nanoseconds(timeline: Timeline) -> Counter[tuple[object, ...]]:
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(SPANS, max_size=12), st.integers(4, 6))
-def test_chrome_trace_round_trip(spans: list[Span], num_devices: int) -> None:
+def test_a_timeline_survives_a_chrome_trace(spans: list[Span], num_devices: int) -> None:
     timeline = Timeline(tuple(spans), num_devices)
     read = Timeline.from_chrome_trace(json.loads(json.dumps(timeline.to_chrome_trace())))
     assert read.num_devices == num_devices
@@ -243,24 +243,24 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(pid=7), "outside the timeline's 1 devices"),
     ],
 )
-def test_what_is_no_trace(document: Any, message: str) -> None:
+def test_documents_that_are_no_trace_are_refused(document: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Timeline.from_chrome_trace(document)
 
 
-def test_format_table() -> None:
+def test_table_shows_the_stage_of_each_slice() -> None:
     assert TIMELINE.format_table(width=21) == (
         "10 ms, bubble 30.0%, one character is 1 ms\ndevice 0 |00000000..|\ndevice 1 |....111111|\n"
     )
 
 
-def test_format_table_symbols() -> None:
+def test_table_has_symbols_for_62_stages() -> None:
     stages = [9, 10, 35, 36, 61, 62, -1]
     spans = tuple(Span(0, "compute", i, i + 1, stage, 0) for i, stage in enumerate(stages))
     assert "|9azAZ##|" in Timeline(spans, 1).format_table(width=18)
 
 
-def test_format_table_keeps_the_width() -> None:
+def test_table_keeps_the_width() -> None:
     table = TIMELINE.format_table()
     assert {len(line) for line in table.splitlines()[1:]} == {100}
     with pytest.raises(ValueError, match="width must be at least 12 characters, got 11"):
@@ -277,12 +277,12 @@ def test_format_table_keeps_the_width() -> None:
         ((0, "compute", math.nan, 1), "both finite"),
     ],
 )
-def test_span_rejects(arguments: tuple[int, str, float, float], message: str) -> None:
+def test_impossible_spans_are_refused(arguments: tuple[int, str, float, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Span(*arguments)
 
 
-def test_timeline_rejects() -> None:
+def test_spans_outside_a_timeline_are_refused() -> None:
     with pytest.raises(ValueError, match="num_devices must be >= 1, got 0"):
         Timeline((), 0)
     with pytest.raises(ValueError, match=r"device=2.* outside the timeline's 2 devices"):

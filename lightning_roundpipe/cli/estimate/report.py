@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import format_bytes, format_share
 
+from ..output import Table
 from .assumptions import assumed_table
 from .feasibility import (
     Cluster,
@@ -20,14 +21,13 @@ from .feasibility import (
     largest_that,
     speed,
 )
-from .output import Table
 from .workload import Workload
 
 _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
 
 
 def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) -> dict[str, Any]:
-    """Return everything that is to be said of one method, with a key for each paragraph of the report.
+    """Return the figures of one way to train, with a key for each paragraph of the report.
 
     Args:
         workload: What is trained.
@@ -35,10 +35,16 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
         microbatch_size: Sequences per micro-batch; None to choose.
     """
     size = microbatch_size or choose_microbatch_size(workload, cluster)
-    call = largest_call(workload, size)
+    call, total = largest_call(workload, size), device_bytes(workload, cluster, size)
     host = host_bytes(workload, cluster, size)
-    total = device_bytes(workload, cluster, size)
-    problems = _problems(workload, cluster, size)
+    problems = []
+    if total > cluster.device_bytes:
+        helps = _help_device(workload, cluster, size)
+        problems.append(_problem(f"device memory for {call.name}", total, cluster.device_bytes, helps))
+    if cluster.host_bytes is not None and sum(host.values()) > cluster.host_bytes:
+        needed = sum(host.values())
+        helps = _help_host(workload, cluster, size, needed - cluster.host_bytes)
+        problems.append(_problem("host memory", needed, cluster.host_bytes, helps))
     # The size of the host has no part in the speed: asked for one size after the other, it is the same answer.
     roomy = replace(cluster, host_bytes=None)
     rates = [] if problems else [speed(workload, roomy, size, pace) for pace in cluster.paces]
@@ -65,20 +71,8 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
     }
 
 
-def _problems(workload: Workload, cluster: Cluster, size: int) -> list[dict[str, Any]]:
-    """What is short, by how much, and what helps."""
-    problems = []
-    call = largest_call(workload, size)
-    if (needed := device_bytes(workload, cluster, size)) > cluster.device_bytes:
-        helps = _help_device(workload, cluster, size)
-        problems.append(_problem(f"device memory for {call.name}", needed, cluster.device_bytes, helps))
-    needed = sum(host_bytes(workload, cluster, size).values())
-    if cluster.host_bytes is not None and needed > cluster.host_bytes:
-        problems.append(_problem("host memory", needed, cluster.host_bytes, _help_host(workload, cluster, size)))
-    return problems
-
-
 def _problem(what: str, needed: int, available: int, helps: list[str]) -> dict[str, Any]:
+    """What is short, by how much, and what helps."""
     return {"what": what, "needed": needed, "available": available, "short_by": needed - available, "helps": helps}
 
 
@@ -100,7 +94,7 @@ def _help_device(workload: Workload, cluster: Cluster, size: int) -> list[str]:
     return [*helps, f"GPUs with more than {format_bytes(needed)}"]
 
 
-def _help_host(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+def _help_host(workload: Workload, cluster: Cluster, size: int, short_by: int) -> list[str]:
     helps = []
     if smaller := largest_that(lambda candidate: fits_host(workload, cluster, candidate), size):
         helps.append(f"--microbatch-size {smaller}")
@@ -112,9 +106,7 @@ def _help_host(workload: Workload, cluster: Cluster, size: int) -> list[str]:
     lora_size = choose_microbatch_size(lora, cluster)
     if workload.lora_rank is None and fits_host(lora, cluster, lora_size):
         helps.append(f"LoRA ({format_bytes(sum(host_bytes(lora, cluster, lora_size).values()))})")
-    assert cluster.host_bytes is not None
-    needed = sum(host_bytes(workload, cluster, size).values()) - cluster.host_bytes
-    return [*helps, f"{format_bytes(needed)} more host memory"]
+    return [*helps, f"{format_bytes(short_by)} more host memory"]
 
 
 def report(document: dict[str, Any]) -> list[str | Table]:
@@ -232,5 +224,5 @@ def _billions(count: int) -> str:
 
 
 def _rounded(rate: float) -> str:
-    """Three digits: more would be a claim."""
+    """Three digits: the range is too wide for more."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 10 else f"{rate:.2g}"

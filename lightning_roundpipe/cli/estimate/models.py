@@ -16,10 +16,42 @@ Norm = Literal["rms", "rms_fp32", "layer"]
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the code of a model type does that its configuration does not say, or says only where it departs from it.
+
+    Attributes:
+        num_norms: Norms over the whole width, per layer.
+        norm: Kind of norm.
+        has_qk_norm: Whether queries and keys are normed too.
+        has_sinks: Whether attention has a learned sink per head.
+        activation: Kind of MLP.
+        bias_key: The configuration's switch for the biases of queries, keys, values and of attention's output.
+        experts_key: Where the configuration says how many experts there are; empty for a family without.
+        window: Which layers look back through a window; a number n: all but every n-th.
+    """
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    bias_key: str = ""
+    num_norms: int = 2
+    norm: Norm = "rms"
+    has_qk_norm: bool = False
+    has_sinks: bool = False
+    head_dim: int | None = None
+    is_tied: bool = False
+    activation: Activation = "gated"
+    experts_key: str = ""
+    expert_width_key: str = "moe_intermediate_size"
+    has_expert_bias: bool = False
+    window: Literal["none", "all", "tail"] | int = "none"
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """One decoder layer. Widths are numbers of elements per token.
 
     Attributes:
+        family: What is the same in all models of its type.
         hidden: Width of the residual stream.
         query_width: Number of query heads times the size of a head.
         key_width: Number of key-value heads times the size of a head.
@@ -27,14 +59,11 @@ class LayerShape:
         num_experts: Routed experts; 0 for none.
         experts_per_token: Routed experts that a token visits.
         expert_width: Inner width of a routed expert.
-        activation: Kind of MLP.
-        num_norms: Norms over the whole width.
-        has_qk_norm: Whether queries and keys are normed too.
-        norm: Kind of norm.
         window: Tokens that a token attends to; None for all before it.
         num_small: Weights outside matrices: norms, biases, attention sinks.
     """
 
+    family: Family
     hidden: int
     query_width: int
     key_width: int
@@ -42,10 +71,6 @@ class LayerShape:
     num_experts: int
     experts_per_token: int
     expert_width: int
-    activation: Activation
-    num_norms: int
-    has_qk_norm: bool
-    norm: Norm
     window: int | None
     num_small: int
 
@@ -61,7 +86,7 @@ class LayerShape:
     @property
     def num_matrices(self) -> int:
         """Matrices of an MLP: up and down, and a gate where there is one."""
-        return 2 if self.activation == "plain" else 3
+        return 2 if self.family.activation == "plain" else 3
 
     @property
     def num_dense(self) -> int:
@@ -140,35 +165,15 @@ class ModelShape:
         return self.num_weights - idle
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What the code of a model type does that its configuration does not say, or says only where it departs from it."""
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    bias_key: str = ""  # the configuration's switch for the biases above
-    num_norms: int = 2
-    norm: Norm = "rms"
-    has_qk_norm: bool = False
-    has_sinks: bool = False
-    head_dim: int | None = None
-    is_tied: bool = False
-    activation: Activation = "gated"
-    experts_key: str = ""  # how many experts; none without it
-    expert_width_key: str = "moe_intermediate_size"
-    has_expert_bias: bool = False
-    window: Literal["none", "all", "tail"] | int = "none"  # a number n: all layers but every n-th
-
-
-_FAMILIES: dict[str, _Family] = {
-    "llama": _Family(bias_key="attention_bias"),
-    "mistral": _Family(window="all"),
-    "phi3": _Family(window="all"),
-    "qwen2": _Family(qkv_bias=True, window="tail"),
-    "qwen3": _Family(bias_key="attention_bias", has_qk_norm=True, head_dim=128, window="tail"),
-    "gemma": _Family(bias_key="attention_bias", norm="rms_fp32", head_dim=256, is_tied=True),
-    "gemma2": _Family(bias_key="attention_bias", num_norms=4, norm="rms_fp32", head_dim=256, is_tied=True, window=2),
-    "gemma3_text": _Family(
+_FAMILIES: dict[str, Family] = {
+    "llama": Family(bias_key="attention_bias"),
+    "mistral": Family(window="all"),
+    "phi3": Family(window="all"),
+    "qwen2": Family(qkv_bias=True, window="tail"),
+    "qwen3": Family(bias_key="attention_bias", has_qk_norm=True, head_dim=128, window="tail"),
+    "gemma": Family(bias_key="attention_bias", norm="rms_fp32", head_dim=256, is_tied=True),
+    "gemma2": Family(bias_key="attention_bias", num_norms=4, norm="rms_fp32", head_dim=256, is_tied=True, window=2),
+    "gemma3_text": Family(
         bias_key="attention_bias",
         num_norms=4,
         has_qk_norm=True,
@@ -177,11 +182,11 @@ _FAMILIES: dict[str, _Family] = {
         is_tied=True,
         window=6,
     ),
-    "gpt2": _Family(qkv_bias=True, out_bias=True, norm="layer", is_tied=True, activation="plain"),
-    "mixtral": _Family(experts_key="num_local_experts", expert_width_key="intermediate_size", window="all"),
-    "qwen2_moe": _Family(qkv_bias=True, bias_key="qkv_bias", experts_key="num_experts"),
-    "qwen3_moe": _Family(bias_key="attention_bias", has_qk_norm=True, experts_key="num_experts", window="all"),
-    "gpt_oss": _Family(
+    "gpt2": Family(qkv_bias=True, out_bias=True, norm="layer", is_tied=True, activation="plain"),
+    "mixtral": Family(experts_key="num_local_experts", expert_width_key="intermediate_size", window="all"),
+    "qwen2_moe": Family(qkv_bias=True, bias_key="qkv_bias", experts_key="num_experts"),
+    "qwen3_moe": Family(bias_key="attention_bias", has_qk_norm=True, experts_key="num_experts", window="all"),
+    "gpt_oss": Family(
         qkv_bias=True,
         out_bias=True,
         bias_key="attention_bias",
@@ -212,9 +217,6 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     Args:
         config: The parsed file.
         name: The model's name, for messages.
-
-    Raises:
-        ValueError: If the model type is not known here, or a number is missing or impossible; the message names it.
     """
     reader = _Reader(config, name)
     family = reader.family
@@ -251,11 +253,7 @@ class _Reader:
         return default if value is None else value
 
     def count(self, key: str, *, optional: bool = False) -> int:
-        """A whole number of at least 1; 0 if it is optional and not there.
-
-        Raises:
-            ValueError: If it is missing, or something else.
-        """
+        """A whole number of at least 1; 0 if it is optional and not there."""
         value = self.get(key)
         if value is None and optional:
             return 0
@@ -287,6 +285,7 @@ class _Reader:
         if family.has_expert_bias:
             small += num_experts * (1 + 2 * expert_width + hidden)
         return LayerShape(
+            family=family,
             hidden=hidden,
             query_width=query_width,
             key_width=key_width,
@@ -294,10 +293,6 @@ class _Reader:
             num_experts=num_experts,
             experts_per_token=per_token,
             expert_width=expert_width,
-            activation=family.activation,
-            num_norms=family.num_norms,
-            has_qk_norm=family.has_qk_norm,
-            norm=family.norm,
             window=self._window(index),
             num_small=small,
         )

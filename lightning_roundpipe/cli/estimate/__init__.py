@@ -8,13 +8,13 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
-from .arguments import Subparsers, add_json, argument_type, parse_count
+from ..arguments import Subparsers, add_command, add_json, add_option, parse_count, parse_tflops
+from ..memory import BYTES_PER_WEIGHT
+from ..output import show
 from .assumptions import assumed, assumptions, hints
-from .estimate_report import assess, report
 from .feasibility import Cluster
 from .gpus import Gpu, find_gpu
-from .memory import BYTES_PER_WEIGHT
-from .output import print_json, print_report
+from .report import assess, report
 from .resolve import load_shape
 from .workload import FAST, SLOW, Pace, Workload
 
@@ -38,14 +38,8 @@ _HOST_RESERVE = 16 * 2**30
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
-    parser = subparsers.add_parser(
-        "estimate",
-        help="say whether a model fits on a machine, how fast, with how long sequences",
-        description=_DESCRIPTION.strip(),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    count = argument_type(parse_count)
+    summary = "say whether a model fits on a machine, how fast, with how long sequences"
+    parser = add_command(subparsers, "estimate", summary, _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "--model",
         required=True,
@@ -53,20 +47,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="config.json, a folder with one, a name that comes with the package (qwen3-32b), or one on the Hugging "
         "Face Hub",
     )
-    parser.add_argument("--seq-len", required=True, type=count, metavar="T", help="tokens per sequence")
-    parser.add_argument(
-        "--batch-size", type=count, default=64, metavar="B", help="sequences per optimizer step (default: 64)"
-    )
-    parser.add_argument(
-        "--microbatch-size",
-        type=_parse_microbatch_size,
-        metavar="b",
-        help="sequences per micro-batch, or auto: as many as fit and leave two micro-batches per device (default)",
-    )
-    parser.add_argument(
-        "--round-size", type=count, metavar="R", help="micro-batches per round (default: two per device)"
-    )
-    parser.add_argument("--lora-rank", type=count, default=32, metavar="r", help="rank of the adapters (default: 32)")
+    add_option(parser, "--seq-len", parse_count, "T", "tokens per sequence", required=True)
+    add_option(parser, "--batch-size", parse_count, "B", "sequences per optimizer step (default: 64)", default=64)
+    sequences = "sequences per micro-batch, or auto: as many as fit and leave two micro-batches per device (default)"
+    add_option(parser, "--microbatch-size", _parse_microbatch_size, "b", sequences)
+    add_option(parser, "--round-size", parse_count, "R", "micro-batches per round (default: two per device)")
+    add_option(parser, "--lora-rank", parse_count, "r", "rank of the adapters (default: 32)", default=32)
     parser.add_argument(
         "--dtype", choices=tuple(BYTES_PER_WEIGHT), default="bf16", help="type to compute in (default: bf16)"
     )
@@ -84,47 +70,22 @@ def add_parser(subparsers: Subparsers) -> None:
         default="synchronous",
         help="asynchronous: updates overlap the next step, which uses weights one step old, as in the paper",
     )
-    _add_machine(parser)
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
+    add_option(machine, "--devices", parse_count, "N", "number of GPUs (default: 1)", default=1)
+    sizes = "such as 800GB, or several with commas for a table (default: no limit, only said)"
+    add_option(machine, "--host-memory", _parse_sizes, "SIZE[,SIZE...]", sizes)
+    copies = "what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured"
+    add_option(machine, "--host-bandwidth", parse_bandwidth, "RATE", copies)
+    add_option(machine, "--gpu-memory", parse_bytes, "SIZE", "in place of the table's")
+    add_option(machine, "--gpu-bandwidth", parse_bandwidth, "RATE", "of the GPU's memory, in place of the table's")
+    add_option(machine, "--tflops", parse_tflops, "X", "dense peak at --dtype, in place of the table's")
+    add_option(machine, "--pcie", parse_bandwidth, "RATE", "what a copy reaches, each way, such as 12GB/s")
     add_json(parser)
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe GPUs and host."""
-    count, size, rate = map(argument_type, (parse_count, parse_bytes, parse_bandwidth))
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
-    machine.add_argument("--devices", type=count, default=1, metavar="N", help="number of GPUs (default: 1)")
-    machine.add_argument(
-        "--host-memory",
-        type=argument_type(_parse_sizes),
-        metavar="SIZE[,SIZE...]",
-        help="such as 800GB, or several with commas for a table (default: no limit, only said)",
-    )
-    machine.add_argument(
-        "--host-bandwidth",
-        type=rate,
-        metavar="RATE",
-        help="what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured",
-    )
-    machine.add_argument("--gpu-memory", type=size, metavar="SIZE", help="in place of the table's")
-    machine.add_argument(
-        "--gpu-bandwidth", type=rate, metavar="RATE", help="of the GPU's memory, in place of the table's"
-    )
-    machine.add_argument(
-        "--tflops",
-        type=argument_type(_parse_tflops),
-        metavar="X",
-        help="dense peak at --dtype, in place of the table's",
-    )
-    machine.add_argument("--pcie", type=rate, metavar="RATE", help="what a copy reaches, each way, such as 12GB/s")
-
-
 def run(args: argparse.Namespace) -> int:
-    """Estimate and print.
-
-    Raises:
-        ValueError: If the model or the GPU is not known, or options contradict each other.
-    """
+    """Estimate and print."""
     if args.fp16_accumulation and args.dtype != "fp16":
         raise ValueError(f"--fp16-accumulation is for --dtype fp16, got {args.dtype}: leave one of the two out.")
     if args.microbatch_size is not None and args.microbatch_size > args.batch_size:
@@ -169,17 +130,14 @@ def run(args: argparse.Namespace) -> int:
         "assumed": assumed(lora, cluster),
         "assumptions": assumptions(lora, cluster),
     }
-    if args.json:
-        print_json(document)
-    else:
-        print_report(*report(document))
+    show(document, *report(document), as_json=args.json)
     return 0
 
 
 def _on_host(
     host_memory: int | None, cluster: Cluster, workloads: dict[str, Workload], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What is to be said of each way to train, on a host of this size."""
+    """The figures of each way to train, on a host of this size."""
     host_bytes = None if host_memory is None else max(0, host_memory - _HOST_RESERVE)
     known = replace(cluster, host_bytes=host_bytes)
     methods = {name: assess(workload, known, args.microbatch_size) for name, workload in workloads.items()}
@@ -187,7 +145,7 @@ def _on_host(
 
 
 def _gpu_of(args: argparse.Namespace) -> Gpu:
-    """The GPU of the table, with what the user knows better; for "custom" the user must know all of it."""
+    """The GPU of the table, with the figures that the user gives in place of its own; for "custom" all of them."""
     given = {
         "--gpu-memory": args.gpu_memory,
         "--tflops": args.tflops,
@@ -234,7 +192,7 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
 
 
 def _known_better(pace: Pace, gpu: Gpu, args: argparse.Namespace) -> Pace:
-    """What the user states is no range: what a copy reaches, and the host's bandwidth; see [Note: one host]."""
+    """The pace with figures of the user in place of ranges: of a link, and of the host; see [Note: one host]."""
     if args.pcie is not None:
         pace = replace(pace, pcie=1.0)
     if args.host_bandwidth is not None:
@@ -252,14 +210,4 @@ def _parse_microbatch_size(text: str) -> int | None:
     try:
         return parse_count(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error} Or write auto.") from error
-
-
-def _parse_tflops(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is not a number of TFLOP/s: write one like 165.")
-    return value
+        raise ValueError(f"{error} Or write auto.") from error

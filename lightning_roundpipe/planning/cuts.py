@@ -1,61 +1,65 @@
-"""The search behind `partition`: the longest stage's time decides everything else.
+"""Cut a row of calls into neighbouring pieces: `StageSearch` for RoundPipe's stages, `balanced_cuts` for stages of
+pipelines that bind them to devices.
 
-Once an upper limit t on the time of every stage is fixed, the fewest stages follow greedily: give the fused stage as
-many of the last calls as fit (the fewer calls remain, the fewer stages they need, forward and backward), then fill the
-F stages and the B stages one after the other. The count falls as t grows, and the best t is the time of some possible
-stage, so it is enough to try those. Neither the greedy filling nor the choice of t loses an optimum: the result is
-exact.
+```
+forward times    3  2  2  1  4  2      limit t = 7
+F stages       [ 3  2  2][1  4 ]       filled up to t, one after the other
+fused                          [2]     as many of the last calls as fit, forward and backward
+```
+
+[Note: the search]
+The longest stage's time decides everything else. Once an upper limit t on the time of every stage is fixed, the fewest
+stages follow greedily: give the fused stage as many of the last calls as fit (the fewer calls remain, the fewer stages
+they need, forward and backward), then fill the F stages and the B stages one after the other. The count falls as t
+grows, and the best t is the time of some possible stage, so it is enough to try those. Neither the greedy filling nor
+the choice of t loses an optimum: the result is exact.
 
 RoundPipe paper, arXiv 2604.27085, section on partitioning: O(L^2) limits, O(L) per limit. Because the count falls
 monotonically, most of the limits are skipped here without being tried.
+
+Times are integers over a common denominator: sums are then exact, equal stages have equal times, and no stage misses a
+limit by a rounding error.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+
+from .costs import CallCost
 
 
 class StageSearch:
-    """Times and sizes of the calls as prefix sums, and the greedy filling on top of them.
-
-    Times are integers over a common denominator: sums are then exact, equal stages have equal times, and no stage
-    misses a limit by a rounding error.
+    """Times and sizes of the calls as prefix sums, and the greedy filling on top of them; see [Note: the search].
 
     Args:
-        forward_ms: Forward time of each call, in ms; at least one call.
-        backward_ms: Backward time without recompute, in ms; None for a search over F stages only.
-        forward_bytes: Size of each call in an F stage.
-        backward_bytes: Size of each call in a B stage.
-        fused_bytes: Size of each call in the fused stage; `backward_bytes` if left out.
-        memory_limit: Bytes that the calls of a stage may take together; a single call may be above it. None for no
-            limit.
+        calls: The calls; at least one.
+        is_training: Whether there are a fused stage and B stages; otherwise, F stages cover all calls.
+        memory_limit: Bytes that the weights (and gradients, in the fused and B stages) of a stage may take together; a
+            single call may be above it. None for no limit.
+        counts_graphs: Whether half of the graphs of the fused stage's calls, which it keeps all, counts as well.
     """
 
     def __init__(
-        self,
-        *,
-        forward_ms: Sequence[float],
-        backward_ms: Sequence[float] | None,
-        forward_bytes: Sequence[int],
-        backward_bytes: Sequence[int],
-        fused_bytes: Sequence[int] | None = None,
-        memory_limit: int | None,
+        self, calls: Sequence[CallCost], *, is_training: bool, memory_limit: int | None, counts_graphs: bool = False
     ) -> None:
-        num_calls = len(forward_ms)
-        ticks = _to_ticks([*forward_ms, *(backward_ms or ())])
+        num_calls = len(calls)
+        ticks = _to_ticks([*(c.forward_ms for c in calls), *(c.backward_ms for c in calls if is_training)])
         forward = ticks[:num_calls]
-        self._is_training = backward_ms is not None
-        backward = [f + b for f, b in zip(forward, ticks[num_calls:], strict=True)] if self._is_training else forward
-        self._num_calls = num_calls
-        self._forward_times = _prefix_sums(forward)
-        self._backward_times = _prefix_sums(backward)
-        self._forward_sizes = _prefix_sums(forward_bytes)
-        self._backward_sizes = _prefix_sums(backward_bytes)
-        self._fused_sizes = _prefix_sums(backward_bytes if fused_bytes is None else fused_bytes)
-        self._memory_limit = memory_limit
+        backward = [f + b for f, b in zip(forward, ticks[num_calls:], strict=True)] if is_training else forward
+        weights = [call.weight_bytes for call in calls]
+        states = [call.state_bytes(is_training=is_training) for call in calls]
+        fused = states
+        if counts_graphs:
+            # Activations may take the half of the memory that weights leave.
+            graphs = (call.workspace_bytes + call.output_bytes for call in calls)
+            fused = [size + (graph + 1) // 2 for size, graph in zip(states, graphs, strict=True)]
+        self._is_training, self._num_calls, self._memory_limit = is_training, num_calls, memory_limit
+        self._forward_times, self._backward_times = _prefix_sums(forward), _prefix_sums(backward)
+        self._forward_sizes, self._backward_sizes = _prefix_sums(weights), _prefix_sums(states)
+        self._fused_sizes = _prefix_sums(fused)
 
     def best(self, num_devices: int, num_microbatches: int) -> tuple[list[int], list[int]]:
         """Return the cuts of the F stages and of the B stages that minimise the objective of `partition`.
@@ -66,7 +70,7 @@ class StageSearch:
         good_limit, good_score = self._good_limit(num_devices, num_microbatches)
         limits = self._limits(self._longest_limit(good_score, num_devices, num_microbatches))
         best_limit = limits[0]
-        best_score = stage_weight(self._count(best_limit), num_devices, num_microbatches) * best_limit
+        best_score = self._score(best_limit, num_devices, num_microbatches)
         if good_score < best_score:
             best_limit, best_score = good_limit, good_score
         index = 1
@@ -78,7 +82,7 @@ class StageSearch:
             index = _first_at_most(limits, index, self._count, affordable)
             if index == len(limits):
                 break
-            score = stage_weight(self._count(limits[index]), num_devices, num_microbatches) * limits[index]
+            score = self._score(limits[index], num_devices, num_microbatches)
             if score <= best_score:  # "equal" too: a later limit means fewer stages
                 best_limit, best_score = limits[index], score
             index += 1
@@ -111,7 +115,7 @@ class StageSearch:
         """The best of a few limits and its score, which the best of all does not exceed."""
         longest_call = self._longest_call()
         rows = [limit for limit in self.limits_between(24) if limit >= longest_call]
-        scores = [stage_weight(self._count(limit), num_devices, num_microbatches) * limit for limit in rows]
+        scores = [self._score(limit, num_devices, num_microbatches) for limit in rows]
         score = min(scores)
         return rows[scores.index(score)], score
 
@@ -119,7 +123,7 @@ class StageSearch:
         """A time above which no limit is better than `score`; with layers of unequal times there are O(L^2) of them.
 
         A limit t has at least the score t N M. And S stages of at most t hold all the work, of which the fused stage
-        saves no more than t of forwards: put into `stage_weight`, this bounds t, once for S >= N and once for S < N.
+        saves no more than t of forwards: put into `_stage_weight`, this bounds t, once for S >= N and once for S < N.
         """
         n, m = num_devices, num_microbatches
         work = self._forward_times[-1] + (self._backward_times[-1] if self._is_training else 0)
@@ -152,6 +156,10 @@ class StageSearch:
         """
         forward, backward = cuts
         return _even_cuts(self._forward_times, forward), _even_cuts(self._backward_times, backward)
+
+    def _score(self, limit: int, num_devices: int, num_microbatches: int) -> int:
+        """The objective of `partition` for the fewest stages within this limit, if the longest takes all of it."""
+        return _stage_weight(self._count(limit), num_devices, num_microbatches) * limit
 
     def _count(self, limit: int) -> int:
         """Fewest stages that all take at most `limit`."""
@@ -195,7 +203,7 @@ def _even_cuts(times: list[int], cuts: list[int]) -> list[int]:
     return [*made, cuts[-1]] if num_stages else cuts
 
 
-def stage_weight(num_stages: int, num_devices: int, num_microbatches: int) -> int:
+def _stage_weight(num_stages: int, num_devices: int, num_microbatches: int) -> int:
     """Return the objective of `partition` for a t_max of 1: N times the makespan of equal stages of length 1."""
     if num_stages < num_devices:
         return num_devices * (num_microbatches + num_stages - 1)
@@ -203,7 +211,7 @@ def stage_weight(num_stages: int, num_devices: int, num_microbatches: int) -> in
 
 
 def _most_stages(weight: int, num_devices: int, num_microbatches: int) -> int:
-    """Return the largest number of stages whose `stage_weight` is at most `weight`; below 1 if there is none."""
+    """Return the largest number of stages whose `_stage_weight` is at most `weight`; below 1 if there is none."""
     if weight < num_devices * (num_microbatches + num_devices - 1):
         return weight // num_devices - num_microbatches + 1
     return (weight - num_devices * (num_devices - 1)) // num_microbatches
@@ -223,13 +231,76 @@ def _first_at_most(limits: list[int], start: int, count: Callable[[int], int], t
     return bisect_left(limits, True, low, min(high, len(limits)), key=lambda limit: count(limit) <= target)
 
 
+def balanced_cuts(times_ms: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Return how many neighbouring calls each part holds, the longest part as short as possible.
+
+    The minimum is exact. Among the splits that reach it, every part comes close to the mean of what is left for it and
+    the parts after it, so that the last ones are not left with next to nothing.
+
+    Args:
+        times_ms: Time of each call, in ms.
+        num_parts: Number of parts, none of them empty.
+
+    Raises:
+        ValueError: If there are fewer calls than parts, or a number is out of range.
+    """
+    if not 1 <= num_parts <= len(times_ms):
+        raise ValueError(
+            f"{len(times_ms)} calls cannot be cut into num_parts={num_parts} parts: every part needs a call of its own."
+        )
+    if any(not 0 <= time < float("inf") for time in times_ms):
+        raise ValueError(f"times_ms must be finite and >= 0, got {list(times_ms)}: measure them again.")
+    prefix = _prefix_sums(_to_ticks(times_ms))
+    limit = _least_limit(prefix, num_parts)
+    latest_starts = _fill_from_the_back(prefix, num_parts, limit)
+    counts = []
+    start = 0
+    for part in range(num_parts):
+        num_after = num_parts - 1 - part
+        low = max(start + 1, latest_starts[num_after])
+        high = min(bisect_right(prefix, prefix[start] + limit) - 1, len(times_ms) - num_after)
+        end = _fair_end(prefix, start, range(low, high + 1), num_after + 1)
+        counts.append(end - start)
+        start = end
+    return tuple(counts)
+
+
+def _least_limit(prefix: list[int], num_parts: int) -> int:
+    """The least time of the longest part, by bisection over whole ticks; empty parts would not lower it."""
+    low = max(max(b - a for a, b in pairwise(prefix)), -(-prefix[-1] // num_parts))
+    high = prefix[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _fill_from_the_back(prefix, num_parts, middle)[num_parts] == 0:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fill_from_the_back(prefix: list[int], num_parts: int, limit: int) -> list[int]:
+    """For k = 0 to `num_parts`, the first call from which on k parts within the limit suffice."""
+    starts = [len(prefix) - 1]
+    for _ in range(num_parts):
+        starts.append(bisect_left(prefix, prefix[starts[-1]] - limit))
+    return starts
+
+
+def _fair_end(prefix: list[int], start: int, ends: range, num_left: int) -> int:
+    """The end whose part comes closest to the mean of the `num_left` parts from `start` on, the first among equals."""
+    rest = prefix[-1] - prefix[start]  # in whole ticks, which floats could not hold
+    above = bisect_left(prefix, prefix[start] + rest // num_left)
+    nearby = {min(max(end, ends[0]), ends[-1]) for end in (above - 1, above, above + 1)}
+    return min(sorted(nearby), key=lambda end: abs((prefix[end] - prefix[start]) * num_left - rest))
+
+
 def _times_power_of_two(value: int, exponent: float) -> int:
     """``value * 2 ** exponent`` for integers of any size, which ticks are."""
     whole = math.floor(exponent)
     return (value * round(2 ** (exponent - whole + 32)) << whole) >> 32
 
 
-def _prefix_sums(values: Sequence[int]) -> list[int]:
+def _prefix_sums(values: Iterable[int]) -> list[int]:
     return list(accumulate(values, initial=0))
 
 

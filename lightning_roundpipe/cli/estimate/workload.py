@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 
 from lightning_roundpipe.planning import CallCost, CostProfile
 
+from ..memory import BYTES_PER_WEIGHT, host_states
 from .gpus import Gpu
-from .memory import BYTES_PER_WEIGHT
 from .models import LayerShape, ModelShape
 
 _FP32 = 4
@@ -118,17 +118,9 @@ class Workload:
 
     def host_state(self) -> dict[str, int]:
         """Bytes that stay in host memory, by purpose."""
-        trained = self.num_trained
-        frozen = 0 if self.lora_rank is None else self.shape.num_weights
         size = self.element_bytes
-        return {
-            "frozen weights": frozen * size,
-            "master weights": trained * _FP32,
-            # fp32 masters travel themselves.
-            "working copy": trained * size if size < _FP32 else 0,
-            "gradients": trained * _FP32,
-            "optimizer state": trained * 2 * _FP32,
-        }
+        frozen = 0 if self.lora_rank is None else self.shape.num_weights
+        return host_states(self.num_trained * size, frozen * size, size)
 
 
 def cost_profile(workload: Workload, microbatch_size: int, pace: Pace) -> CostProfile:
@@ -214,7 +206,7 @@ class _Clock:
     def norm(self) -> CallCost:
         """The norm after the last layer."""
         layer = self.workload.shape.layers[-1]
-        moved = _NORM_TRAFFIC[layer.norm] * self.num_tokens * layer.hidden * self.size / 2
+        moved = _NORM_TRAFFIC[layer.family.norm] * self.num_tokens * layer.hidden * self.size / 2
         between = moved * self.pace.traffic / self.bytes_per_ms
         weight_bytes = self.workload.shape.num_norm * self.size
         return self._call(
@@ -291,10 +283,10 @@ def _traffic(layer: LayerShape, *, is_lora: bool) -> int:
     """Bytes per token that a layer moves between its products; see [Note: times from shapes]."""
     heads_width = layer.query_width + layer.key_width
     routed = layer.experts_per_token
-    moved = (layer.num_norms * _NORM_TRAFFIC[layer.norm] + 2 * _RESIDUAL_TRAFFIC) * layer.hidden
-    moved += _ROTARY_TRAFFIC * heads_width if layer.activation != "plain" else 0
-    moved += _NORM_TRAFFIC[layer.norm] * heads_width if layer.has_qk_norm else 0
-    moved += _ACTIVATION_TRAFFIC[layer.activation] * (layer.mlp_width + routed * layer.expert_width)
+    moved = (layer.family.num_norms * _NORM_TRAFFIC[layer.family.norm] + 2 * _RESIDUAL_TRAFFIC) * layer.hidden
+    moved += _ROTARY_TRAFFIC * heads_width if layer.family.activation != "plain" else 0
+    moved += _NORM_TRAFFIC[layer.family.norm] * heads_width if layer.family.has_qk_norm else 0
+    moved += _ACTIVATION_TRAFFIC[layer.family.activation] * (layer.mlp_width + routed * layer.expert_width)
     moved += _DISPATCH_TRAFFIC * routed * layer.hidden
     if is_lora:
         # read the input once more; scale the adapter's output and add it
@@ -304,7 +296,7 @@ def _traffic(layer: LayerShape, *, is_lora: bool) -> int:
 
 def _norm_bytes(layer: LayerShape, size: int) -> int:
     """Bytes per element that a norm keeps: its fp32 input, and what it multiplies by its weights."""
-    return {"rms": _FP32 + size, "rms_fp32": 2 * _FP32, "layer": size}[layer.norm]
+    return {"rms": _FP32 + size, "rms_fp32": 2 * _FP32, "layer": size}[layer.family.norm]
 
 
 def _graph_bytes(layer: LayerShape, size: int) -> int:
@@ -312,14 +304,14 @@ def _graph_bytes(layer: LayerShape, size: int) -> int:
     h, heads_width = layer.hidden, layer.query_width + layer.key_width
     inner, routed = layer.mlp_width, layer.experts_per_token
     expert_inner = routed * layer.expert_width
-    kept = layer.num_norms * _norm_bytes(layer, size) * h
+    kept = layer.family.num_norms * _norm_bytes(layer, size) * h
     kept += 2 * size * h  # what goes into attention and MLP
     kept += 2 * size * heads_width  # queries, keys, values, and the output of attention
-    kept += _norm_bytes(layer, size) * heads_width if layer.has_qk_norm else 0
-    kept += {"gated": 4, "clamped": 7, "plain": 5}[layer.activation] * size * (inner + expert_inner)
+    kept += _norm_bytes(layer, size) * heads_width if layer.family.has_qk_norm else 0
+    kept += {"gated": 4, "clamped": 7, "plain": 5}[layer.family.activation] * size * (inner + expert_inner)
     kept += 2 * size * routed * h  # rows as they go to the experts and as they come back
     dense_gradients = 2 * size * inner
     expert_gradients = max(3 * size * routed * h, size * routed * h + 3 * size * expert_inner)
     # A norm behind the MLP goes backward while the MLP's graph is still whole.
-    norm_gradients = 4 * _FP32 * h if layer.num_norms > 2 else 0
+    norm_gradients = 4 * _FP32 * h if layer.family.num_norms > 2 else 0
     return kept + size * h + max(dense_gradients, expert_gradients, norm_gradients)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .arguments import read_text
+from ..arguments import read_text
 from .models import ModelShape, read_shape
 
 _CONFIG = "config.json"
@@ -28,9 +28,6 @@ def load_shape(model: str) -> ModelShape:
     Args:
         model: Path of a ``config.json``, of a folder with one, or a name such as ``"Qwen/Qwen3-8B"``. The names of
             `bundled_configs` may be written in upper or lower case, and without the organisation.
-
-    Raises:
-        ValueError: If there is no such configuration, it cannot be read, or it is not one of a known decoder.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -63,11 +60,7 @@ def _names() -> str:
 
 
 def _download(name: str) -> Path:
-    """The file of that name on the Hub, or in its cache on this machine.
-
-    Raises:
-        ValueError: If it cannot be had; at once where nothing answers.
-    """
+    """The file of that name on the Hub, or in its cache on this machine."""
     unknown = f"--model {name} is no file, and no model that comes with the package"
     ways_out = f"{_PASS_FILE}, or one of {_names()}."
     try:

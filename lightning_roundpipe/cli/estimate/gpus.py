@@ -56,11 +56,7 @@ GPUS = {gpu.name: gpu for gpu in _GPUS}
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of that name; upper and lower case, spaces, ``_`` and ``-`` are the same.
-
-    Raises:
-        ValueError: If the table does not have it; the message lists what it has.
-    """
+    """Return the GPU of that name; upper and lower case, spaces, ``_`` and ``-`` are the same."""
     for known, gpu in GPUS.items():
         if _plain(known) == _plain(name):
             return gpu

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes
 
+from ..output import Table
 from .feasibility import Cluster
-from .output import Table
 from .workload import LOSS_CHUNK, Pace, Workload, logit_bytes
 
 _HALF = 0.5
@@ -69,11 +69,11 @@ def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any])
 
 
 def hints(workload: Workload, methods: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what would change the figures and is easily missed.
+    """Return sentences about options that would change the figures.
 
     Args:
         workload: What is trained.
-        methods: What was found out about each way to train it.
+        methods: The figures of each way to train it, as `assess` gives them.
     """
     gpu = workload.gpu
     if workload.fp16_accumulation:

@@ -23,6 +23,7 @@ from lightning_roundpipe.planning import (
     round_robin,
     simulate,
     stage_costs,
+    stage_durations,
 )
 
 ONE_DEVICE = parse_schedule("schedule stages=3 microbatches=2 devices=1\ndevice 0: 0:0 0:1 1:0 1:1 2:0 2:1\n")
@@ -123,7 +124,7 @@ def test_activations_go_before_weights_and_stream() -> None:
     assert slow.step_ms == 6 * 3, "the activations of an action take longer than its compute"
 
 
-def test_handover_between_devices() -> None:
+def test_a_handover_goes_down_and_up_and_takes_two_latencies() -> None:
     schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
     costs = [StageCost(3.0, output_bytes=20, handover_bytes=20), StageCost(3.0, input_bytes=20)]
     machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=20.0, transfer_latency_ms=0.25)
@@ -217,7 +218,7 @@ def test_staleness_is_one() -> None:
     assert starts == [0, 1, 4]  # step 0 ends at 1 and is updated at 4
 
 
-def test_steps_in_an_impossible_order() -> None:
+def test_steps_in_an_impossible_order_are_refused() -> None:
     schedule = parse_schedule("schedule stages=1 microbatches=2 devices=1\ndevice 0: 0:1 0:0\n")
     with pytest.raises(ValueError, match="order the steps on every device"):
         simulate(schedule, [StageCost(1.0)], microbatches_per_step=1)
@@ -249,7 +250,7 @@ def test_recompute_does_not_run_before_its_input_is_there() -> None:
 # Costs of stages
 
 
-def test_costs_of_the_stages_of_a_partition() -> None:
+def test_stages_of_a_partition_add_up_their_calls() -> None:
     calls = tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100 + i) for i in range(6))
     profile = CostProfile(calls)
     plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=60)
@@ -259,13 +260,14 @@ def test_costs_of_the_stages_of_a_partition() -> None:
     assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 3 + 4 + 104 + 4 + 105 + 7, "fused 4-5")
     assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 2 * 7 + 103, "B 2-3")
     assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 2 * 7 + 101, "B 0-1")
+    assert stage_durations(plan, profile) == (4, 6, 6, 6)
     evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
     assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
         stage_costs(plan, CostProfile(calls[:1]))
 
 
-def test_costs_of_bound_stages() -> None:
+def test_bound_stages_move_activations_only() -> None:
     profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100) for i in range(5)))
     forward_0, forward_1, backward_1, backward_0 = bound_stage_costs([3, 2], profile)
     assert (forward_0.duration_ms, forward_1.duration_ms) == (3, 2)
@@ -292,12 +294,12 @@ def test_costs_of_bound_stages() -> None:
         ({"transfer_latency_ms": -1.0}, "transfer_latency_ms must be a finite number of ms >= 0"),
     ],
 )
-def test_rejects_machines(arguments: dict[str, float], message: str) -> None:
+def test_impossible_machines_are_refused(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Machine(**{"num_devices": 1, **arguments})  # type: ignore[arg-type]
 
 
-def test_rejects_what_does_not_match() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     with pytest.raises(ValueError, match="schedule has 1 devices and the machine 2"):
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, Machine(2))
     with pytest.raises(ValueError, match="schedule has 3 stages and costs has 2 entries"):
@@ -306,5 +308,5 @@ def test_rejects_what_does_not_match() -> None:
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, microbatches_per_step=3)
     with pytest.raises(ValueError, match=r"optimizer must be one of .*'asynchronous'\), got 'async'"):
         simulate(ONE_DEVICE, [StageCost(1.0)] * 3, optimizer="async")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="duration of stage 1 must be a finite number"):
+    with pytest.raises(ValueError, match="duration of action 1:0 must be a finite number"):
         simulate(ONE_DEVICE, [StageCost(1.0), StageCost(math.nan), StageCost(1.0)])

@@ -51,11 +51,8 @@ class Cluster:
 
 def largest_call(workload: Workload, microbatch_size: int) -> CallCost:
     """The call that needs the most device memory."""
-    return max(cost_profile(workload, microbatch_size, SLOW).calls, key=_backward_bytes)
-
-
-def _backward_bytes(call: CallCost) -> int:
-    return needed_bytes(call, is_training=True)
+    calls = cost_profile(workload, microbatch_size, SLOW).calls
+    return max(calls, key=lambda call: needed_bytes(call, is_training=True))
 
 
 def device_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> int:
@@ -63,7 +60,7 @@ def device_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> 
     one micro-batch, and those of others that wait there for their next stage."""
     profile = cost_profile(workload, microbatch_size, SLOW)
     waiting = waiting_bytes(profile, cluster.num_microbatches(microbatch_size), cluster.round_size)
-    return _backward_bytes(largest_call(workload, microbatch_size)) + waiting
+    return needed_bytes(largest_call(workload, microbatch_size), is_training=True) + waiting
 
 
 def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
