@@ -550,7 +550,7 @@ def test_statistics(device: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "fraction", "num_workers", "expected"),
+    ("state", "fraction", "num_sharing", "expected"),
     [
         (MemoryState(20 * GIB, 24 * GIB, 0, 0), 1.0, 1, 20 * GIB - int(0.05 * 24 * GIB)),
         (MemoryState(20 * GIB, 24 * GIB, 0, 0), None, 1, 20 * GIB - int(0.05 * 24 * GIB)),
@@ -563,11 +563,11 @@ def test_statistics(device: CudaDevice) -> None:
     ],
 )
 def test_the_default_limit(
-    driver: StubDriver, state: MemoryState, fraction: float | None, num_workers: int, expected: int
+    driver: StubDriver, state: MemoryState, fraction: float | None, num_sharing: int, expected: int
 ) -> None:
     driver.state, driver.user_fraction = state, fraction
-    devices = [CudaDevice(i, 0, num_workers=num_workers, driver=driver) for i in range(num_workers)]
-    assert [device.memory.limit for device in devices] == [expected] * num_workers
+    devices = [CudaDevice(i, 0, num_sharing=num_sharing, driver=driver) for i in range(num_sharing)]
+    assert [device.memory.limit for device in devices] == [expected] * num_sharing
     assert driver.user_fraction == fraction, "the user's setting stays"
     for device in devices:
         device.dispose()
@@ -582,7 +582,7 @@ def test_a_full_gpu_is_refused(driver: StubDriver) -> None:
 @pytest.mark.parametrize("users", [1.0, 0.9, None])
 def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDriver, users: float | None) -> None:
     driver.user_fraction = users
-    first, second = (CudaDevice(i, 0, num_workers=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
+    first, second = (CudaDevice(i, 0, num_sharing=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
     assert first.memory.limit == second.memory.limit == 6 * GIB
     assert driver.user_fraction == 0.5
     first.dispose()
@@ -605,14 +605,14 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> Non
 
 
 def test_page_locks_go_with_the_last_worker(driver: StubDriver) -> None:
-    devices = [CudaDevice(i, 0, num_workers=2, driver=driver) for i in range(2)]
+    devices = [CudaDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
     weight = torch.randn(MIB)
     driver.host.lock(weight)
     devices[0].dispose()
     assert driver.locked
     devices[1].dispose()
     assert not driver.locked
-    assert devices[0].memory.name == "worker 0 on GPU 0"
+    assert devices[0].memory.name == "device 0 on GPU 0"
 
 
 # --- whole steps -------------------------------------------------------------------------------------------------
@@ -706,7 +706,7 @@ def test_a_step_within_a_limit(driver: StubDriver, monkeypatch: pytest.MonkeyPat
     pool = pool_on(driver, [0, 0], monkeypatch, limit=peak - 1)
     assert difference(results(pool), results_on_the_host()) is None
     assert all(device.memory.peak < peak for device in pool.devices)
-    with pytest.raises(DeviceOutOfMemoryError, match="worker 0 on GPU 0"):
+    with pytest.raises(DeviceOutOfMemoryError, match="device 0 on GPU 0"):
         results(pool_on(driver, [0, 0], monkeypatch, limit=8))
 
 
@@ -731,7 +731,7 @@ def test_a_failed_step_leaves_nothing_behind(driver: StubDriver, monkeypatch: py
 
 def _without_await(lane: CudaLane, transfer: CudaTransfer) -> None:
     """In the place of ``CudaLane.let_reader_wait``: waits until the copies are issued, not until they are made."""
-    transfer._is_issued.wait()
+    transfer._may_go_on.wait()
 
 
 def _without_order(lane: CudaLane, job: Any, stream: Any) -> None:

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.common.sizes import num_bytes_of
-from lightning_roundpipe.devices import virtual_lanes
+from lightning_roundpipe.devices import transfer as transfers
+from lightning_roundpipe.devices import virtual
 from lightning_roundpipe.devices.chunks import Pair, pairs_of, pieces_of
 from lightning_roundpipe.devices.transfer import DirectLane, Edge, Lane, Transfer
-from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, VirtualDevice
-from lightning_roundpipe.devices.virtual_lanes import Clock, TransferGivenUp
+from lightning_roundpipe.devices.virtual import Clock, Link, TimedLink, TransferGivenUp, VirtualDevice
+from tests.support.lazy_link import LazyLink
 
 JOIN_S = 60.0
 
@@ -61,39 +62,6 @@ class FlyingClock(Clock):
             self.ms = max(self.ms, ms)
             do()
         self.ms = until
-
-
-class Held(Transfer):
-    """A transfer that is over when the test says so."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__(tensors)
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def is_done(self) -> bool:
-        return self._over.is_set()
-
-    def await_done(self) -> None:
-        assert self._over.wait(JOIN_S)
-        if self._error is not None:
-            raise self._error
-
-    def _await_by_reader(self) -> None:
-        self.await_done()
-
-    def _then(self, then: Callable[[], None]) -> None:
-        if self.is_done():
-            then()
-        else:
-            self._callbacks.append(then)
-
-    def let_go(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._over.set()
-        while self._callbacks:
-            self._callbacks.pop(0)()
 
 
 @contextmanager
@@ -242,13 +210,13 @@ def test_a_lane_that_was_idle_begins_when_a_transfer_is_submitted() -> None:
 
 
 def test_what_waits_for_another_lane_holds_nobody_up() -> None:
-    held = Held([torch.ones(3)])
+    held = Transfer([torch.ones(3)])
     with opened(TimedLink()) as device:
         behind = device.upload(held.tensors, "x", after=held)
         device.upload([torch.ones(2)], "y").await_done()
         assert not behind.is_done()
         assert behind.tensors[0].isnan().all()
-        held.let_go()
+        held.end()
         (copy,) = behind.wait(Edge.INPUTS)
         assert copy.tolist() == [1.0, 1.0, 1.0]
 
@@ -488,13 +456,13 @@ def test_a_lazy_chain_without_its_wait_carries_poison() -> None:
 
 def test_lazy_transfers_are_made_once_when_many_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    copy_all = virtual_lanes.copy_all
+    copy_all = transfers.copy_all
 
     def counting(pairs: list[Pair]) -> None:
         made.append(len(pairs))
         copy_all(pairs)
 
-    monkeypatch.setattr(virtual_lanes, "copy_all", counting)
+    monkeypatch.setattr(transfers, "copy_all", counting)
     num_threads = 8
     barrier = threading.Barrier(num_threads)
     found: list[float] = []
@@ -530,14 +498,15 @@ class CopyFailure(RuntimeError):
 @pytest.fixture
 def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of 13 elements fail, unless they are copies of poison."""
-    copy_all = virtual_lanes.copy_all
+    copy_all = transfers.copy_all
 
     def failing(pairs: list[Pair]) -> None:
         if any(source.numel() == 13 and not source.isnan().any() for _, source in pairs):
             raise CopyFailure("13")
         copy_all(pairs)
 
-    monkeypatch.setattr(virtual_lanes, "copy_all", failing)
+    for module in (transfers, virtual):
+        monkeypatch.setattr(module, "copy_all", failing)
 
 
 @pytest.mark.usefixtures("failing_copies")
@@ -591,11 +560,11 @@ def test_an_error_behind_a_copy_fails_the_lane_for_the_rest_of_the_step() -> Non
 
     called: list[str] = []
     with opened(TimedLink()) as device:
-        held = Held([torch.ones(1)])
+        held = Transfer([torch.ones(1)])
         transfer = device.upload(held.tensors, "x", after=held)
         transfer.when_done(Edge.FREED, fail)
         transfer.when_done(Edge.FREED, lambda: called.append("the next one"))
-        held.let_go()
+        held.end()
         transfer.await_done()  # it was made
         with pytest.raises(CopyFailure):
             device.upload([torch.ones(1)], "y").await_done()
@@ -648,7 +617,7 @@ def test_lazy_copies_that_nobody_waited_for_are_made_at_the_end() -> None:
 
 
 def test_what_waits_for_something_else_at_the_end_is_given_up() -> None:
-    held = Held([torch.ones(2)])
+    held = Transfer([torch.ones(2)])
     with opened(TimedLink()) as device:
         transfer = device.upload(held.tensors, "inputs of unit 3", after=held)
         freed = torch.ones(1)
@@ -668,16 +637,16 @@ def test_what_waits_for_something_else_at_the_end_is_given_up() -> None:
         "h2d of virtual device 0: the step ended before inputs of unit 3 was made"
     ]
     assert freed.isnan().all()
-    held.let_go()  # too late, and without effect
+    held.end()  # too late, and without effect
     assert transfer.tensors[0].isnan().all()
     assert lane_threads() == []
 
 
 def test_what_becomes_ready_after_the_step_is_not_kept() -> None:
     with opened(TimedLink()) as device:
-        held = Held([torch.ones(2)])
+        held = Transfer([torch.ones(2)])
         left = weakref.ref(device.upload(held.tensors, "x", after=held))
-    held.let_go()
+    held.end()
     del held
     assert left() is None
 
@@ -718,21 +687,10 @@ def test_lanes_do_not_keep_what_was_copied_alive(link: str) -> None:
 # --------------------------------------------------------------------------------------------------- the device itself
 
 
-class ClockedDevice(VirtualDevice):
-    """Its stamps are of a clock that the lane moves."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(0, link=timed_link(clock))
-        self._clock = clock
-
-    def stamp(self) -> float:
-        return self._clock.now_ms()
-
-
 def test_traced_transfers_have_the_time_in_which_they_moved() -> None:
     clock = FlyingClock()
     clock.start()
-    device = ClockedDevice(clock)
+    device = VirtualDevice(0, link=timed_link(clock))
     device.open()
     device.upload([bulk_of(100)], "before").await_done()
     device.moved = []
@@ -741,7 +699,7 @@ def test_traced_transfers_have_the_time_in_which_they_moved() -> None:
     device.close()
     ((lane, start, end, label),) = device.moved
     assert (lane, label) == ("h2d", "weights of a")
-    assert (start, end) == pytest.approx((0.1, 2.6))
+    assert (1e3 * start, 1e3 * end) == pytest.approx((0.1, 2.6))
 
 
 @pytest.mark.parametrize("link", LINKS)

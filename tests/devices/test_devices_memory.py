@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.devices.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
 from lightning_roundpipe.devices.transfer import Done, Edge
-from lightning_roundpipe.devices.virtual import LazyLink, TimedLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import TimedLink, VirtualDevice
+from tests.support.lazy_link import LazyLink
 
 JOIN_S = 60.0
 MIB = 2**20

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     Action,
@@ -38,6 +37,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from tests.support.lazy_link import LazyLink
 
 PATIENCE_S = 60.0
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.barrier import Barrier, BarrierError, Collective, Segment, meet
 from lightning_roundpipe.engine.requests import StepRequest, StepResult
 from lightning_roundpipe.engine.runner import Engine, Planner
+from tests.support.lazy_link import LazyLink
 from tests.support.random_graphs import (
     KINDS,
     NUM_UNITS,

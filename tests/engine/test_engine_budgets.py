@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink
+from lightning_roundpipe.devices.virtual import Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine
+from tests.support.lazy_link import LazyLink
 from tests.support.random_graphs import (
     WIDTH,
     Cell,

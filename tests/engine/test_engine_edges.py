@@ -23,29 +23,17 @@ import lightning_roundpipe
 from lightning_roundpipe.devices.memory import DeviceMemory, Kind
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
-from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, VirtualDevice
-from lightning_roundpipe.devices.virtual_lanes import LazyLane, LazyTransfer
+from lightning_roundpipe.devices.virtual import Link, TimedLink, VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.lazy_link import LazyLink, LazyTransfer
 from tests.support.plain_loop import ROWS, WIDTH, Network, cut_at
 
 PACKAGE = Path(lightning_roundpipe.__file__).parent
 NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
 FEATURES = frozenset({"buffers", "dropout", "skip"})
 # How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
-_LANES = {"transfer.py", "virtual_lanes.py", "cuda_lanes.py"}
-
-
-class StrictLane(LazyLane):
-    """What nobody has waited for when the step ends is never made: the lane of a GPU may be as late."""
-
-    def close(self) -> None:
-        self._end_pending(lambda transfer: False)
-
-
-class StrictLink(LazyLink):
-    def lane(self, device_name: str, direction: str) -> StrictLane:
-        return StrictLane(device_name, direction)
+_LANES = {"transfer.py", "virtual.py", "cuda_lanes.py"}
 
 
 class Tight(DeviceMemory):
@@ -157,7 +145,7 @@ class Waits:
         """What goes wrong when there is no wait for ``edge`` at ``place``; None if nothing does."""
         self.left_out = edge, place
         try:
-            return difference(results(make_pool(StrictLink())), right_results())
+            return difference(results(make_pool(LazyLink(is_strict=True))), right_results())
         except Exception as error:
             return repr(error)
         finally:
@@ -173,7 +161,7 @@ def right_results() -> dict[str, Tensor]:
 @pytest.mark.parametrize("make_pool", POOLS)
 @pytest.mark.parametrize(
     "link",
-    [LazyLink(), StrictLink(), TimedLink(), TimedLink(latency_ms=0.1)],
+    [LazyLink(), LazyLink(is_strict=True), TimedLink(), TimedLink(latency_ms=0.1)],
     ids=["lazy", "strict", "fast", "slow"],
 )
 def test_copies_change_nothing(link: Link, make_pool: Callable[[Link], DevicePool]) -> None:
@@ -197,7 +185,7 @@ def waits_seen() -> set[tuple[Edge, Place]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         waits = Waits(monkeypatch)
         for make_pool in POOLS:
-            results(make_pool(StrictLink()))
+            results(make_pool(LazyLink(is_strict=True)))
     return waits.seen
 
 
@@ -252,7 +240,7 @@ def gradients_in_place(pool: DevicePool) -> dict[str, Tensor]:
 def test_user_code_does_not_change_what_is_still_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for a snapshot, nobody may go on before the copy was made."""
     right = gradients_in_place(DevicePool([torch.device("cpu")] * NUM_DEVICES))
-    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is None
+    assert difference(gradients_in_place(no_room_to_spare(LazyLink(is_strict=True))), right) is None
     await_done, callers = LazyTransfer.await_done, []
 
     def without_waiting_to_offload(transfer: LazyTransfer) -> None:
@@ -261,7 +249,7 @@ def test_user_code_does_not_change_what_is_still_to_be_offloaded(monkeypatch: py
             await_done(transfer)
 
     monkeypatch.setattr(LazyTransfer, "await_done", without_waiting_to_offload)
-    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is not None
+    assert difference(gradients_in_place(no_room_to_spare(LazyLink(is_strict=True))), right) is not None
     assert "offload.py" in callers
 
 

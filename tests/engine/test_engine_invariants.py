@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from tests.support.lazy_link import LazyLink
 
 WIDTH = 3
 WAIT_S = 60.0

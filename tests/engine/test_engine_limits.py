@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
+from tests.support.lazy_link import LazyLink
 
 NUM_STEPS = 3  # the second one ends with a plan from measured costs
 

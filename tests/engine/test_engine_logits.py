@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, Link
+from lightning_roundpipe.devices.virtual import Link
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from tests.support.lazy_link import LazyLink
 
 WIDTH = 3
 VOCABULARY = 7

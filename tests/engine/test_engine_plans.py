@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
@@ -28,6 +27,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from tests.support.lazy_link import LazyLink
 from tests.support.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine import gate as dispatch
 from lightning_roundpipe.engine import runner, step
 from lightning_roundpipe.engine.gate import Gate
@@ -31,6 +30,7 @@ from lightning_roundpipe.planning import (
     stage_costs,
 )
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
+from tests.support.lazy_link import LazyLink
 
 WIDTH = 4
 NUM_BLOCKS = 4

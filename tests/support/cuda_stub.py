@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_roundpipe.devices.chunks import poison
 from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
-from lightning_roundpipe.devices.transfer import poison
 
 GIB = 2**30
 

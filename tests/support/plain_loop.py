@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.common.seeds import derive_seed
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind
+from tests.support.lazy_link import LazyLink
 
 WIDTH = 3
 ROWS = 2
