@@ -217,13 +217,17 @@ class Lane(ABC):
 class DirectLane(Lane):
     """Copies inside :meth:`submit`, by the caller: for devices that share the host's memory."""
 
+    def __init__(self, destination: torch.device) -> None:
+        super().__init__("copies", str(destination))
+        self._destination = destination
+
     def submit(
         self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
     ) -> Transfer:
         if after is not None:
             after.wait(Edge.OFFLOADED)
         self.num_bytes += num_bytes_of(sources)
-        return Done([t.detach().to(torch.device("cpu"), copy=True) for t in sources])
+        return Done([t.detach().to(self._destination, copy=True) for t in sources])
 
     def close(self) -> None:
         pass

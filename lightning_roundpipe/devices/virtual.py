@@ -275,8 +275,9 @@ class VirtualDevice(Device):
 
     def __init__(self, index: int, *, link: Link | None = None, memory_limit: int | None = None) -> None:
         name = f"virtual device {index}"
-        h2d, d2h = (DirectLane(lane, name) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
-        super().__init__(index, torch.device("cpu"), h2d, d2h, DeviceMemory(name, memory_limit))
+        host = torch.device("cpu")
+        h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
+        super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = link is not None
 
