@@ -16,21 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.barrier import Barrier, BarrierError, Collective, Segment, meet
 from lightning_roundpipe.engine.requests import StepRequest, StepResult
 from lightning_roundpipe.engine.runner import Engine, Planner
-from tests.support.lazy_link import LazyLink
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import everything_kept, everything_recomputed, planner
 from tests.support.random_graphs import (
     KINDS,
     NUM_UNITS,
     WIDTH,
     Graph,
     Instruction,
-    everything_kept,
-    everything_recomputed,
     make_engine,
-    planner,
 )
 
 # What a step asks for: a backward from a loss, whether its graph is retained; or an update of all weights.
@@ -189,8 +186,7 @@ class Chain(nn.Module):
 
 
 def engine_of(chain: Chain, *, devices: int = 2, copies: bool = False, plan: Planner = everything_recomputed) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
-    return Engine(chain, pool, plan, num_threads=1)
+    return Engine(chain, cpu_pool(devices, copies=copies), plan, num_threads=1)
 
 
 def ask(name: str, perform: Callable[[Barrier], Any] = lambda barrier: None, **kwargs: Any) -> Collective:

@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
-from tests.support.lazy_link import LazyLink
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import everything_recomputed, planner
 
 WIDTH = 3
 WAIT_S = 60.0
@@ -107,18 +105,9 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    """The last call is fused, every other one has a stage for its forward and one for its backward."""
-    last = len(costs.calls) - 1
-    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
-    pieces.append((StageKind.FUSED, last, last + 1))
-    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
-    return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
 def make_engine(root: nn.Module, *, devices: int = 2, copies: bool = False, plan: Planner | None = None) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
-    return Engine(root, pool, plan or each_call_its_stage, num_threads=1, unit_classes=[Block])
+    pool = cpu_pool(devices, copies=copies)
+    return Engine(root, pool, plan or everything_recomputed, num_threads=1, unit_classes=[Block])
 
 
 def request(model: Any, rows: Tensor, num_microbatches: int, seed: int = 0) -> StepRequest:
@@ -231,16 +220,7 @@ def test_the_traceback_is_the_users() -> None:
     probe.reset(0)
     with pytest.raises(ValueError, match="injected at user code") as caught:
         engine.run(request(model, torch.randn(6, WIDTH), 3))
-    assert any(entry.name == "step" and entry.path == __file__ for entry in map(_frame, caught.traceback))
-
-
-class _Frame:
-    def __init__(self, name: str, path: str) -> None:
-        self.name, self.path = name, path
-
-
-def _frame(entry: Any) -> _Frame:
-    return _Frame(entry.name, str(entry.path))
+    assert any(entry.name == "step" and str(entry.path) == __file__ for entry in caught.traceback)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,43 +279,28 @@ class OffThePlan(Model):
 
 
 @pytest.mark.usefixtures("eager_switches")
-@pytest.mark.parametrize("model_class", [Model, OffThePlan])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_at_most_one_unit_is_on_a_device(
-    monkeypatch: pytest.MonkeyPatch, model_class: type[Model], devices: int
-) -> None:
+@pytest.mark.parametrize("case", ["on the plan", "off the plan", "without the lock of the device"])
+def test_at_most_one_unit_is_on_a_device(monkeypatch: pytest.MonkeyPatch, case: str, devices: int) -> None:
+    """On the plan the gate admits one at a time, also with no lock around the computation."""
     lanes, probe = _Lanes(), Probe()
     computing = VirtualDevice.computing
 
     @contextlib.contextmanager
     def watched(device: VirtualDevice) -> Iterator[None]:
-        with computing(device), lanes.on_device(device):
+        lock = contextlib.nullcontext() if case.startswith("without") else computing(device)
+        with lock, lanes.on_device(device):
             yield
 
     monkeypatch.setattr(VirtualDevice, "computing", watched)
     probe.visit = lanes.visit
-    model = model_class(probe, num_blocks=4)
+    model = (OffThePlan if case == "off the plan" else Model)(probe, num_blocks=4)
     engine = make_engine(model, devices=devices)
     for seed in range(4):
         engine.run(request(model, torch.randn(8, WIDTH), 6, seed))
     assert lanes.most == 1
     assert lanes.outside == 0, "a unit ran, forward or backward, without holding a device"
-    assert set(lanes.inside) == set(range(devices))
-    assert set(lanes.inside.values()) == {0}
-
-
-@pytest.mark.usefixtures("eager_switches")
-def test_the_schedule_alone_keeps_devices_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the plan, the gate admits one at a time, with no lock around the computation."""
-    lanes, probe = _Lanes(), Probe()
-    monkeypatch.setattr(VirtualDevice, "computing", lambda self: lanes.on_device(self))
-    probe.visit = lanes.visit
-    model = Model(probe, num_blocks=4)
-    engine = make_engine(model, devices=2)
-    for seed in range(4):
-        engine.run(request(model, torch.randn(8, WIDTH), 6, seed))
-    assert lanes.most == 1
-    assert lanes.outside == 0
+    assert lanes.inside == dict.fromkeys(range(devices), 0)
 
 
 def test_two_devices_compute_at_the_same_time() -> None:
@@ -403,25 +368,6 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def planner(seed: int) -> Planner:
-    """Stages cut anywhere."""
-
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-        rng = random.Random(seed)
-        fused = rng.randrange(len(costs.calls))
-
-        def cuts() -> list[tuple[int, int]]:
-            inner = sorted(rng.sample(range(1, fused), rng.randint(0, fused - 1))) if fused > 1 else []
-            return list(pairwise([0, *inner, fused])) if fused else []
-
-        pieces = [(StageKind.FORWARD, *piece) for piece in cuts()]
-        pieces.append((StageKind.FUSED, fused, len(costs.calls)))
-        pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(cuts()))
-        return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-    return plan
-
-
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(
     depth=st.integers(1, 5),
@@ -444,8 +390,7 @@ def test_buffers_are_those_of_microbatches_in_sequence(
     torch.manual_seed(seed)
     model, reference = Layers(depth, writers), Layers(depth, writers)
     reference.load_state_dict(model.state_dict())
-    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
-    engine = Engine(model, pool, planner(seed), round_size=round_size, num_threads=1)
+    engine = Engine(model, cpu_pool(devices, copies=copies), planner(seed), round_size=round_size, num_threads=1)
     for step in range(3):
         rows = torch.randn(7, WIDTH, dtype=torch.float64)
         result = engine.run(request(model, rows, num_microbatches, step))
@@ -470,6 +415,13 @@ def num_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+def forget_writes(model: Model) -> None:
+    """Of what user code writes on modules the last value remains, as in a plain run; here it would be in the way."""
+    model.current = None
+    for block in model.blocks:
+        block.seen = None
+
+
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     """Only reference counts free memory: what a cycle holds stays."""
@@ -489,11 +441,7 @@ def test_no_tensor_survives_a_step(copies: bool) -> None:
         wanted = request(model, torch.randn(6, WIDTH), 3, seed)
         result: StepResult = engine.run(wanted)
         assert len(result.gradients) == 9
-        # Of what user code writes on modules the last value remains, as in a plain run; here it would only be in the
-        # way.
-        model.current = None
-        for block in model.blocks:
-            block.seen = None
+        forget_writes(model)
         kept = [*wanted.microbatches, *result.outputs, *result.gradients.values()]
         return [weakref.ref(tensor) for tensor in kept]
 
@@ -515,9 +463,7 @@ def test_no_tensor_survives_a_failed_step() -> None:
     rows = torch.randn(6, WIDTH)
     for seed in range(2):
         engine.run(request(model, rows, 3, seed))
-    model.current = None
-    for block in model.blocks:
-        block.seen = None
+    forget_writes(model)
 
     def failed_step(index: int) -> list[weakref.ref[Tensor]]:
         probe.reset(index)

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Sequence
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of, stored
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Done, Edge, Lane, Moved, Transfer
 from lightning_roundpipe.devices.virtual import Link, TransferGivenUp
 
@@ -97,3 +99,9 @@ class LazyLink(Link):
 
     def lane(self, device_name: str, direction: str) -> LazyLane:
         return LazyLane(direction, device_name, is_strict=self._is_strict)
+
+
+def cpu_pool(num_devices: int, *, copies: bool = False, memory_limit: int | None = None) -> DevicePool:
+    """Virtual devices that share the host's memory, or with copies of their own, made when a thread waits for them."""
+    link = LazyLink() if copies else None
+    return DevicePool([torch.device("cpu")] * num_devices, link=link, memory_limit=memory_limit)

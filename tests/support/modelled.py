@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.partitions import cut_at
 
 WIDTH = 4
 
@@ -92,19 +93,10 @@ def run(engine: Engine, model: Model, rows: int, num_microbatches: int, **kwargs
     return engine.run(StepRequest(model.step, parts, [len(p) / rows for p in parts], **settings))
 
 
-def kept(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
-    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
-
-
 def recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
-    """Everything but the last call is recomputed."""
+    """Everything but the last call is recomputed, in one stage."""
     count = len(costs.calls)
-    stages = (
-        Stage(0, StageKind.FORWARD, 0, count - 1),
-        Stage(1, StageKind.FUSED, count - 1, count),
-        Stage(2, StageKind.BACKWARD, 0, count - 1),
-    )
-    return Partition(count, stages)
+    return cut_at(count, training, (), (), count - 1)
 
 
 def times_of(profile: CostProfile | None) -> list[tuple[float, float]]:

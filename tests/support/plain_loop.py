@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.common.seeds import derive_seed
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind
-from tests.support.lazy_link import LazyLink
+from lightning_roundpipe.planning import Action, Partition, Schedule, StageKind
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import cut_at
 
 WIDTH = 3
 ROWS = 2
@@ -96,7 +96,7 @@ class Case:
         self.planner: Callable[[int, bool], Partition] = each_call_its_stage
         self.engine = Engine(
             self.model,
-            DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None),
+            cpu_pool(num_devices, copies=copies),
             lambda profile, num_microbatches, training: self.planner(len(profile.calls), training),
             scheduler=lambda num_stages, num_microbatches, *_: (scheduler(num_stages, num_microbatches), 0),
             num_threads=1,
@@ -188,21 +188,6 @@ def plain_losses(
 
 def each_call_its_stage(count: int, training: bool) -> Partition:
     return cut_at(count, training, range(1, count), range(1, count), count - 1)
-
-
-def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:
-    """Stages that begin at the given calls; for evaluation, ``backward`` and ``fused`` play no role."""
-    if not training:
-        pieces = [(StageKind.FORWARD, *piece) for piece in pairwise([0, *forward, count])]
-    else:
-        pieces = [(StageKind.FORWARD, *piece) for piece in _pieces(forward, fused)]
-        pieces.append((StageKind.FUSED, fused, count))
-        pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(_pieces(backward, fused)))
-    return Partition(count, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
-def _pieces(cuts: Sequence[int], stop: int) -> list[tuple[int, int]]:
-    return list(pairwise([0, *(c for c in cuts if c < stop), stop])) if stop else []
 
 
 def assert_order(result: StepResult) -> None:
