@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import cuda_lanes
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_lanes import CudaTransfer
-from lightning_roundpipe.devices.transfer import Done, Edge
+from lightning_roundpipe.devices.transfer import Edge
 from tests.support.cuda_stub import StubDriver, StubStream
 
 MIB = 2**20
@@ -37,6 +37,20 @@ def device(driver: StubDriver) -> Iterator[CudaDevice]:
     assert driver.locked == {}
 
 
+SOURCES: dict[str, Callable[[], Tensor]] = {
+    "int": lambda: torch.arange(7),
+    "bf16": lambda: torch.randn(3, 5, dtype=torch.bfloat16),
+    "bool": lambda: torch.tensor([True, False]),
+    "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(3, 0),
+    "turned": lambda: torch.randn(4, 6).t(),
+    "spread": lambda: torch.randn(4, 6)[:, ::2],
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "complex": lambda: torch.randn(2, 3, dtype=torch.complex64),
+    "sparse": lambda: torch.sparse_coo_tensor([[0, 2]], torch.randn(2, 3), (4, 3), check_invariants=True),
+}
+
+
 def stream_of(device: CudaDevice, direction: str, *, is_bulk: bool = False) -> StubStream:
     lane: Any = getattr(device, direction)
     return lane._bulk if is_bulk else lane._activations  # type: ignore[no-any-return]
@@ -49,24 +63,20 @@ def is_poison(tensor: Tensor) -> bool:
 # --- what waits for what -----------------------------------------------------------------------------------------
 
 
-def test_an_upload_is_there_when_its_reader_has_waited(device: CudaDevice, driver: StubDriver) -> None:
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_an_upload_is_there_when_its_reader_has_waited(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+    """The allocator is told about activations. Weights are held by ``Device.free``: the books know when they go."""
     source = torch.randn(3, 4)
-    transfer = device.upload([source], "x")
-    assert is_poison(transfer.tensors[0])
-    assert not transfer.is_done()
+    transfer = device.upload([source], "x", is_bulk=is_bulk)
+    assert is_bulk or is_poison(transfer.tensors[0])  # the thread of the lane may have waited for bulk
     (copy,) = transfer.wait(Edge.INPUTS)
     assert torch.equal(copy, source)
-    assert driver.waits == [], "the host waited, too"
-    assert driver.recorded == [(copy.data_ptr(), driver.default_stream(device.torch_device))]
+    told = (copy.data_ptr(), driver.default_stream(device.torch_device))
+    assert driver.recorded == ([] if is_bulk else [told])
+    assert is_bulk or driver.waits == [], "the host waited, too"
+    transfer.await_done()
     assert transfer.is_done()
     transfer.wait(Edge.INPUTS)
-
-
-def test_the_allocator_is_not_told_about_weights(device: CudaDevice, driver: StubDriver) -> None:
-    """``Device.free`` holds them: their memory is there again when the books say so, and not later."""
-    (copy,) = device.upload([torch.randn(3)], "w", is_bulk=True).wait(Edge.WEIGHTS)
-    assert driver.recorded == []
-    assert not is_poison(copy)
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
@@ -99,13 +109,6 @@ def test_ordinary_memory_is_not_read_before_it_is_written(device: CudaDevice, dr
     assert torch.equal(down.tensors[0], source)
 
 
-def test_copies_of_other_kinds_of_transfers_are_waited_for(device: CudaDevice) -> None:
-    source = torch.randn(4)
-    up = device.upload([source], "x", after=Done([source]))
-    assert torch.equal(up.wait(Edge.INPUTS)[0], source)
-    assert device.upload([], "nothing").wait(Edge.INPUTS) == []
-
-
 def test_what_comes_after_a_failed_download_fails(device: CudaDevice, driver: StubDriver) -> None:
     down = device.download([torch.randn(4)], "x")
     assert isinstance(down, CudaTransfer)
@@ -117,50 +120,24 @@ def test_what_comes_after_a_failed_download_fails(device: CudaDevice, driver: St
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-@pytest.mark.parametrize(
-    "source",
-    [
-        torch.arange(7),
-        torch.randn(3, 5, dtype=torch.bfloat16),
-        torch.tensor([True, False]),
-        torch.tensor(2.5),
-        torch.empty(3, 0),
-        torch.randn(4, 6).t(),
-        torch.randn(4, 6)[:, ::2],
-        torch.randn(3, 1).expand(3, 4),
-        torch.randn(2, 3, dtype=torch.complex64),
-        torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.randn(2, 3), (4, 3), check_invariants=True),
-    ],
-    ids=["int", "bf16", "bool", "scalar", "empty", "turned", "spread", "expanded", "complex", "sparse"],
-)
-def test_any_tensor_travels(device: CudaDevice, source: Tensor, is_bulk: bool) -> None:
-    for move, edge in ((device.upload, Edge.WEIGHTS), (device.download, Edge.GRADIENTS)):
-        (copy,) = move([source], "x", is_bulk=is_bulk).wait(edge)
-        assert (copy.dtype, copy.shape, copy.layout) == (source.dtype, source.shape, source.layout)
-        assert torch.equal(copy.to_dense(), source.to_dense())
-        assert copy.layout is torch.sparse_coo or copy.data_ptr() != source.data_ptr() or not source.numel()
-
-
-def test_tensors_of_inference_mode_travel(device: CudaDevice) -> None:
-    with torch.inference_mode():
-        source = torch.randn(3)
-        (copy,) = device.upload([source], "x").wait(Edge.INPUTS)
-        (home,) = device.download([copy], "x").wait(Edge.INPUTS)
-    assert torch.equal(home, source)
-    assert not home.is_inference()
-
-
-def test_snapshots_do_not_change_with_the_original(device: CudaDevice) -> None:
-    source = torch.ones(3)
-    down = device.download([device.snapshot(source)], "x")
-    source += 1
-    assert torch.equal(down.wait(Edge.OFFLOADED)[0], torch.ones(3))
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_any_tensor_travels(device: CudaDevice, kind: str, mode: Callable[[], Any], is_bulk: bool) -> None:
+    with mode():
+        source = SOURCES[kind]()
+        for move, edge in ((device.upload, Edge.WEIGHTS), (device.download, Edge.GRADIENTS)):
+            (copy,) = move([source], "x", is_bulk=is_bulk).wait(edge)
+            assert (copy.dtype, copy.shape, copy.layout) == (source.dtype, source.shape, source.layout)
+            assert torch.equal(copy.to_dense(), source.to_dense())
+            assert copy.layout is torch.sparse_coo or copy.data_ptr() != source.data_ptr() or not source.numel()
+            assert not copy.is_inference()
+    assert device.upload([], "nothing").wait(Edge.INPUTS) == []
 
 
 # --- bulk --------------------------------------------------------------------------------------------------------
 
 
-class Gate:
+class LaneHold:
     """Holds the thread of a lane back before it issues a bulk copy, until the test lets it go on."""
 
     def __init__(self, driver: StubDriver) -> None:
@@ -204,25 +181,25 @@ def test_bulk_goes_in_chunks_two_at_a_time(
 
 
 def test_an_activation_overtakes_bulk(device: CudaDevice, driver: StubDriver) -> None:
-    gate = Gate(driver)
+    hold = LaneHold(driver)
     bulk = device.upload([torch.randn(1000)], "w", is_bulk=True)
-    assert gate.is_there.acquire(timeout=JOIN_S)
+    assert hold.is_there.acquire(timeout=JOIN_S)
     source = torch.randn(3)
     assert torch.equal(device.upload([source], "x").wait(Edge.INPUTS)[0], source)
     assert not bulk.is_done()
-    gate.let_go()
+    hold.let_go()
     bulk.await_done()
 
 
 def test_a_bulk_download_reads_what_was_there_at_the_time(device: CudaDevice, driver: StubDriver) -> None:
     """Its stream waits for the event of the submission, although the thread comes to it later."""
-    gate = Gate(driver)
+    hold = LaneHold(driver)
     first = device.download([torch.randn(10)], "first", is_bulk=True)
-    assert gate.is_there.acquire(timeout=JOIN_S)
+    assert hold.is_there.acquire(timeout=JOIN_S)
     place = driver.default_stream(device.torch_device).num_given
     second = device.download([torch.randn(10)], "second", is_bulk=True)
     assert driver.default_stream(device.torch_device).num_given == place + 1, "no event at the submission"
-    gate.let_go()
+    hold.let_go()
     first.await_done()
     second.await_done()
 
@@ -274,14 +251,6 @@ def test_sources_are_held_until_they_are_read(device: CudaDevice, driver: StubDr
     assert reference() is None, "held longer than needed"
 
 
-def test_what_nobody_waits_for_is_held_as_well(device: CudaDevice, driver: StubDriver) -> None:
-    device.download([torch.randn(5)], "y")
-    device.upload([torch.randn(5)], "w", is_bulk=True)
-    device.close()
-    assert driver.violations == []
-    device.open()
-
-
 def test_old_transfers_are_forgotten(device: CudaDevice) -> None:
     transfer = device.download([torch.randn(5)], "y")
     assert isinstance(transfer, CudaTransfer)
@@ -291,40 +260,36 @@ def test_old_transfers_are_forgotten(device: CudaDevice) -> None:
     assert not transfer.pairs, "the source was held although the copy had been made"
 
 
-def test_callbacks_are_called_once(device: CudaDevice) -> None:
+def test_callbacks_are_called_once_even_if_another_one_raises(device: CudaDevice) -> None:
     called: list[str] = []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: called.append(name)
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
     waited = device.download([torch.randn(5)], "y")
-    waited.when_done(Edge.FREED, lambda: called.append("waited"))
-    assert called == []
+    waited.when_done(Edge.FREED, broken)
+    waited.when_done(Edge.FREED, note("waited"))
+    with pytest.raises(ZeroDivisionError):
+        waited.await_done()
     waited.await_done()
-    waited.await_done()
-    waited.when_done(Edge.FREED, lambda: called.append("late"))
-    assert called == ["waited", "late"]
-    device.download([torch.randn(5)], "y").when_done(Edge.FREED, lambda: called.append("end"))
-    bulk = device.download([torch.randn(5)], "y", is_bulk=True)
-    over = threading.Event()
-    bulk.when_done(Edge.FREED, over.set)
-    assert over.wait(JOIN_S), "the thread of the lane should have called it"
+    waited.when_done(Edge.FREED, note("late"))
+    device.download([torch.randn(5)], "y").when_done(Edge.FREED, note("end"))
+    bulk, has_ended = device.download([torch.randn(5)], "y", is_bulk=True), threading.Event()
+    bulk.when_done(Edge.FREED, has_ended.set)
+    assert has_ended.wait(JOIN_S), "the thread of the lane should have called it"
     device.close()
     assert called == ["waited", "late", "end"]
     device.open()
-
-
-def test_all_callbacks_are_called_whatever_one_raises(device: CudaDevice) -> None:
-    called: list[int] = []
-    transfer = device.download([torch.randn(5)], "y")
-    transfer.when_done(Edge.FREED, lambda: called.append(1 // len(called)))
-    transfer.when_done(Edge.FREED, lambda: called.append(2))
-    with pytest.raises(ZeroDivisionError):
-        transfer.await_done()
-    assert called == [2]
 
 
 # --- failures, and the end of a step -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_a_failed_copy_is_raised_to_who_wants_it(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+def test_a_failed_copy_is_raised_to_its_readers(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
     copy, is_broken = driver.copy, True
 
     def fails(destination: Tensor, source: Tensor) -> None:
@@ -367,13 +332,13 @@ def test_lanes_need_an_open_step(device: CudaDevice) -> None:
 
 def test_what_was_submitted_is_made_at_the_end_of_a_step(device: CudaDevice, driver: StubDriver) -> None:
     """Weights that are prefetched may stay for the next step."""
-    gate = Gate(driver)
+    hold = LaneHold(driver)
     sources = [torch.randn(100) for _ in range(4)]
     transfers = [device.upload([source], "w", is_bulk=True) for source in sources]
-    assert gate.is_there.acquire(timeout=JOIN_S)
+    assert hold.is_there.acquire(timeout=JOIN_S)
     closing = threading.Thread(target=device.close)
     closing.start()
-    gate.let_go()
+    hold.let_go()
     closing.join(JOIN_S)
     assert all(transfer.is_done() for transfer in transfers)
     for transfer, source in zip(transfers, sources, strict=True):
@@ -416,19 +381,24 @@ def test_memory_is_free_when_compute_and_transfer_have_passed(device: CudaDevice
     passing.await_done()
 
 
-def test_memory_is_held_until_compute_has_passed(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = stream_of(device, "h2d").driver.default_stream(device.torch_device)
+def test_memory_is_held_until_compute_has_passed(device: CudaDevice, driver: StubDriver) -> None:
+    compute = driver.default_stream(device.torch_device)
     compute.is_late = True
-    tensor = torch.randn(5)
-    reference = weakref.ref(tensor)
-    passing = device.free([tensor])
-    del tensor
-    assert not passing.is_done()
-    assert reference() is not None
-    compute.run_until(compute.num_given)
-    device.free([])  # somebody frees something else
-    assert reference() is None
+    done: list[str] = []
+    for end in (lambda: compute.run_until(compute.num_given), device.close):
+        tensor = torch.randn(5)
+        reference = weakref.ref(tensor)
+        compute.give("kernel", lambda: done.append("kernel"))
+        passing = device.free([tensor])
+        del tensor
+        assert not passing.is_done()
+        assert reference() is not None
+        end()
+        device.free([])  # collects what has passed
+        assert reference() is None
+    assert done == ["kernel"] * 2, "the end of a step waits for what is computed"
     compute.is_late = False
+    device.open()
 
 
 def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -> None:
@@ -443,17 +413,6 @@ def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -
         passing.await_done()
     assert reference() is None
     assert passing.is_done()
-
-
-def test_the_end_of_a_step_waits_for_what_is_computed(device: CudaDevice, driver: StubDriver) -> None:
-    compute = driver.default_stream(device.torch_device)
-    compute.is_late = True
-    done: list[str] = []
-    compute.give("kernel", lambda: done.append("kernel"))
-    device.close()
-    assert done == ["kernel"]
-    compute.is_late = False
-    device.open()
 
 
 def test_a_step_ends_although_something_failed(device: CudaDevice, driver: StubDriver) -> None:
@@ -501,11 +460,6 @@ def test_the_host_is_ahead_by_two_micro_batches(device: CudaDevice, driver: Stub
     assert driver.waits == [], "what the step before has begun is forgotten"
 
 
-def test_a_thread_works_on_the_gpu_that_it_enters(device: CudaDevice, driver: StubDriver) -> None:
-    device.enter(None)
-    assert driver.devices_of_threads[threading.get_ident()] == device.torch_device
-
-
 def test_stamps_tell_time_when_they_were_reached(device: CudaDevice, driver: StubDriver) -> None:
     start, end = device.stamp(), device.stamp()
     assert device.elapsed_ms(start, end) == 1.0
@@ -513,11 +467,13 @@ def test_stamps_tell_time_when_they_were_reached(device: CudaDevice, driver: Stu
     assert device.elapsed_ms(start, late) is None
 
 
-def test_transfers_are_traced_on_request(device: CudaDevice) -> None:
+def test_transfers_are_counted_and_traced_on_request(device: CudaDevice, driver: StubDriver) -> None:
+    device.enter(None)
+    assert driver.devices_of_threads[threading.get_ident()] == device.torch_device
     device.upload([torch.randn(3)], "untraced").await_done()
     device.moved = moved = []
     device.upload([torch.randn(3)], "inputs a").await_done()
-    device.download([torch.randn(3)], "gradients b", is_bulk=True).await_done()
+    device.download([torch.randn(5, dtype=torch.float64)], "gradients b", is_bulk=True).await_done()
     device.moved = None
     device.upload([torch.randn(3)], "untraced").await_done()
     assert [(m.lane, m.label) for m in moved] == [("h2d", "inputs a"), ("d2h", "gradients b")]
@@ -525,13 +481,8 @@ def test_transfers_are_traced_on_request(device: CudaDevice) -> None:
         elapsed = device.elapsed_ms(m.start, m.end)
         assert elapsed is not None
         assert elapsed >= 1
-
-
-def test_statistics(device: CudaDevice) -> None:
-    device.upload([torch.randn(3)], "x").await_done()
-    device.download([torch.randn(5, dtype=torch.float64)], "x").await_done()
     with device.computing():
         pass
     found = device.statistics()
-    assert (found["unit_runs"], found["h2d_bytes"], found["d2h_bytes"]) == (1, 12, 40)
+    assert (found["unit_runs"], found["h2d_bytes"], found["d2h_bytes"]) == (1, 36, 40)
     assert found["peak_memory_bytes"] == 123.0

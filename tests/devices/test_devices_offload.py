@@ -1,4 +1,4 @@
-"""What a micro-batch brings along to a worker."""
+"""What a micro-batch brings along to a device."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -17,7 +17,7 @@ from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of, stored
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Done, Edge, Lane, Moved, Transfer
-from lightning_roundpipe.devices.virtual import Link, TransferGivenUp
+from lightning_roundpipe.devices.virtual import Link, TransferGivenUp, VirtualDevice
 
 
 class LazyTransfer(Transfer):
@@ -105,3 +105,14 @@ def cpu_pool(num_devices: int, *, copies: bool = False, memory_limit: int | None
     """Virtual devices that share the host's memory, or with copies of their own, made when a thread waits for them."""
     link = LazyLink() if copies else None
     return DevicePool([torch.device("cpu")] * num_devices, link=link, memory_limit=memory_limit)
+
+
+@contextlib.contextmanager
+def opened(link: Link, **arguments: int) -> Iterator[VirtualDevice]:
+    """A device in a step."""
+    device = VirtualDevice(0, link=link, **arguments)
+    device.open()
+    try:
+        yield device
+    finally:
+        device.close()
