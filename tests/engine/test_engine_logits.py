@@ -15,11 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import Link
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
-from tests.support.lazy_link import LazyLink
+from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import cut_at
 
 WIDTH = 3
 VOCABULARY = 7
@@ -140,10 +139,7 @@ def functional(model: Model, batch: Any) -> Any:
 
 def stages(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
     """The last block and, where it is a unit, the head are fused."""
-    last = len(costs.calls)
-    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FORWARD, 1, 2), (StageKind.FUSED, 2, last)]
-    pieces += [(StageKind.BACKWARD, 1, 2), (StageKind.BACKWARD, 0, 1)]
-    return Partition(last, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+    return cut_at(len(costs.calls), training, range(1, 2), range(1, 2), 2)
 
 
 @pytest.fixture
@@ -158,11 +154,11 @@ def without_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("step", [scalar, dictionary, functional])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("link", [None, LazyLink()], ids=["aliases", "copies"])
-def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, link: Link | None) -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["aliases", "copies"])
+def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, copies: bool) -> None:
     watch = Watch()
     model = Model(watch)
-    engine = Engine(model, DevicePool([torch.device("cpu")] * num_devices, link=link), stages, num_threads=1)
+    engine = Engine(model, cpu_pool(num_devices, copies=copies), stages, num_threads=1)
     for seed in range(3):
         batches = [(i, torch.randn(ROWS, WIDTH), torch.arange(ROWS)) for i in range(6)]
         engine.run(
