@@ -114,19 +114,16 @@ def test_many_threads_lock_it_once(driver: StubDriver, memory: PageLockedMemory)
 # --- own buffers -------------------------------------------------------------------------------------------------
 
 
-SOURCES = [torch.rand(shape) * 9 for shape in ((), (1,), (7, 5), (3, 0, 2), (700, 900))]
-SOURCES += [
-    torch.rand(6, 4).t(),
-    torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
-    torch.rand(6, 4)[:, ::2],
-]
+def sources() -> list[Tensor]:
+    made = [torch.rand(shape) * 9 for shape in ((), (1,), (7, 5), (3, 0, 2), (700, 900))]
+    return [*made, made[2].t(), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), made[4][:, ::2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 def test_buffers_hold_any_type_and_shape(driver: StubDriver, memory: PageLockedMemory, dtype: torch.dtype) -> None:
     """In the order of the source in memory, without its gaps; and longer than the memory is page-locked."""
     made: list[tuple[Tensor, Tensor]] = []
-    for numbers in SOURCES:
+    for numbers in sources():
         source = numbers.to(dtype)
         buffer, is_locked = memory.empty_like(source)
         assert is_locked

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     Action,
@@ -31,13 +30,11 @@ from lightning_roundpipe.planning import (
     Timeline,
     next_first_device,
     parse_schedule,
-    partition,
-    partition_forward,
     round_robin,
     simulate,
     stage_costs,
 )
-from tests.support.lazy_link import LazyLink
+from tests.support.lazy_link import cpu_pool
 
 PATIENCE_S = 60.0
 
@@ -100,7 +97,7 @@ class _Spend(torch.autograd.Function):
         return gradients[0], gradients[0], None, None
 
 
-class Worker(nn.Module):
+class Timed(nn.Module):
     """A unit that takes a given time of the clock. Its input is the index of the micro-batch."""
 
     def __init__(self, clock: Clock, call: int, forward_ms: float, backward_ms: float) -> None:
@@ -119,7 +116,7 @@ class Worker(nn.Module):
 class Model(nn.Module):
     def __init__(self, clock: Clock, times: list[tuple[float, float]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Worker(clock, call, *pair) for call, pair in enumerate(times))
+        self.layers = nn.ModuleList(Timed(clock, call, *pair) for call, pair in enumerate(times))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -228,7 +225,7 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
     model = Model(clock, case.times)
     engine = Engine(
         model,
-        DevicePool([torch.device("cpu")] * case.num_devices, link=LazyLink() if case.copies else None),
+        cpu_pool(case.num_devices, copies=case.copies),
         lambda *_: case.partition,
         scheduler=lambda num_stages, num_microbatches, num_devices, first: case.schedule(first),
         num_threads=1,
@@ -245,25 +242,3 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
         clock.assert_done()
         assert (result.partition, result.schedule) == (case.partition, schedule)
         assert_same_order(result, simulation.timeline)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_planned_costs_give_the_order_in_which_the_engine_runs(training: bool) -> None:
-    times = [(2.0, 4.0), (1.0, 2.0), (3.0, 6.0), (2.0, 3.0), (1.0, 1.0), (4.0, 8.0)]
-    profile = profile_of(times)
-    make = partition if training else partition_forward
-    model = Model(Clock(make(profile, num_devices=3, num_microbatches=6)), times)
-    engine = Engine(
-        model,
-        DevicePool([torch.device("cpu")] * 3),
-        lambda costs, num_microbatches, _: make(costs, num_devices=3, num_microbatches=num_microbatches),
-        round_size=3,
-        num_threads=1,
-    )
-    engine.preset_costs("step", profile)
-    run_step(engine, model, 1, training)
-    for _ in range(2):
-        result = run_step(engine, model, 6, training)
-        assert result.partition is not None
-        assert result.schedule is not None
-        assert_same_order(result, simulate(result.schedule, stage_costs(result.partition, profile)).timeline)

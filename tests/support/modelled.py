@@ -13,7 +13,7 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.support.partitions import cut_at
+from tests.support.partitions import cut_at, everything_kept
 
 WIDTH = 4
 
@@ -91,6 +91,9 @@ def run(engine: Engine, model: Model, rows: int, num_microbatches: int, **kwargs
     parts = torch.ones(rows, WIDTH).tensor_split(num_microbatches)
     settings = {"key": "train", "seed": 0, "loss_of": lambda loss: loss, **kwargs}
     return engine.run(StepRequest(model.step, parts, [len(p) / rows for p in parts], **settings))
+
+
+kept = everything_kept
 
 
 def recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:

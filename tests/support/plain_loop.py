@@ -85,6 +85,20 @@ class Network(nn.Module):
         return (x * self.scale).square().mean()
 
 
+class Chain(nn.Module):
+    """Linear units in a row, and nothing else."""
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_units))
+
+    def step(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for unit in self.units:
+            x = unit(x)
+        return x.square().mean()
+
+
 class Case:
     """A network in an engine beside a copy of it in a plain loop over the micro-batches."""
 
