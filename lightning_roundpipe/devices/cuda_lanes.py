@@ -153,13 +153,12 @@ class CudaLane(Lane):
     ) -> Transfer:
         if not sources:
             return Done([])
-        parts = [_parts(source) for source in sources]
-        with self._mutex:
-            self._count(sum(map(num_bytes_of, parts)), label)
         self.collect()
         # A download reads what is there now.
         ready = self._driver.record(self._compute) if self.direction == "d2h" else None
-        transfer = self._transfer(sources, parts, is_bulk)
+        transfer = self._transfer(sources, is_bulk)
+        with self._mutex:
+            self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
         job = _Job(transfer, ready, after, label)
         if is_bulk:
             self._enqueue(job)
@@ -167,14 +166,14 @@ class CudaLane(Lane):
             self._issue(job, self._activations, [transfer.pairs])
         return transfer
 
-    def _transfer(self, sources: Sequence[Tensor], parts: Sequence[list[Tensor]], is_bulk: bool) -> CudaTransfer:
+    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> CudaTransfer:
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
         with plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
-            for source, dense in zip(sources, parts, strict=True):
+            for source in sources:
                 copies = []
-                for part in dense:
+                for part in _parts(source):
                     copy, is_locked = self._destination(part)
                     is_page_locked = is_page_locked and is_locked
                     copies.append(copy)

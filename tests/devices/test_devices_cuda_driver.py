@@ -66,7 +66,7 @@ def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDri
     assert driver.user_fraction == 0.5
     first.dispose()
     first.dispose()
-    assert driver.user_fraction == 0.5, "another worker needs it"
+    assert driver.user_fraction == 0.5, "another device needs it"
     second.dispose()
     assert driver.user_fraction == (1.0 if users is None else users)
 
@@ -83,7 +83,7 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> Non
     driver.unlimit(torch.device("cpu"))
 
 
-def test_page_locks_go_with_the_last_worker(driver: StubDriver) -> None:
+def test_page_locks_go_with_the_last_device(driver: StubDriver) -> None:
     devices = [CudaDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
     weight = torch.randn(MIB)
     driver.host.lock(weight)
@@ -192,7 +192,7 @@ def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch
     driver.page_unlock(4096)
 
 
-def test_workers_of_a_gpu_draw_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_a_gpu_draw_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the generator of the GPU: a seed in the middle of another unit would change its numbers."""
     generators = {0: torch.Generator(), 1: torch.Generator()}
     fake = SimpleNamespace(

@@ -76,7 +76,7 @@ def test_a_failed_step_leaves_nothing_behind(driver: StubDriver, monkeypatch: py
 
     pool = pool_on(driver, [0, 0], monkeypatch)
     with pytest.raises(Stop):
-        results(pool, visit=stop)
+        results(pool, watch=stop)
     assert [device.memory.used for device in pool.devices] == [0, 0]
     assert driver.violations == []
     assert difference(results(pool), right_results()) is None

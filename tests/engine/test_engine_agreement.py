@@ -2,7 +2,7 @@
 
 No time is measured. Units wait for a clock that follows the simulation: it moves on when those micro-batches compute
 that do so at its time by the simulation, and no others. A micro-batch that the engine lets begin too early is named at
-once; one that it keeps waiting is named when the clock has stood for a minute.
+once; a micro-batch that it keeps waiting is named when the clock has stood for a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gate alone: any valid schedule runs to its end, in order; one that cannot progress says so."""
+"""The gate alone: any valid schedule runs to its end, in order; any other one is reported."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ Place = tuple[int, int]
 
 
 class Probe:
-    """Knows the points that user code passes, calls ``visit`` at each, and raises at the chosen one.
+    """Knows the points that user code passes, calls ``watch`` at each, and raises at the chosen one.
 
     Each micro-batch passes the same points in every step, whatever the others do.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self.visit: Callable[[str], None] = lambda point: None
+        self.watch: Callable[[str], None] = lambda point: None
         self.reset(None)
 
     def reset(self, raise_at: Place | None, error: type[BaseException] = ValueError) -> None:
@@ -62,7 +62,7 @@ class Probe:
         if place == self.raise_at:
             self.raised = self.error(f"injected at {point}")
             raise self.raised
-        self.visit(point)
+        self.watch(point)
 
 
 class Point(torch.autograd.Function):
@@ -262,7 +262,7 @@ class _Lanes:
             with self._lock:
                 self.inside[device.index] -= 1
 
-    def visit(self, point: str) -> None:
+    def watch(self, point: str) -> None:
         for _ in range(_SPINS):  # long enough for another thread to come in, were it let in
             pass
         if point.startswith("unit") and getattr(self._here, "device", None) is None:
@@ -304,7 +304,7 @@ def test_at_most_one_unit_is_on_a_device(monkeypatch: pytest.MonkeyPatch, case: 
             yield
 
     monkeypatch.setattr(VirtualDevice, "computing", watched)
-    probe.visit = lanes.visit
+    probe.watch = lanes.watch
     model = (OffThePlan if case == "off the plan" else Model)(probe, num_blocks=4)
     engine = make_engine(model, devices=devices)
     for seed in range(4):
@@ -325,20 +325,20 @@ def test_two_devices_compute_at_the_same_time() -> None:
     barrier = threading.Barrier(2, timeout=WAIT_S)
     num_met = 0
 
-    def barrier_at(visit: int) -> Callable[[str], None]:
-        route = 0
+    def barrier_at(number: int) -> Callable[[str], None]:
+        count = 0
 
         def meet(point: str) -> None:
-            nonlocal route, num_met
-            route += point == "unit forward"
-            if route == visit and point == "unit forward":
+            nonlocal count, num_met
+            count += point == "unit forward"
+            if count == number and point == "unit forward":
                 barrier.wait()
                 num_met += 1
 
         return meet
 
-    probe.visit = barrier_at(2)  # micro-batch 1 in the first block, on one device,
-    other.visit = barrier_at(1)  # with micro-batch 0 in the second block, on the other one
+    probe.watch = barrier_at(2)  # micro-batch 1 in the first block, on one device,
+    other.watch = barrier_at(1)  # with micro-batch 0 in the second block, on the other one
     engine.run(request(model, rows, 3))
     assert num_met == 2
 

@@ -76,8 +76,8 @@ def of_kind(result: StepResult, kind: str) -> list[Span]:
 
 
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
-    """Two implementations of one rule: activations per action, gradients once per slot with a backward, and weights
-    once per slot; except that in the engine they stay where there is room and the same step needs them again."""
+    """Two implementations of one rule: activations per action, gradients once per stage run with a backward, and
+    weights once per stage run; except that in the engine they stay where there is room and the same step needs them again."""
     model = Model()
     engine = make_engine(model)
     run(engine, model)
@@ -185,7 +185,7 @@ def test_a_failed_step_leaves_no_trace_behind() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Waits, forced one by one
 
-# Micro-batches 1 and 2 of a step, in slots 0 and 1; three stages on two devices.
+# Micro-batches 1 and 2 of a step, at places 0 and 1 of the schedule; three stages on two devices.
 SCHEDULE = round_robin(3, 2, 2)
 INDICES = range(1, 3)
 

@@ -36,7 +36,7 @@ class Layer(nn.Module):
         self.features = features
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.dropout = nn.Dropout(0.5 if "dropout" in features else 0.0)
-        self.visit: list[Callable[[Tensor], None]] = []  # in a list: shared by the replicas
+        self.watch: list[Callable[[Tensor], None]] = []  # in a list: shared by the replicas
         if "buffers" in features:
             self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
             self.register_buffer("level", torch.zeros(WIDTH, dtype=torch.float64))
@@ -46,8 +46,8 @@ class Layer(nn.Module):
         y = x
         if "buffers" in self.features:
             level, previous = self.level * 0.7 + x.detach().mean(0), self.previous * 0.5 + x.detach().amax(0)
-        for visit in self.visit:
-            visit(x)
+        for watch in self.watch:
+            watch(x)
         if "buffers" in self.features:
             if self.training:
                 self.level.copy_(level)  # changed in place,

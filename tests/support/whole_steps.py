@@ -31,13 +31,13 @@ def results(
     *,
     features: frozenset[str] = FEATURES,
     trace: bool = False,
-    visit: Callable[[Tensor], None] | None = None,
+    watch: Callable[[Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Losses, gradients, outputs and buffers of two steps of training and one of evaluation, by name.
 
     Args:
         trace: whether to trace the steps; "spans" are those of the second one then.
-        visit: called by one of the units in training.
+        watch: called by one of the units in training.
     """
     torch.manual_seed(1)
     model = Network(range(NUM_CALLS), features)
@@ -46,8 +46,8 @@ def results(
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {}
     for step in range(2):
-        if visit is not None:
-            model.layers[2].visit = [visit]  # type: ignore[assignment]
+        if watch is not None:
+            model.layers[2].watch = [watch]  # type: ignore[assignment]
         result = engine.run(StepRequest(model.step, batches(), WEIGHTS, "train", step, loss_of=lambda loss: loss))
         found |= {f"loss {i} of step {step}": loss.detach() for i, loss in enumerate(result.outputs)}
         found |= {f"gradient of {names[p]} in step {step}": gradient for p, gradient in result.gradients.items()}
