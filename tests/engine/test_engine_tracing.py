@@ -76,8 +76,8 @@ def of_kind(result: StepResult, kind: str) -> list[Span]:
 
 
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
-    """Two implementations of one rule: activations per action, gradients once per stage run with a backward, and
-    weights once per stage run; except that in the engine they stay where there is room and the same step needs them again."""
+    """Two implementations of one rule: activations per action, gradients once per stage run with a backward, weights
+    once per stage run; except that in the engine they stay where there is room and the same step needs them again."""
     model = Model()
     engine = make_engine(model)
     run(engine, model)
