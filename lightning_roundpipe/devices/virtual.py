@@ -127,15 +127,15 @@ class TimedLane(Lane):
         super().__init__(direction, device_name)
         self._link = link
         self._work = threading.Condition(self._mutex)
-        # All of these are guarded by the mutex. Transfers that have not ended: none of them may outlive the step.
+        # Guarded by the mutex. Transfers that have not ended, and what they are: none of them may outlive the step.
         self._pending: dict[Transfer, str] = {}
         self._urgent: deque[_Job] = deque()
         self._bulk: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
-        self._broken: BaseException | None = None
-        # The thread's own.
+        # Written by the thread alone.
+        self._broken: BaseException | None = None  # an error after which it has ended
+        self._free_ms = -math.inf  # when the last piece has ended, by the model
         self._interrupt = threading.Event()
-        self._free_ms = -math.inf
 
     def open(self) -> None:
         super().open()
