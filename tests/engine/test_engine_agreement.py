@@ -35,6 +35,7 @@ from lightning_roundpipe.planning import (
     stage_costs,
 )
 from tests.support.lazy_link import cpu_pool
+from tests.support.taps import Tap
 
 PATIENCE_S = 60.0
 
@@ -84,19 +85,6 @@ class Clock:
         assert self._now == max(span.end_ms for span in self._spans)
 
 
-class _Spend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: Callable[[], None], backward: Callable[[], None]) -> Any:
-        ctx.spend = backward
-        forward()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.spend()
-        return gradients[0], gradients[0], None, None
-
-
 class Timed(nn.Module):
     """A unit that takes a given time of the clock. Its input is the index of the micro-batch."""
 
@@ -110,7 +98,7 @@ class Timed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         microbatch = int(x)
         forward, backward = (partial(self.clock.spend, microbatch, self.call, ms) for ms in self.times)
-        return _Spend.apply(x, self.weight, forward, backward)
+        return Tap.apply(x + self.weight, forward, backward)
 
 
 class Model(nn.Module):

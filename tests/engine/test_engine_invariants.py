@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
 from tests.support.lazy_link import cpu_pool
 from tests.support.partitions import everything_recomputed
+from tests.support.taps import Tap
 
 WIDTH = 3
 WAIT_S = 60.0
@@ -64,20 +66,10 @@ class Probe:
             raise self.raised
         self.watch(point)
 
-
-class Point(torch.autograd.Function):
-    """Identity that passes the probe in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, probe: Probe, name: str, x: Tensor) -> Tensor:
-        ctx.probe, ctx.name = probe, name
-        probe(f"{name} forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        ctx.probe(f"{ctx.name} backward")
-        return None, None, gradients[0]
+    def tap(self, name: str, x: Tensor) -> Tensor:
+        """Passes a point in forward and in backward."""
+        y: Tensor = Tap.apply(x, partial(self, f"{name} forward"), partial(self, f"{name} backward"))
+        return y
 
 
 class Block(nn.Module):
@@ -89,7 +81,7 @@ class Block(nn.Module):
         self.seen: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Point.apply(self.probe[0], "unit", x)
+        x = self.probe[0].tap("unit", x)
         self.seen = x.mean()
         return x + self.dropout(torch.tanh(self.linear(x)))
 
@@ -107,7 +99,7 @@ class Model(nn.Module):
         self.current = x
         for block in self.blocks:
             self.probe[0]("user code")
-            x = Point.apply(self.probe[0], "user code", block(x) * self.scale)
+            x = self.probe[0].tap("user code", block(x) * self.scale)
             x = x + block.seen
         self.probe[0]("loss")
         return x.square().mean()

@@ -19,6 +19,7 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
 from tests.support.lazy_link import cpu_pool
 from tests.support.partitions import cut_at
+from tests.support.taps import Tap
 
 WIDTH = 3
 VOCABULARY = 7
@@ -31,7 +32,6 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: list[tuple[int, StorageWeakRef]] = []
-        self._stored: set[int] = set()
         self.seen = 0
         self.most = 0
         self.later: list[int] = []
@@ -66,20 +66,6 @@ class Noting(TorchDispatchMode):
         return result
 
 
-class Passing(torch.autograd.Function):
-    """Identity that tells when its backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, told: Callable[[], None]) -> Tensor:
-        ctx.told = told
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.told()
-        return gradients[0], None
-
-
 class Block(nn.Module):
     def __init__(self, told: Callable[[], None]) -> None:
         super().__init__()
@@ -87,7 +73,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + Passing.apply(torch.tanh(self.linear(x)), self.told[0])
+        return x + Tap.apply(torch.tanh(self.linear(x)), lambda: None, self.told[0])
 
 
 @dataclass
