@@ -17,9 +17,9 @@ from benchmarks._report import Report, parser, progress, rounded
 from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.lazy_link import LazyLink
 from tests.support.plain_loop import cut_at
 
 METHOD = """

@@ -10,17 +10,26 @@ import torch
 from torch import Tensor
 
 from ..common.sizes import num_bytes_of
-from .transfer import poison
 
 # A destination and its source, or parts of both of the same shape.
 Pair = tuple[Tensor, Tensor]
 
 
 @contextlib.contextmanager
-def _plain_mode() -> Iterator[None]:
-    """Tensors made here can be written by any thread: those of inference mode could not."""
-    with torch.inference_mode(False), torch.no_grad():
+def plain_mode() -> Iterator[None]:
+    """Tensors made here can be written by any thread, which those of inference mode could not; and no function mode of
+    user code sees what is done."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
+
+
+def poison(tensor: Tensor) -> None:
+    """Fills memory that must not be read with NaN, or the lowest value of an integer type."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:  # which has no value that says "poison"
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -30,20 +39,18 @@ def stored(tensor: Tensor) -> Tensor:
 
 def pairs_of(sources: Sequence[Tensor]) -> list[Pair]:
     """Poisoned destinations and their sources; the sources are not read yet."""
-    with _plain_mode():
+    with plain_mode():
         return [(_destination(source), source.detach()) for source in sources]
 
 
 def _destination(source: Tensor) -> Tensor:
     if source.layout is torch.sparse_coo:
+        values = _destination(source._values())
+        indices = source._indices().clone()
         return torch.sparse_coo_tensor(
-            source._indices().clone(),
-            _destination(source._values()),
-            source.shape,
-            check_invariants=False,
-            is_coalesced=source.is_coalesced(),
+            indices, values, source.shape, check_invariants=False, is_coalesced=source.is_coalesced()
         )
-    if source.dtype is torch.bool:  # has no value that says "poison"; nothing is true before it arrives
+    if source.dtype is torch.bool:  # nothing is true before it arrives
         return torch.zeros_like(source)
     destination = torch.empty_like(source.detach())
     poison(destination)
@@ -54,7 +61,7 @@ def pieces_of(pairs: Sequence[Pair], max_bytes: float) -> deque[list[Pair]]:
     """Cuts a transfer into pieces of at most ``max_bytes``; small tensors share one. There is at least one piece."""
     pieces: deque[list[Pair]] = deque([[]])
     filled = 0
-    with _plain_mode():
+    with plain_mode():
         for pair in pairs:
             for copy, source in _cut(stored(pair[0]), stored(pair[1]), max_bytes):
                 num_bytes = num_bytes_of([copy])
@@ -85,6 +92,6 @@ def _cut(copy: Tensor, source: Tensor, max_bytes: float) -> Iterator[Pair]:
 
 def copy_all(pairs: Sequence[Pair]) -> None:
     """Reads the sources and writes the destinations."""
-    with _plain_mode():
+    with plain_mode():
         for copy, source in pairs:
             stored(copy).copy_(stored(source))

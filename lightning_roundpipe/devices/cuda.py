@@ -1,8 +1,8 @@
-"""Workers on GPUs.
+"""Devices on GPUs.
 
-[Note: several workers on one GPU]
-``devices=[0, 0]`` makes two workers of GPU 0, so that everything that happens between workers can happen where there is
-one GPU. Each has lanes, copy streams, books and a share of the memory of its own. They compute on one stream, in
+[Note: several devices on one GPU]
+``devices=[0, 0]`` makes two devices of GPU 0, so that everything that happens between devices can happen where there is
+one GPU. Each has lanes, copy streams, books and a part of the memory of its own. They compute on one stream, in
 whatever order they come: user code outside the units may use any tensor on the GPU at any time, and only one stream
 orders all of that.
 """
@@ -28,7 +28,7 @@ from .transfer import Transfer
 
 # Beside the tensors: what the allocator cannot use of its blocks, and the workspaces of cuBLAS. Each thread that
 # multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the number of micro-batches.
-_RESERVE_SHARE = 0.05
+_RESERVE_PART = 0.05
 _MIN_RESERVE_BYTES = 512 * 2**20
 # The host is ahead of the GPU by at most so many micro-batches in a stage.
 _MAX_AHEAD = 2
@@ -72,14 +72,14 @@ class _Freed:
 
 
 class CudaDevice(Device):
-    """A worker on a GPU; see [Note: streams] in :mod:`devices.cuda_lanes`.
+    """A device on a GPU; see [Note: streams] in :mod:`devices.cuda_lanes`.
 
     Args:
         index: position in the pool.
         ordinal: of the GPU.
-        num_workers: on this GPU; see [Note: several workers on one GPU].
-        memory_limit: bytes that the worker may use. It holds for the allocator of torch as well, so that nothing of
-            this process exceeds it, until :meth:`dispose`. None for its share of what is free now, less a reserve.
+        num_sharing: devices on this GPU; see [Note: several devices on one GPU].
+        memory_limit: bytes that the device may use. It holds for the allocator of torch as well, so that nothing of
+            this process exceeds it, until :meth:`dispose`. None for its part of what is free now, less a reserve.
         driver: what stands for torch.cuda.
 
     Raises:
@@ -91,28 +91,25 @@ class CudaDevice(Device):
         index: int,
         ordinal: int,
         *,
-        num_workers: int = 1,
+        num_sharing: int = 1,
         memory_limit: int | None = None,
         driver: CudaDriver | None = None,
     ) -> None:
         self._driver = driver = driver or cuda_driver.DRIVER
         torch_device = driver.torch_device(ordinal)
-        name = f"GPU {ordinal}" if num_workers == 1 else f"worker {index} on GPU {ordinal}"
-        limit = _limit(driver, torch_device, num_workers, memory_limit)
+        name = f"GPU {ordinal}" if num_sharing == 1 else f"device {index} on GPU {ordinal}"
+        limit = _limit(driver, torch_device, num_sharing, memory_limit)
         self._compute = driver.default_stream(torch_device)
-        h2d, d2h = (
-            CudaLane(direction, name, torch_device, self._compute, driver, lambda: self.moved)
-            for direction in ("h2d", "d2h")
-        )
+        h2d, d2h = (CudaLane(direction, name, torch_device, self._compute, driver) for direction in ("h2d", "d2h"))
         super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
-        self.is_shared = num_workers > 1
+        self.is_shared = num_sharing > 1
         self._lock = threading.Lock()
         self._leaving: deque[_Freed] = deque()
         self._begun: deque[Any] = deque()  # events where micro-batches began a stage
         self._is_limited = memory_limit is not None
         self._is_disposed = False
         if self._is_limited:
-            driver.limit(torch_device, num_workers * limit)
+            driver.limit(torch_device, num_sharing * limit)
         driver.retain()
 
     def enter(self, before: Device | None) -> None:
@@ -151,8 +148,8 @@ class CudaDevice(Device):
                 self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)
 
     def close(self) -> None:
-        """Also waits for what this worker computes: nothing of it reaches into the next step."""
-        with contextlib.ExitStack() as stack:  # all of it, whatever raises
+        """Also waits for what this device computes: nothing of it reaches into the next step."""
+        with contextlib.ExitStack() as stack:  # all of it, even if one raises
             stack.callback(self._await_compute)
             super().close()
 
@@ -166,7 +163,7 @@ class CudaDevice(Device):
                 freed.await_done()
 
     def dispose(self) -> None:
-        """The limit of the allocator is what it was before, and with the last worker no memory is page-locked."""
+        """The limit of the allocator is what it was before, and with the last device no memory is page-locked."""
         if self._is_disposed:
             return
         self._is_disposed = True
@@ -181,22 +178,22 @@ class CudaDevice(Device):
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Of the GPU, all its workers together."""
+        """Of the GPU, all its devices together."""
         return self._driver.peak_allocated(self.torch_device)
 
     def statistics(self) -> dict[str, float]:
         return {**super().statistics(), "peak_memory_bytes": float(self.peak_memory_bytes)}
 
 
-def _limit(driver: CudaDriver, device: torch.device, num_workers: int, memory_limit: int | None) -> int:
-    """Bytes that each of the workers on a GPU may use."""
+def _limit(driver: CudaDriver, device: torch.device, num_sharing: int, memory_limit: int | None) -> int:
+    """Bytes that each of the devices on a GPU may use."""
     state = driver.memory(device)
     fraction = driver.fraction(device)
     allowed = state.total if fraction is None else int(fraction * state.total)
     if memory_limit is not None:
-        return min(memory_limit, allowed // num_workers)
+        return min(memory_limit, allowed // num_sharing)
     available = min(state.free + state.reserved, allowed) - state.allocated
-    limit = (available - max(int(_RESERVE_SHARE * state.total), _MIN_RESERVE_BYTES)) // num_workers
+    limit = (available - max(int(_RESERVE_PART * state.total), _MIN_RESERVE_BYTES)) // num_sharing
     if limit <= 0:
         raise DeviceOutOfMemoryError(
             f"{device} has {available / _MIB:.0f} of {state.total / _MIB:.0f} MiB to give: another process, or another "

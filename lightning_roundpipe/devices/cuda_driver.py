@@ -35,7 +35,7 @@ class CudaDriver:
         self.host = PageLockedMemory(self)
         self._lock = threading.Lock()
         self._num_users = 0
-        # GPU -> how many workers limit its memory, and the user's fraction (None if torch cannot tell).
+        # GPU -> how many devices limit its memory, and the user's fraction (None if torch cannot tell).
         self._limited: dict[int, tuple[int, float | None]] = {}
 
     # --- streams, events, copies -----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class CudaDriver:
     def record(self, stream: Any, *, is_timed: bool = False) -> Any:
         """An event behind what was issued on ``stream`` so far.
 
-        Whoever waits for it on the host sleeps: there are many threads that wait, and few cores.
+        A thread of the host that waits for it sleeps: there are many threads that wait, and few cores.
         """
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -89,7 +89,7 @@ class CudaDriver:
         return torch.cuda.max_memory_allocated(device)
 
     def fraction(self, device: torch.device) -> float | None:
-        """The share of the memory that this process may use; None if torch cannot tell."""
+        """The fraction of the memory that this process may use; None if torch cannot tell."""
         get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         return None if get is None else get(device)
 
@@ -125,12 +125,12 @@ class CudaDriver:
     # --- memory of the host ----------------------------------------------------------------------------------------
 
     def retain(self) -> None:
-        """A worker needs page-locked memory from now on."""
+        """A device needs page-locked memory from now on."""
         with self._lock:
             self._num_users += 1
 
     def release(self) -> None:
-        """A worker needs it no more; with the last one all of it is given up."""
+        """A device does not need it any more; with the last one all of it is given up."""
         with self._lock:
             self._num_users -= 1
             is_last = self._num_users == 0

@@ -1,11 +1,18 @@
 """Lanes between the host and a GPU.
 
 [Note: streams]
-A worker on a GPU computes on the default stream of the GPU, and has four streams for copies: in each direction one for
-activations and one for bulk, so that an activation never queues behind bulk on the side of the host. On the bus it
-waits for the chunks of bulk that were issued already, which are two at most, see [Note: transfers]: a thread of the
-lane issues chunk after chunk, and waits for the last but one before each. Activations are issued at once, by whoever
-submits them.
+A device computes on the default stream of its GPU, and has four streams for copies: in each direction one for
+activations and one for bulk, so that an activation never queues behind bulk on the side of the host.
+
+    compute      | unit ........ | unit ........ | unit
+    h2d x        | x |                    wait(x): the compute stream waits for the event behind x
+    h2d bulk     | W1 | W2 |--- the lane's thread issues W3 when W1 has been copied ---| W3 |
+    d2h x             | wait for compute | y |
+    d2h bulk          | wait for compute | G1 | G2 | ...
+
+On the bus an activation waits for the chunks of bulk that were issued already, which are two at most, see
+[Note: transfers]: a thread of the lane issues chunk after chunk, and waits for the last but one before each.
+Activations are issued at once, by the thread that submits them.
 
 Streams are ordered by events only. A download waits for what the compute stream was given before; an upload of what a
 download brings waits for that; the compute stream waits for an upload. The host itself waits only for what it reads.
@@ -22,35 +29,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.sizes import num_bytes_of
-from .chunks import Pair, pieces_of
+from .chunks import Pair, pieces_of, plain_mode
 from .cuda_driver import CudaDriver
-from .devices import Moved
-from .transfer import CHUNK_BYTES, Done, Edge, Lane, Transfer
+from .transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
 
 MAX_CHUNKS_IN_FLIGHT = 2
 
 
-@contextlib.contextmanager
-def _plain_mode() -> Iterator[None]:
-    """Tensors made here may be written to by any thread, and no mode of user code looks at what is done."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
-
-
 class CudaTransfer(Transfer):
-    """Copies on a stream of a lane.
+    """Copies on a stream of a lane: queued, then issued (there is an event behind them), then ended.
 
-    It is queued, then issued (there is an event behind its copies), then over: the event was reached, or it failed.
+    It ends when a thread finds that the event was reached, or when it fails.
 
     Attributes:
-        pairs: destinations and sources, dense; held until it is over.
         is_bulk: see :meth:`Lane.submit`.
         is_page_locked: whether its copies lie in page-locked host memory.
     """
@@ -58,29 +56,23 @@ class CudaTransfer(Transfer):
     def __init__(
         self, lane: CudaLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
     ) -> None:
-        super().__init__(tensors)
-        self.pairs = pairs
+        super().__init__(tensors, pairs)
         self.is_bulk = is_bulk
         self.is_page_locked = is_page_locked
         self._lane = lane
-        self._lock = threading.Lock()
-        self._is_issued = threading.Event()
-        self._is_over = False
         self._event: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
 
     def issued(self, event: Any) -> None:
         """All copies are in the stream, with ``event`` behind them."""
         self._event = event
-        self._is_issued.set()
+        self._may_go_on.set()
 
     def has_arrived(self) -> bool:
         """Whether nothing needs to be waited for any more; changes nothing."""
-        if self._is_over:
-            return True
-        if not self._is_issued.is_set():
+        if not self._may_go_on.is_set():
             return False
+        if self._has_ended:
+            return True
         try:
             return bool(self._event.query())
         except RuntimeError:  # of anything that ran on the GPU before
@@ -93,9 +85,9 @@ class CudaTransfer(Transfer):
         return True
 
     def settle(self) -> None:
-        """Waits until it is over; an error is kept for those who ask for the copies."""
-        self._is_issued.wait()
-        if self._is_over:
+        """Waits until the event is reached, and ends; an error is kept for those who ask for the copies."""
+        self._may_go_on.wait()
+        if self._has_ended:
             return
         try:
             self._event.synchronize()
@@ -110,42 +102,17 @@ class CudaTransfer(Transfer):
 
     def await_on(self, stream: Any) -> None:
         """Lets ``stream`` wait for the copies; the host waits only until they are issued."""
-        self._is_issued.wait()
+        self._may_go_on.wait()
         self._raise()
-        if not self._is_over:
+        if not self._has_ended:
             stream.wait_event(self._event)
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _await_by_reader(self) -> None:
         self._lane.let_reader_wait(self)
 
-    def _then(self, then: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_over:
-                self._callbacks.append(then)
-                return
-        then()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It is over; the first call counts. Lets go of what was held, and calls what waited."""
-        with self._lock:
-            if self._is_over:
-                return
-            self._error = error
-            self._is_over = True
-            self.pairs = []
-            callbacks, self._callbacks = self._callbacks, []
-            self._is_issued.set()
-        with contextlib.ExitStack() as stack:  # calls all of them, whatever one of them raises
-            for then in reversed(callbacks):
-                stack.callback(then)
-
 
 class _Job(NamedTuple):
-    """Bulk that waits for its turn."""
+    """A transfer, the event that a download waits for, and what an upload comes after."""
 
     transfer: CudaTransfer
     ready: Any
@@ -158,34 +125,23 @@ class CudaLane(Lane):
 
     Args:
         direction: "h2d" or "d2h".
-        name: of the worker, for the thread.
+        device_name: for messages and the thread.
         torch_device: the GPU.
         compute: its compute stream.
-        moved: gives the list for the trace, or None.
     """
 
     def __init__(
-        self,
-        direction: Literal["h2d", "d2h"],
-        name: str,
-        torch_device: torch.device,
-        compute: Any,
-        driver: CudaDriver,
-        moved: Callable[[], list[Moved] | None],
+        self, direction: str, device_name: str, torch_device: torch.device, compute: Any, driver: CudaDriver
     ) -> None:
-        super().__init__()
-        self.name = f"{direction} of {name}"
-        self._direction = direction
+        super().__init__(direction, device_name)
         self._device = torch_device
         self._compute = compute
         self._driver = driver
-        self._moved = moved
         self._activations = driver.new_stream(torch_device)
         self._bulk = driver.new_stream(torch_device)
-        self._work = threading.Condition()
-        self._is_open = False
+        self._work = threading.Condition(self._mutex)
         self._queue: deque[_Job] = deque()
-        # What was issued and is not known to be over, per stream.
+        # What was issued and is not known to have ended, per stream.
         self._under_way: dict[bool, deque[CudaTransfer]] = {False: deque(), True: deque()}
         self._chunks: deque[Any] = deque()  # the thread's: events behind those in flight
         self._thread: threading.Thread | None = None
@@ -197,13 +153,12 @@ class CudaLane(Lane):
     ) -> Transfer:
         if not sources:
             return Done([])
-        with self._work:
-            if not self._is_open:
-                raise RuntimeError(f"no step is open: {self.name} cannot copy {label or 'anything'}")
         self.collect()
         # A download reads what is there now.
-        ready = self._driver.record(self._compute) if self._direction == "d2h" else None
+        ready = self._driver.record(self._compute) if self.direction == "d2h" else None
         transfer = self._transfer(sources, is_bulk)
+        with self._mutex:
+            self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
         job = _Job(transfer, ready, after, label)
         if is_bulk:
             self._enqueue(job)
@@ -215,7 +170,7 @@ class CudaLane(Lane):
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
-        with _plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
+        with plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
             for source in sources:
                 copies = []
                 for part in _parts(source):
@@ -224,18 +179,17 @@ class CudaLane(Lane):
                     copies.append(copy)
                     pairs.append((copy, part.detach()))
                 tensors.append(_like(source, copies))
-        self.num_bytes += num_bytes_of([copy for copy, _ in pairs])
         return CudaTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
 
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
         """Memory for a copy, and whether it is page-locked."""
-        if self._direction == "d2h":
+        if self.direction == "d2h":
             return self._driver.host.empty_like(source)
         return torch.empty_like(source, device=self._device), False
 
     def let_reader_wait(self, transfer: CudaTransfer) -> None:
         """What reads the copies waits for them: the compute stream after an upload, the host after a download."""
-        if self._direction == "d2h":
+        if self.direction == "d2h":
             transfer.await_done()
             return
         transfer.await_on(self._compute)
@@ -244,17 +198,16 @@ class CudaLane(Lane):
                 for part in _parts(tensor):
                     self._driver.record_stream(part, self._compute)
 
-    def _issue(self, job: _Job, stream: Any, pieces: Iterable[list[Pair]]) -> None:
-        """Gives the copies to a stream.
+    def _issue(self, job: _Job, stream: Any, pieces: Iterable[Sequence[Pair]]) -> None:
+        """Gives the copies to a stream, on the thread that submits an activation, or on the lane's.
 
         Raises:
-            BaseException: of the driver, or of the transfer that it comes after; the transfer is over then.
+            BaseException: of the driver, or of the transfer that it comes after; the transfer has ended then.
         """
-        transfer = job.transfer
+        transfer, moved = job.transfer, self.moved
         try:
-            with _plain_mode(), self._driver.on(stream):
+            with plain_mode(), self._driver.on(stream):
                 self._await_sources(job, stream)
-                moved = self._moved()
                 started = None if moved is None else self._driver.record(stream, is_timed=True)
                 for piece in pieces:
                     for copy, source in piece:
@@ -266,7 +219,7 @@ class CudaLane(Lane):
             transfer.end(error)
             raise
         if moved is not None:
-            moved.append(Moved(self._direction, started, event, job.label))
+            moved.append(Moved(self.direction, started, event, job.label))
         transfer.issued(event)
         with self._work:
             self._under_way[transfer.is_bulk].append(transfer)
@@ -309,7 +262,7 @@ class CudaLane(Lane):
                 self._issue(job, self._bulk, self._pieces(job.transfer))
 
     def _next_job(self) -> _Job | None:
-        """Waits for a job, and ends what arrives meanwhile. None when the step is over and nothing is left to do."""
+        """Waits for a job, and ends what arrives meanwhile. None when the step has ended and nothing is left to do."""
         while True:
             with self._work:
                 under_way = self._under_way[True]
@@ -325,7 +278,7 @@ class CudaLane(Lane):
 
     def _pieces(self, transfer: CudaTransfer) -> Iterator[list[Pair]]:
         """The chunks, each when it may be issued."""
-        if self._direction == "h2d":
+        if self.direction == "h2d":
             for _, source in transfer.pairs:
                 self._driver.host.lock(source)
         for piece in pieces_of(transfer.pairs, CHUNK_BYTES):
@@ -335,10 +288,6 @@ class CudaLane(Lane):
             yield piece
 
     # --- steps ---------------------------------------------------------------------------------------------------
-
-    def open(self) -> None:
-        with self._work:
-            self._is_open = True
 
     def close(self) -> None:
         """What was submitted is made: weights may stay for the next step."""
@@ -353,7 +302,7 @@ class CudaLane(Lane):
             for under_way in self._under_way.values():
                 under_way.clear()
         self._chunks.clear()
-        with contextlib.ExitStack() as stack:  # all of them, whatever a callback raises
+        with contextlib.ExitStack() as stack:  # all of them, even if a callback raises
             for transfer in reversed(left):
                 stack.callback(transfer.settle)
 

@@ -1,58 +1,52 @@
 """Devices: the one seam between the engine and the hardware.
 
+                 compute lane: one unit at a time
+    host  --h2d lane-->  [ weights | activations | gradients ]  --d2h lane-->  host
+                         books: who may put how much here
+
 A :class:`Device` owns two transfer lanes (see [Note: transfers] in :mod:`devices.transfer`), the books on its memory,
 the mutual exclusion of its compute lane, a clock and its statistics. The engine asks for nothing else, so that what
 runs on virtual devices is what runs on GPUs.
 
 [Note: stamps]
-Time on a device is marked by stamps in its stream of work, which are read when the step is over. On the host a stamp is
-the time; on a GPU it is an event, which the host never waits for: what has not been reached yet is read later or not at
-all.
+Time on a device is marked by stamps in its stream of work, which are read when the step has ended. On the host a stamp
+is the time; on a GPU it is an event, which the host never waits for: what has not been reached yet is read later or not
+at all.
 
 [Note: local tensors]
-A worker that has a GPU of its own knows its tensors by their device. Virtual devices all live in the host's memory, and
-several workers on one GPU in the memory of that GPU (``is_shared``). There a micro-batch that comes from another worker
-brings along what it needs through the host, as it would between two GPUs, and what it makes or brings is local until it
-goes on.
+A device that has a GPU of its own knows its tensors by their torch device. Virtual devices all live in the host's
+memory, and several devices on one GPU in the memory of that GPU (``is_shared``). There a micro-batch that comes from
+another device brings along what it needs through the host, as it would between two GPUs, and what it makes or brings is
+local until it goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .memory import DeviceMemory, Passing
-from .transfer import Edge, Lane, Transfer
-
-
-class Moved(NamedTuple):
-    """A transfer that was traced: its lane ("h2d" or "d2h"), stamps at its begin and end, and what moved."""
-
-    lane: str
-    start: Any
-    end: Any
-    label: str
+from .transfer import Edge, Lane, Moved, Transfer
 
 
 class Device(ABC):
-    """One worker of the pool.
+    """One device of the pool.
 
     Attributes:
         index: position in the pool.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
-        is_shared: whether tensors of other workers, or of the host, live on the same torch device; see
+        is_shared: whether tensors of other devices, or of the host, live on the same torch device; see
             [Note: local tensors].
         counts_activations: whether the engine books activations; a GPU has an allocator that does.
         memory: the books.
         h2d, d2h: transfer lanes.
-        moved: where transfers are noted; None while nobody wants to know.
         num_unit_runs: runs of units so far.
     """
 
@@ -66,25 +60,29 @@ class Device(ABC):
         self.h2d = h2d
         self.d2h = d2h
         self.memory = memory
-        self.moved: list[Moved] | None = None
         self._busy = threading.Lock()
         self.num_unit_runs = 0
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
-        with self.occupied():
-            self.num_unit_runs += 1
-            yield
+    @property
+    def moved(self) -> list[Moved] | None:
+        """Where transfers are noted; None if they are not traced."""
+        return self.h2d.moved
 
-    @contextlib.contextmanager
-    def occupied(self) -> Iterator[None]:
+    @moved.setter
+    def moved(self, moved: list[Moved] | None) -> None:
+        self.h2d.moved = self.d2h.moved = moved
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
+        self.num_unit_runs += 1
+        return self._busy
+
+    def occupied(self) -> AbstractContextManager[object]:
         """Excludes units: for what must not happen while one runs."""
-        with self._busy:
-            yield
+        return self._busy
 
     def enter(self, before: Device | None) -> None:  # noqa: B027
-        """A micro-batch comes from another worker, or from the host (None): its user code runs here from now on."""
+        """A micro-batch comes from another device, or from the host (None): its user code runs here from now on."""
 
     def throttle(self) -> None:  # noqa: B027
         """A micro-batch begins a stage here: holds its thread back if the host is too far ahead of the device."""
@@ -121,7 +119,7 @@ class Device(ABC):
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
         """The memory of ``tensors`` may be used anew: after the work given to the device so far, and after ``after``.
 
-        Nobody may hold views of them any more.
+        No views of them may be in use any more.
 
         Returns:
             What the books have to wait for, see :meth:`DeviceMemory.release`; None if the memory is free now.

@@ -63,7 +63,7 @@ class DeviceMemory:
 
     Attributes:
         headroom: bytes that activations are going to need: what is fetched ahead of its time leaves them free.
-        evict: asked to give back what nobody uses at the moment; whether anything came back.
+        evict: asked to give back what is not in use at the moment; whether anything came back.
     """
 
     def __init__(self, name: str, limit: int | None = None) -> None:

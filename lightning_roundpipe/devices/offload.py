@@ -1,18 +1,28 @@
-"""Activations between the workers: what waits on the host, and what a micro-batch brings along.
+"""Activations between devices: what waits on the host, and what a micro-batch brings along.
 
 [Note: offloaded activations]
-Between two workers an activation goes through the host: down from the one that made it, up to the one that needs it.
-The copy on the host is at the same time what a recomputation needs later, so it is made once. It is made from a
-snapshot on the device: user code may change the tensor itself (``x += position``) before the lane has read it. What a
-micro-batch needs next is fetched before its turn has come, while the one before it computes, if there is room.
+Between two devices an activation goes through the host: down from the device that made it, up to the one that needs it.
+The copy on the host is at the same time what a recomputation needs later, so it is made once:
+
+    device 0    unit a -> y -> snapshot
+                                  | d2h
+    host                     copy of y . . . . . . . . . . kept for the recomputation
+                                  | h2d                        | h2d
+    device 1               y -> unit b                  y -> unit b again, and its backward
+
+It is made from a snapshot on the device, because user code may change the tensor itself (``x += position``) before the
+lane has read it. What a micro-batch needs next is fetched before its turn has come, while the one before it computes,
+if there is room.
+
+Everything here belongs to one micro-batch, and is used by its thread only.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +47,15 @@ class Offloaded:
     def on_host(self) -> Tensor:
         """The copy, for a device that shares the host's memory."""
         (tensor,) = self.transfer.wait(Edge.OFFLOADED)
-        return tensor if tensor.shape == self.shape else tensor.expand(self.shape)
+        return _expanded(tensor, self.shape)
+
+
+def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 class SavedInputs:
-    """Host copies of tensors that one micro-batch needs again: to recompute a call, or on another worker.
+    """Host copies of tensors that one micro-batch needs again: to recompute a call, or on another device.
 
     Copies, because user code may change the original later (``x += position``), which would give wrong gradients
     without an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
@@ -55,7 +69,7 @@ class SavedInputs:
         """``tensor`` as it is now.
 
         Args:
-            device: the worker that has it; None if it is on the host.
+            device: where it is; None if it is on the host.
             what: it is, for the trace.
         """
         version = version_of(tensor)
@@ -82,7 +96,7 @@ def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
         return Offloaded(Done([narrow.to("cpu", copy=True)]), tensor.shape)
     num_bytes = num_bytes_of([narrow])
     if device.counts_activations and not device.memory.try_reserve("activations", num_bytes):
-        transfer = device.download([narrow], what)  # no room for a snapshot: nobody must touch it meanwhile
+        transfer = device.download([narrow], what)  # no room for a snapshot: user code must not go on meanwhile
         transfer.await_done()
         return Offloaded(transfer, tensor.shape)
     snapshot = device.snapshot(narrow)
@@ -93,15 +107,16 @@ def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
     return Offloaded(transfer, tensor.shape)
 
 
-class _Arrival(NamedTuple):
-    """A tensor on its way to a worker.
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A tensor on its way to a device.
 
     Attributes:
         origin: gives what it was made of, or None if that is gone.
         version: of the origin.
         transfer: the upload.
         shape: of the tensor; dimensions that are expanded do not travel.
-        booked: bytes on the books of the worker.
+        booked: bytes on the books of the device.
         ahead: set if they may have been lost meanwhile.
     """
 
@@ -114,11 +129,11 @@ class _Arrival(NamedTuple):
 
 
 class TravellingActivations:
-    """What one micro-batch has brought along to the worker that it visits; see [Note: offloaded activations].
+    """What one micro-batch has brought along to the device that it is on; see [Note: offloaded activations].
 
     Args:
         saved: what of it is on the host.
-        owners: GPU -> the worker that has it for itself.
+        owners: GPU -> the device that has it for itself.
     """
 
     def __init__(self, saved: SavedInputs, owners: Mapping[torch.device, Device]) -> None:
@@ -132,7 +147,7 @@ class TravellingActivations:
         self._is_new = True
 
     def go_to(self, device: Device) -> None:
-        """The visit of the present worker ends, that of ``device`` begins."""
+        """The micro-batch goes from the present device to ``device``."""
         self.drop()
         self._before, self._here = self._here, device
         self._is_new = True
@@ -152,30 +167,34 @@ class TravellingActivations:
         for key in keys:
             arrival = self._arrivals.pop(key, None)
             if arrival is not None and arrival.booked and self._is_booked(arrival):
-                assert self._here is not None
-                self._here.memory.release("activations", arrival.booked)
+                self._device.memory.release("activations", arrival.booked)
 
     def clear(self) -> None:
-        """The micro-batch is over."""
+        """The micro-batch has ended."""
         self.drop()
         self._leaving.clear()
 
     @property
     def booked_bytes(self) -> int:
-        """Bytes on the books of the worker."""
+        """Bytes on the books of the device."""
         return sum([arrival.booked for arrival in self._arrivals.values() if arrival.ahead is None])
 
-    def _is_booked(self, arrival: _Arrival) -> bool:
-        """Whether an arrival is on the books to stay; one that was lost is not."""
+    @property
+    def _device(self) -> Device:
         assert self._here is not None
-        return arrival.ahead is None or self._here.memory.claim(arrival.ahead)
+        return self._here
+
+    def _is_booked(self, arrival: _Arrival) -> bool:
+        """Whether an arrival is on the books, to stay from now on; one that was fetched ahead may have been lost."""
+        ahead, arrival.ahead = arrival.ahead, None
+        return ahead is None or self._device.memory.claim(ahead)
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
         """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
         return self._saved.save(tensor, self.owner(tensor), what)
 
     def offload(self, values: Iterable[Any], what: str) -> None:
-        """Sends tensors among ``values`` down to the host; for the end of a visit, before the worker goes on."""
+        """Sends tensors among ``values`` down to the host, before the micro-batch leaves and the device goes on."""
         if self._here is not None and not self._here.aliases_host:
             self._leaving += [self.save(x, what) for x in values if isinstance(x, Tensor) and x.dim()]
 
@@ -183,41 +202,35 @@ class TravellingActivations:
         """Starts to bring what ``values`` (tensors and :class:`Offloaded` among them) need, as far as there is room."""
         for value in values:
             if isinstance(value, (Tensor, Offloaded)) and not self._is_local(value) and self._found(value) is None:
-                self._start(value, what, must=False)
+                self._start(value, what, ahead=True)
 
     def receive(self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: bool = False) -> list[Any]:
-        """``values`` on the worker, after a wait for what had to be brought; for the thread that holds its lane.
+        """``values`` on the device, after a wait for what had to be brought; for the thread that holds its lane.
 
         Args:
             edge: which wait this is.
             what: they are, for the trace.
             keep_graph: whether copies are part of the autograd graph.
         """
-        here = self._here
-        assert here is not None
+        here = self._device
         if here.aliases_host:
             return [value.on_host() if isinstance(value, Offloaded) else value for value in values]
-        # All on their way before the first wait.
-        arrivals = [
-            None if self._is_at_hand(x, keep_graph) else self._claimed(x) or self._bring(x, what) for x in values
-        ]
         received = list(values)
-        for i, arrival in enumerate(arrivals):
-            if arrival is not None:
-                (tensor,) = arrival.transfer.wait(edge)
-                received[i] = tensor if tensor.shape == arrival.shape else tensor.expand(arrival.shape)
-            elif keep_graph and isinstance(values[i], Tensor) and not self._is_local(values[i]):
-                received[i] = values[i].to(here.torch_device, copy=True)
+        arrivals: list[tuple[int, _Arrival]] = []  # all on their way before the first wait
+        for i, value in enumerate(values):
+            if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
+                continue
+            if keep_graph and isinstance(value, Tensor) and value.requires_grad:
+                received[i] = value.to(here.torch_device, copy=True)
+            elif (arrival := self._claimed(value) or self._start(value, what)) is not None:
+                arrivals.append((i, arrival))
+        for i, arrival in arrivals:
+            (tensor,) = arrival.transfer.wait(edge)
+            received[i] = _expanded(tensor, arrival.shape)
         return received
 
-    def _is_at_hand(self, value: Any, keep_graph: bool) -> bool:
-        if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
-            return True
-        return keep_graph and isinstance(value, Tensor) and value.requires_grad
-
     def _is_local(self, value: Tensor | Offloaded) -> bool:
-        here = self._here
-        assert here is not None
+        here = self._device
         if here.aliases_host:
             return True
         if isinstance(value, Offloaded) or value.device != here.torch_device:
@@ -225,11 +238,11 @@ class TravellingActivations:
         return not (here.is_shared and self._is_new)
 
     def owner(self, tensor: Tensor) -> Device | None:
-        """The worker that has ``tensor``; None if it is on the host."""
+        """Where ``tensor`` is; None if it is on the host."""
         if (owner := self._owners.get(tensor.device)) is not None:
             return owner
-        visited = self._before if self._is_new else self._here
-        return visited if visited is not None and tensor.device == visited.torch_device else None
+        made_at = self._before if self._is_new else self._here
+        return made_at if made_at is not None and tensor.device == made_at.torch_device else None
 
     def _found(self, value: Tensor | Offloaded) -> _Arrival | None:
         arrival = self._arrivals.get(id(value))
@@ -243,43 +256,29 @@ class TravellingActivations:
     def _claimed(self, value: Tensor | Offloaded) -> _Arrival | None:
         """What was sent for, if it has not been lost."""
         arrival = self._found(value)
-        if arrival is None or arrival.ahead is None:
+        if arrival is None or self._is_booked(arrival):
             return arrival
         del self._arrivals[id(value)]
-        if not self._is_booked(arrival):
-            return None
-        arrival = self._arrivals[id(value)] = arrival._replace(ahead=None)
-        return arrival
+        return None
 
-    def _bring(self, value: Tensor | Offloaded, what: str) -> _Arrival:
-        arrival = self._start(value, what, must=True)
-        assert arrival is not None
-        return arrival
-
-    def _start(self, value: Tensor | Offloaded, what: str, *, must: bool) -> _Arrival | None:
-        here = self._here
-        assert here is not None
-        origin: Callable[[], Any]
+    def _start(self, value: Tensor | Offloaded, what: str, *, ahead: bool = False) -> _Arrival | None:
+        """Starts to bring ``value``; None if it is brought ahead of its time and there is no room."""
+        here, origin = self._device, weakref.ref(value)
         if isinstance(value, Offloaded):
             offloaded, version = value, 0
-            origin = functools.partial(_itself, value)  # kept: its id must stay its own
         else:
-            origin, version = weakref.ref(value), version_of(value)
-            owner = self.owner(value)
+            version, owner = version_of(value), self.owner(value)
             offloaded = Offloaded(Done([value.detach()]), value.shape) if owner is None else self.save(value, what)
         source = offloaded.transfer
         booked = num_bytes_of(source.tensors) if here.counts_activations else 0
-        ahead = None
-        if must:
+        early = None
+        if not ahead:
             here.memory.reserve("activations", booked)
-        elif booked and (ahead := here.memory.reserve_ahead(booked)) is None:
+        elif booked and (early := here.memory.reserve_ahead(booked)) is None:
             return None
         transfer = here.upload(source.tensors, what, after=source)
-        if ahead is not None:
-            here.memory.offer(ahead, transfer)
-        arrival = self._arrivals[id(value)] = _Arrival(origin, version, transfer, offloaded.shape, booked, ahead)
+        if early is not None:
+            here.memory.offer(early, transfer)
+        arrival = _Arrival(origin, version, transfer, offloaded.shape, booked, early)
+        self._arrivals[id(value)] = arrival
         return arrival
-
-
-def _itself(value: Any) -> Any:
-    return value

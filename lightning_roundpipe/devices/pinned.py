@@ -3,9 +3,9 @@
 [Note: page-locked memory]
 A copy between a GPU and ordinary host memory goes through a buffer of the driver, at a fraction of the speed, and holds
 the host up. So weights are page-locked where they are, when they travel for the first time: no second copy of them
-exists. What comes down (activations, gradients) gets buffers of our own, which are used again as soon as nobody has
-them any more. They have nearly the size that was asked for: torch's allocator of page-locked memory rounds up to a
-power of two, up to twice as much.
+exists. What comes down (activations, gradients) gets buffers of our own, which are used again as soon as no
+tensor lies in them any more. They have nearly the size that was asked for: torch's allocator of page-locked memory
+rounds up to a power of two, up to twice as much.
 
 Linux copies page-locked memory into the child of a fork at once, page by page, and every DataLoader worker is such a
 child. Therefore the child does not get it: a worker that reads a weight of the model crashes. Memory that was shared
@@ -54,11 +54,11 @@ class PageLocker(Protocol):
         """Undoes :meth:`page_lock`."""
 
     def is_page_locked(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor on the host is page-locked, by whomever."""
+        """Whether the memory of a tensor on the host is page-locked, by this process or others."""
 
 
 class _Locked(NamedTuple):
-    """Memory of somebody else; held, because it must not be freed while it is page-locked."""
+    """Memory that was allocated elsewhere; held, because it must not be freed while it is page-locked."""
 
     storage: torch.UntypedStorage
     is_ours: bool
@@ -180,7 +180,8 @@ class PageLockedMemory:
             return torch.empty_like(tensor, device="cpu"), True
         with self._lock:
             buffer = self._take(_bucket(num_bytes))
-        # The storage owns the lease, and every view owns the storage: when the lease dies, nobody has the memory.
+        # The storage owns the lease, and every view owns the storage: when the lease dies, the memory is not used any
+        # more.
         lease = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer.slab.memory, buffer.offset)
         weakref.finalize(lease, self._returned.append, buffer).atexit = False
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()

@@ -1,4 +1,4 @@
-"""The stateless workers of a run."""
+"""The devices of a run, which keep nothing of the model from step to step that could not be brought anew."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .virtual import Link, VirtualDevice
 
 
 class DevicePool:
-    """The workers, in order.
+    """The devices, in order.
 
     Args:
-        torch_devices: one entry per worker; ``cpu`` entries become virtual devices. A GPU that is listed several times
-            has several workers, each with streams and a share of the memory of its own.
+        torch_devices: one entry per device; ``cpu`` entries become virtual devices. A GPU that is listed several times
+            has several devices, each with streams and a part of the memory of its own.
         link: over which virtual devices are reached; None if they share the host's memory.
-        memory_limit: bytes that each worker may use; None for what there is.
+        memory_limit: bytes that each device may use; None for what there is.
 
     Raises:
         ValueError: if the list is empty or holds a device type that is neither ``cpu`` nor ``cuda``.
@@ -49,7 +49,7 @@ class DevicePool:
 
     def close(self) -> None:
         """A step has ended: no thread is alive, nothing is under way."""
-        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        with contextlib.ExitStack() as stack:  # all of them, even if one raises
             for device in reversed(self.devices):
                 stack.callback(device.close)
 
@@ -61,7 +61,7 @@ class DevicePool:
 
     @property
     def owners(self) -> dict[torch.device, Device]:
-        """GPU -> its worker, where it has one."""
+        """GPU -> its device, where it has only one."""
         return {d.torch_device: d for d in self.devices if not d.is_shared and not d.aliases_host}
 
     @property
@@ -71,22 +71,22 @@ class DevicePool:
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes that every worker may use; None if there is no limit."""
+        """Bytes that every device may use; None if there is no limit."""
         limits = [device.memory.limit for device in self.devices if device.memory.limit is not None]
         return min(limits) if limits else None
 
     @property
     def is_virtual(self) -> bool:
-        """Whether all workers are on the host's cores."""
+        """Whether all devices are on the host's cores."""
         return all(isinstance(device, VirtualDevice) for device in self.devices)
 
 
 def _make_device(
-    index: int, torch_device: torch.device, num_workers: int, link: Link | None, memory_limit: int | None
+    index: int, torch_device: torch.device, num_sharing: int, link: Link | None, memory_limit: int | None
 ) -> Device:
     if torch_device.type == "cpu":
         return VirtualDevice(index, link=link, memory_limit=memory_limit)
     if torch_device.type == "cuda":
         ordinal = torch_device.index if torch_device.index is not None else index
-        return CudaDevice(index, ordinal, num_workers=num_workers, memory_limit=memory_limit)
-    raise ValueError(f"device {torch_device} cannot be a worker: RoundPipe runs on 'cuda' and 'cpu' devices")
+        return CudaDevice(index, ordinal, num_sharing=num_sharing, memory_limit=memory_limit)
+    raise ValueError(f"device {torch_device} cannot be used: RoundPipe runs on 'cuda' and 'cpu' devices")

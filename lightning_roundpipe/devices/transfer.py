@@ -1,35 +1,44 @@
 """Tensors on their way between the host and a device.
 
 [Note: transfers]
-Each device has two lanes, to it (h2d) and from it (d2h), and two kinds of traffic share a lane. *Activations*
-(inputs of units, gradients of their outputs) are what the next unit waits for. *Bulk* (weights of a stage, its
-gradients) is much more, and has a whole stage to travel. A long copy in front of an activation would stall the
-pipeline, so activations go first, and bulk is cut into chunks of which at most two are under way at a time: an
-activation never waits for more than those. (Paper, section on the transfer engine, with another remedy.)
+Each device has two lanes, one per direction, and two kinds of traffic share a lane. *Activations* (inputs of units,
+gradients of their outputs) are what the next unit waits for. *Bulk* (weights of a stage, its gradients) is much more,
+and has a whole stage to travel. A long copy in front of an activation would stall the pipeline. So activations go
+first, and bulk is cut into chunks of which at most two are under way at a time:
+
+    submitted:   W (bulk, 5 chunks)      x (activation)
+    h2d lane:    | W1 | W2 | x | W3 | W4 | W5 |          x waits for two chunks at most
+    compute:     ... wait(W) for the stage after this one, wait(x) for the next unit
+
+(Paper, section on the transfer engine, with another remedy.)
 
 [Note: edges]
-Who reads a copy must wait for it, who frees memory must wait for its last reader. Each such ordering is an
+A reader of a copy must wait for it; memory may be freed only after its last reader. Each such ordering is an
 :class:`Edge`. On virtual devices a destination is poisoned until its copy is made, and memory is poisoned again when
 it is freed, so that a missing edge gives NaN in place of numbers that are nearly always right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.sizes import num_bytes_of
+from .chunks import Pair, copy_all
 
 # An activation waits for two of these at most: 2.5 ms at 25 GB/s.
 CHUNK_BYTES = 32 * 2**20
 
 
 class Edge(enum.Enum):
-    """What waits for a transfer; the value says for what, in traces. See [Note: edges]."""
+    """The orderings between transfers and their readers; see [Note: edges]."""
 
     WEIGHTS = "weights"  # a unit runs after the upload of its weights
     BUFFERS = "buffers"  # ... of its buffers; and the host reads them after their download
@@ -41,31 +50,52 @@ class Edge(enum.Enum):
     FREED = "the copy that reads it"  # memory is freed after the download that reads it
 
 
-class Transfer(ABC):
-    """Copies under way.
+class Moved(NamedTuple):
+    """A transfer that was traced: its lane ("h2d" or "d2h"), stamps at its begin and end, and what moved."""
+
+    lane: str
+    start: Any
+    end: Any
+    label: str
+
+
+class Transfer:
+    """Copies under way, until :meth:`end`: the copies were made then, or it has failed. May be used from any thread.
 
     Attributes:
         tensors: the copies, in the order submitted; not to be read before :meth:`wait`.
+        pairs: destinations and sources, held until the end.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], pairs: Sequence[Pair] = ()) -> None:
         self.tensors = tensors
+        self.pairs = pairs
+        self._lock = threading.Lock()
+        self._may_go_on = threading.Event()  # set for the threads that wait, at the end at the latest
+        self._has_ended = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
-    @abstractmethod
     def is_done(self) -> bool:
-        """Whether all copies have been made; does not wait."""
+        """Whether it has ended; does not wait."""
+        return self._has_ended
 
-    @abstractmethod
     def await_done(self) -> None:
-        """Blocks the calling thread until all copies have been made.
+        """Blocks the calling thread until the end.
 
         Raises:
             BaseException: what went wrong in the lane.
         """
+        self._may_go_on.wait()
+        self._raise()
 
-    @abstractmethod
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def _await_by_reader(self) -> None:
-        """Makes whoever reads the copies wait: the compute lane after an upload, the host after a download."""
+        """Makes the reader of the copies wait: the compute lane after an upload, the host after a download."""
+        self.await_done()
 
     def wait(self, edge: Edge) -> list[Tensor]:
         """The copies, after a wait for them by their reader: the compute lane of the device after an upload, the
@@ -78,43 +108,77 @@ class Transfer(ABC):
         return self.tensors
 
     def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
-        """Calls ``then`` once, when all copies have been made: on this thread if they have, else on that of the lane.
+        """Calls ``then`` once, at the end, however it ends: on this thread if it has ended, else on the one that ends
+        it.
 
         Args:
             edge: which wait this is.
         """
-        self._then(then)
+        with self._lock:
+            if not self._has_ended:
+                self._callbacks.append(then)
+                return
+        then()
 
-    @abstractmethod
-    def _then(self, then: Callable[[], None]) -> None:
-        """See :meth:`when_done`."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends it; only the first call has an effect. Sources are let go, and all callbacks are called, also with an
+        ``error``, because they free memory."""
+        with self._lock:
+            if self._has_ended:
+                return
+            self._error = error
+            self._has_ended = True
+            self.pairs = ()
+            callbacks, self._callbacks = self._callbacks, []
+            self._may_go_on.set()
+        with contextlib.ExitStack() as stack:  # calls all of them, even if one raises
+            for then in reversed(callbacks):
+                stack.callback(then)
+
+    def make(self) -> None:
+        """Makes the copies on this thread, and ends."""
+        try:
+            copy_all(self.pairs)
+        except BaseException as error:  # raised to those who wait
+            self.end(error)
+        else:
+            self.end()
 
 
 class Done(Transfer):
     """Copies that were made at once."""
 
-    def is_done(self) -> bool:
-        return True
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.pairs = ()
+        self._has_ended = True
 
     def await_done(self) -> None:
         pass
 
-    def _await_by_reader(self) -> None:
-        pass
-
-    def _then(self, then: Callable[[], None]) -> None:
+    def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
         then()
 
 
 class Lane(ABC):
     """Copies in one direction between the host and one device; see [Note: transfers].
 
+    Args:
+        direction: "h2d" or "d2h".
+        device_name: for messages and threads.
+
     Attributes:
         num_bytes: submitted so far.
+        moved: where transfers are noted; None if they are not traced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, direction: str, device_name: str) -> None:
+        self.direction = direction
+        self.name = f"{direction} of {device_name}"
         self.num_bytes = 0
+        self.moved: list[Moved] | None = None
+        self._mutex = threading.Lock()
+        self._is_open = False
 
     @abstractmethod
     def submit(
@@ -130,10 +194,23 @@ class Lane(ABC):
             label: for the trace.
         """
 
-    def open(self) -> None:  # noqa: B027
-        """A step begins."""
+    def _count(self, num_bytes: int, label: str) -> None:
+        """Enters a transfer that is submitted; ``_mutex`` is held.
 
-    def close(self) -> None:  # noqa: B027
+        Raises:
+            RuntimeError: if no step is open.
+        """
+        if not self._is_open:
+            raise RuntimeError(f"no step is open: {self.name} cannot copy {label or 'anything'}")
+        self.num_bytes += num_bytes
+
+    def open(self) -> None:
+        """A step begins."""
+        with self._mutex:
+            self._is_open = True
+
+    @abstractmethod
+    def close(self) -> None:
         """A step has ended: what is under way is finished or given up, threads are joined."""
 
 
@@ -141,7 +218,7 @@ class DirectLane(Lane):
     """Copies inside :meth:`submit`, by the caller: for devices that share the host's memory."""
 
     def __init__(self, destination: torch.device) -> None:
-        super().__init__()
+        super().__init__("copies", str(destination))
         self._destination = destination
 
     def submit(
@@ -152,11 +229,5 @@ class DirectLane(Lane):
         self.num_bytes += num_bytes_of(sources)
         return Done([t.detach().to(self._destination, copy=True) for t in sources])
 
-
-def poison(tensor: Tensor) -> None:
-    """Fills memory that must not be read with NaN, or the lowest value of an integer type."""
-    with torch.no_grad():
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).min)
+    def close(self) -> None:
+        pass

@@ -1,30 +1,54 @@
-"""Workers on the host's own cores, and the links that copies to and from them travel on.
+"""Devices on the host's own cores, and the links that copies to and from them travel on.
 
 [Note: virtual devices]
 On a machine without GPUs a missing wait would nearly always give the right numbers, because everything lives in one
-memory. Virtual devices make it show. With a :class:`Link` they have copies of their own: a destination is poisoned
-until its copy is made, and memory is poisoned when it is freed. A :class:`LazyLink` makes a copy only when somebody
-waits for it, so that a missing wait shows every time. A :class:`TimedLink` makes copies on threads in modelled time,
-as GPUs do. Sources are read when the copy is made, not before: a source that is freed or changed too early shows too.
-Without a link (the fast mode, for training on the host) device copies alias the masters, and nothing travels.
+memory. Virtual devices with a :class:`Link` make it show. They have copies of their own: a destination is poisoned
+until its copy is made, and memory is poisoned when it is freed. Sources are read when the copy is made, not before: a
+source that is freed or changed too early shows too.
+
+    submit(x)     x' = NaN -------- the lane's thread: x' = x -------- free(x'): x' = NaN
+    reader                  NaN!  |  wait(x') ... reads x'            |  NaN!
+
+A :class:`TimedLink` makes copies on threads in modelled time, as GPUs do. Without a link (the fast mode, for training
+on the host) device copies alias the masters, and nothing travels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from .chunks import stored
+from ..common.sizes import num_bytes_of
+from .chunks import Pair, copy_all, pairs_of, pieces_of, poison, stored
 from .devices import Device
 from .memory import DeviceMemory
-from .transfer import CHUNK_BYTES, DirectLane, Lane, poison
-from .virtual_lanes import Clock, LazyLane, TimedLane, VirtualLane
+from .transfer import CHUNK_BYTES, DirectLane, Done, Edge, Lane, Moved, Transfer
+
+
+class TransferGivenUp(RuntimeError):
+    """A step ended before this transfer could be made."""
+
+
+class Clock:
+    """The time that links are modelled in, in ms; this one is the host's."""
+
+    def now_ms(self) -> float:
+        """The time; it never goes back."""
+        return perf_counter() * 1e3
+
+    def wait_until(self, time_ms: float, interrupt: threading.Event) -> None:
+        """Returns at ``time_ms`` or later, or when ``interrupt`` is set."""
+        while (remaining_ms := time_ms - self.now_ms()) > 0 and not interrupt.wait(remaining_ms / 1e3):
+            pass
 
 
 class Link(ABC):
@@ -43,7 +67,7 @@ class TimedLink(Link):
         latency_ms: added to every piece that moves; PCIe has about 0.01.
         chunk_bytes: bulk is cut into pieces of at most this size.
         prioritised: False lets activations wait for their turn behind bulk, to show what priorities are good for.
-        clock: for tests.
+        clock: what time passes on.
 
     Raises:
         ValueError: if a figure makes no sense.
@@ -69,29 +93,179 @@ class TimedLink(Link):
         self.clock = clock or Clock()
 
     def lane(self, device_name: str, direction: str) -> TimedLane:
-        return TimedLane(
-            device_name,
-            direction,
-            duration_ms=self.duration_ms,
-            chunk_bytes=self.chunk_bytes,
-            prioritised=self.prioritised,
-            clock=self.clock,
-        )
+        return TimedLane(direction, device_name, self)
 
     def duration_ms(self, num_bytes: int) -> float:
         """How long one piece is on its way."""
         return self.latency_ms + num_bytes / self.bytes_per_ms
 
 
-class LazyLink(Link):
-    """A copy is made when somebody waits for it, by whoever does: no threads, no chance."""
+@dataclass(eq=False)
+class _Job:
+    """A transfer that can move: what is left of it, since when it could, and when it began if it is traced."""
 
-    def lane(self, device_name: str, direction: str) -> LazyLane:
-        return LazyLane(device_name, direction)
+    transfer: Transfer
+    pieces: deque[list[Pair]]
+    ready_ms: float
+    label: str
+    began_ms: float | None = None
+
+
+class TimedLane(Lane):
+    """Copies on a thread of its own, in the modelled time of a link.
+
+    One piece moves at a time: all tensors of an activation transfer, or one chunk of bulk. It arrives as a whole when
+    its time has passed. Before each piece the lane looks for activations first, so an activation waits for the rest of
+    one chunk at most, which is within the two that are allowed.
+
+    The lane's time is that of the model: a piece begins when the one before has ended by the model, or when it was
+    submitted if that was later. So a thread that wakes up late, or copies slowly, delays what it does now but not what
+    comes later, as long as the host keeps up on average.
+    """
+
+    def __init__(self, direction: str, device_name: str, link: TimedLink) -> None:
+        super().__init__(direction, device_name)
+        self._link = link
+        self._work = threading.Condition(self._mutex)
+        # Guarded by the mutex. Transfers that have not ended, and what they are: none of them may outlive the step.
+        self._pending: dict[Transfer, str] = {}
+        self._urgent: deque[_Job] = deque()
+        self._bulk: deque[_Job] = deque()
+        self._thread: threading.Thread | None = None
+        # Written by the thread alone.
+        self._broken: BaseException | None = None  # an error after which it has ended
+        self._free_ms = -math.inf  # when the last piece has ended, by the model
+        self._interrupt = threading.Event()
+
+    def open(self) -> None:
+        super().open()
+        self._interrupt.clear()
+        self._broken = None
+
+    def close(self) -> None:
+        """Makes at once what is under way and could move, because weights may stay for the next step.
+
+        What waits for another lane is given up: it may never become ready.
+        """
+        with self._work:
+            self._is_open = False
+            thread, self._thread = self._thread, None
+            self._interrupt.set()
+            self._work.notify_all()
+        if thread is not None:
+            thread.join()
+        with self._mutex:
+            ready = {job.transfer for job in (*self._urgent, *self._bulk)}
+            pending, self._pending = self._pending, {}
+            self._urgent.clear()
+            self._bulk.clear()
+        with contextlib.ExitStack() as stack:  # all of them, even if one raises
+            for transfer, label in reversed(pending.items()):
+                if transfer in ready:
+                    stack.callback(transfer.make)
+                else:
+                    error = TransferGivenUp(f"{self.name}: the step ended before {label or 'a copy'} was made")
+                    stack.callback(transfer.end, error)
+
+    def submit(
+        self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
+    ) -> Transfer:
+        if not sources:
+            return Done([])
+        pairs = pairs_of(sources)
+        transfer = Transfer([copy for copy, _ in pairs], pairs)
+        with self._mutex:
+            self._count(num_bytes_of([stored(copy) for copy in transfer.tensors]), label)
+            self._pending[transfer] = label
+        if after is None:
+            self._enqueue(transfer, is_bulk, label)
+        else:
+            # A job that cannot move yet is not in a queue: nothing has to wait behind it.
+            after.when_done(Edge.OFFLOADED, lambda: self._enqueue_behind(after, transfer, is_bulk, label))
+        return transfer
+
+    def _enqueue_behind(self, after: Transfer, transfer: Transfer, is_bulk: bool, label: str) -> None:
+        try:
+            if after.is_done():
+                after.await_done()  # it may have failed; then its copies are not what was asked for
+        except BaseException as error:
+            self._forget(transfer)
+            transfer.end(error)
+        else:
+            self._enqueue(transfer, is_bulk, label)
+
+    def _enqueue(self, transfer: Transfer, is_bulk: bool, label: str) -> None:
+        pieces = pieces_of(transfer.pairs, self._link.chunk_bytes if is_bulk else math.inf)
+        with self._work:
+            if transfer not in self._pending or not self._is_open:  # given up
+                return
+            job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
+            is_urgent = self._link.prioritised and not is_bulk
+            (self._urgent if is_urgent else self._bulk).append(job)
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._work.notify_all()
+        if self._broken is not None:
+            self._fail_all(self._broken)
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._mutex:
+            self._pending.pop(transfer, None)
+
+    def _serve(self) -> None:
+        """The life of the thread."""
+        try:
+            while self._await_work():
+                self._move_piece()
+        except BaseException as error:  # of a callback: goes to all who wait now or later in the step
+            self._broken = error
+            self._fail_all(error)
+
+    def _await_work(self) -> bool:
+        """Waits until there is a job; False when the step has ended."""
+        with self._work:
+            while self._is_open and not self._urgent and not self._bulk:
+                self._work.wait()
+            return self._is_open
+
+    def _move_piece(self) -> None:
+        """Waits as long as the next piece takes, and copies it."""
+        queue = self._urgent or self._bulk
+        job = queue[0]
+        piece, clock = job.pieces[0], self._link.clock
+        if self.moved is not None and job.began_ms is None:
+            job.began_ms = clock.now_ms()
+        num_bytes = num_bytes_of([copy for copy, _ in piece])
+        self._free_ms = max(self._free_ms, job.ready_ms) + self._link.duration_ms(num_bytes)
+        clock.wait_until(self._free_ms, self._interrupt)
+        if self._interrupt.is_set():
+            return
+        error: BaseException | None = None
+        try:
+            copy_all(piece)
+        except BaseException as raised:  # goes to all who wait
+            error = raised
+        job.pieces.popleft()
+        if job.pieces and error is None:
+            return
+        queue.popleft()  # only this thread takes from queues, so it is still the first
+        self._forget(job.transfer)
+        moved = self.moved
+        if moved is not None and job.began_ms is not None and error is None:
+            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label))
+        job.transfer.end(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._mutex:
+            pending, self._pending = list(self._pending), {}
+        for transfer in pending:
+            transfer.end(error)
 
 
 class VirtualDevice(Device):
-    """A worker on the host's own cores; see [Note: virtual devices].
+    """A device on the host's own cores; see [Note: virtual devices]. Its stamps are of ``perf_counter``.
 
     Args:
         index: position in the pool.
@@ -106,16 +280,6 @@ class VirtualDevice(Device):
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = link is not None
-        for lane in (h2d, d2h):
-            if isinstance(lane, VirtualLane):
-                lane.device = self
-
-    def computing(self) -> contextlib.AbstractContextManager[object]:  # type: ignore[override]  # a plain lock is fast
-        self.num_unit_runs += 1
-        return self._busy
-
-    def occupied(self) -> contextlib.AbstractContextManager[object]:  # type: ignore[override]  # see above
-        return self._busy
 
     def stamp(self) -> float:
         return perf_counter()

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.autograd import compiling
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
+from tests.support.lazy_link import LazyLink
 from tests.support.modelled import NOW, kept, modelled_pool, recomputed, times_of
 
 WIDTH = 8

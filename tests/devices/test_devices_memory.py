@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.devices.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
 from lightning_roundpipe.devices.transfer import Done, Edge
-from lightning_roundpipe.devices.virtual import LazyLink, TimedLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import Link, TimedLink
+from tests.support.lazy_link import LazyLink, opened
 
 JOIN_S = 60.0
 MIB = 2**20
@@ -24,7 +25,7 @@ class Leaving:
     """Something that memory waits for.
 
     Args:
-        on_wait: called when somebody waits for it, before it has passed.
+        on_wait: called when a thread waits for it, before it has passed.
     """
 
     def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
@@ -39,34 +40,6 @@ class Leaving:
         self.num_waits += 1
         self._on_wait()
         self.has_passed = True
-
-
-def test_the_limit_may_be_used_to_the_last_byte() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.reserve("weights", 60)
-    memory.reserve("activations", 40)
-    assert memory.used == 100
-    assert not memory.try_reserve("other", 1)
-    with pytest.raises(DeviceOutOfMemoryError):
-        memory.reserve("other", 1)
-    assert memory.used == 100  # nothing was booked
-    memory.release("weights", 1)
-    assert memory.try_reserve("other", 1)
-
-
-def test_without_a_limit_everything_fits_and_is_counted() -> None:
-    memory = DeviceMemory("device")
-    memory.reserve("weights", 1 << 50)
-    assert memory.try_reserve("other", 1 << 50, ahead=True)
-    assert memory.used == memory.peak == 1 << 51
-
-
-def test_nothing_always_fits() -> None:
-    memory = DeviceMemory("device", 10)
-    memory.reserve("weights", 10)
-    memory.headroom = 5
-    memory.reserve("activations", 0)
-    assert memory.try_reserve("activations", 0, ahead=True)
 
 
 def test_the_message_says_what_is_there_and_what_does_not_fit() -> None:
@@ -96,52 +69,7 @@ def test_smaller_activations_help_where_weights_and_gradients_fit(
     assert caught.value.fits_if_split is fits_if_split
 
 
-def test_peaks_are_kept_by_kind_and_together() -> None:
-    memory = DeviceMemory("device")
-    memory.reserve("weights", 60)
-    memory.release("weights", 60)
-    memory.reserve("activations", 50)
-    memory.reserve("weights", 20)
-    memory.release("activations", 50)
-    assert memory.used == 20
-    assert memory.peak == 70
-    assert memory.peaks == {"weights": 60, "gradients": 0, "activations": 50, "other": 0}
-
-
-def test_what_is_fetched_ahead_leaves_the_headroom_free() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.headroom = 30
-    assert not memory.try_reserve("weights", 71, ahead=True)
-    assert memory.try_reserve("weights", 60, ahead=True)
-    memory.reserve("activations", 20)  # part of what the headroom is for
-    assert not memory.try_reserve("weights", 11, ahead=True)
-    assert memory.try_reserve("weights", 10, ahead=True)
-    memory.reserve("activations", 10)  # what is needed now may have all of it
-    assert memory.used == 100
-
-
 # ----------------------------------------------------------------------------------------------------------- leaving
-
-
-def test_what_is_read_to_its_end_counts_until_then() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.reserve("weights", 100)
-    leaving = Leaving()
-    memory.release("weights", 100, leaving)
-    assert not memory.try_reserve("other", 1)
-    assert memory.used == 100
-    assert leaving.num_waits == 0  # to try is not to wait
-    leaving.has_passed = True
-    assert memory.try_reserve("other", 100)
-    assert memory.used == memory.peak == 100
-
-
-def test_what_has_passed_already_is_taken_off_at_once() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.reserve("weights", 100)
-    memory.release("weights", 60, Done([]))
-    memory.release("weights", 40)
-    assert memory.used == 0
 
 
 def test_memory_on_its_way_back_is_waited_for_in_order_and_no_longer_than_needed() -> None:
@@ -156,40 +84,29 @@ def test_memory_on_its_way_back_is_waited_for_in_order_and_no_longer_than_needed
     assert memory.used == 80
 
 
-def test_what_leaves_is_waited_for_before_anything_is_evicted() -> None:
+def test_what_leaves_is_waited_for_before_anything_is_evicted_and_the_evicted_too() -> None:
     memory = DeviceMemory("device", 100)
     order: list[str] = []
     memory.reserve("weights", 100)
     memory.release("weights", 50, Leaving(lambda: order.append("waited")))
+    evicted = [None, Leaving(lambda: order.append("waited for the evicted"))]
 
     def evict(num_bytes: int) -> bool:
-        order.append(f"evicted for {num_bytes}")
-        memory.release("weights", 25)
-        return True
-
-    memory.evict = evict
-    memory.reserve("gradients", 100)
-    assert order == ["waited", "evicted for 100", "evicted for 100"]
-    assert memory.used == 100
-
-
-def test_what_is_evicted_may_have_to_be_waited_for_too() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.reserve("weights", 100)
-    leaving = Leaving()
-    idle = [leaving]
-
-    def evict(num_bytes: int) -> bool:
-        if idle:
-            memory.release("weights", 100, idle.pop())
+        order.append(f"evict for {num_bytes}")
+        if evicted:
+            memory.release("weights", 25, evicted.pop())
             return True
         return False
 
     memory.evict = evict
-    memory.reserve("weights", 70)
-    assert leaving.num_waits == 1
+    assert not memory.try_reserve("gradients", 100)
+    assert not memory.try_reserve("gradients", 100, ahead=True)
+    assert order == [], "to try is not to wait, nor to evict"
+    memory.reserve("gradients", 100)
+    assert order == ["waited", "evict for 100", "waited for the evicted", "evict for 100"]
+    assert memory.used == 100
     with pytest.raises(DeviceOutOfMemoryError):
-        memory.reserve("weights", 70)
+        memory.reserve("weights", 1)
 
 
 def test_room_that_comes_back_while_nothing_is_evicted_is_used() -> None:
@@ -203,14 +120,6 @@ def test_room_that_comes_back_while_nothing_is_evicted_is_used() -> None:
     memory.evict = evict
     memory.reserve("activations", 100)
     assert memory.used == 100
-
-
-def test_nothing_is_evicted_for_what_is_fetched_ahead_or_may_fail() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.reserve("weights", 100)
-    memory.evict = lambda num_bytes: pytest.fail("not for this")
-    assert not memory.try_reserve("weights", 1)
-    assert not memory.try_reserve("weights", 1, ahead=True)
 
 
 def test_at_the_end_of_a_step_only_weights_are_left() -> None:
@@ -272,9 +181,14 @@ def test_what_was_fetched_ahead_gives_way_after_all_else_and_the_last_first() ->
 
 def test_what_is_claimed_stays_and_what_was_lost_cannot_be_claimed() -> None:
     memory = DeviceMemory("device", 100)
+    memory.headroom = 60
+    assert memory.reserve_ahead(41) is None, "the headroom stays free"
+    memory.headroom = 0
     claimed, lost = (memory.reserve_ahead(50) for _ in range(2))
     assert claimed is not None
     assert lost is not None
+    with pytest.raises(DeviceOutOfMemoryError):  # what is not on its way yet is not lost
+        memory.reserve("weights", 1)
     for ahead in (claimed, lost):
         memory.offer(ahead, Done([]))
     assert memory.claim(claimed)
@@ -284,25 +198,6 @@ def test_what_is_claimed_stays_and_what_was_lost_cannot_be_claimed() -> None:
         memory.reserve("weights", 1)
     memory.release("activations", 50)
     assert memory.used == 50
-
-
-def test_what_is_not_on_its_way_yet_is_not_lost() -> None:
-    memory = DeviceMemory("device", 100)
-    ahead = memory.reserve_ahead(100)
-    assert ahead is not None
-    with pytest.raises(DeviceOutOfMemoryError):
-        memory.reserve("weights", 1)
-    memory.offer(ahead, Done([]))
-    memory.reserve("weights", 1)
-
-
-def test_without_room_nothing_is_fetched_ahead() -> None:
-    memory = DeviceMemory("device", 100)
-    memory.headroom = 60
-    assert memory.reserve_ahead(101) is None
-    assert memory.reserve_ahead(41) is None
-    assert memory.reserve_ahead(40) is not None
-    assert memory.used == 40
 
 
 def test_at_the_end_of_a_step_nothing_is_ahead() -> None:
@@ -321,34 +216,20 @@ def test_at_the_end_of_a_step_nothing_is_ahead() -> None:
 # ------------------------------------------------------------------------------------------------------- with devices
 
 
-def test_room_comes_from_a_copy_that_is_made_for_it() -> None:
-    device = VirtualDevice(0, link=LazyLink(), memory_limit=400)
-    device.open()
-    on_device = torch.ones(100)
-    device.memory.reserve("activations", 400)
-    transfer = device.download([on_device], "output")
-    device.memory.release("activations", 400, device.free([on_device], after=transfer))
-    assert not device.memory.try_reserve("weights", 4)
-    device.memory.reserve("weights", 400)
-    assert transfer.is_done()
-    assert on_device.isnan().all()
-    assert transfer.tensors[0].tolist() == [1.0] * 100
-    device.close()
-
-
-def test_a_lane_that_moves_gives_room_to_a_thread_that_waits() -> None:
-    device = VirtualDevice(0, link=TimedLink(bytes_per_ms=1e4, latency_ms=0.1, chunk_bytes=1000), memory_limit=4000)
-    device.open()
+@pytest.mark.parametrize(
+    "link", [LazyLink(), TimedLink(bytes_per_ms=1e4, latency_ms=0.1, chunk_bytes=1000)], ids=["lazy", "timed"]
+)
+def test_room_comes_from_copies_that_are_waited_for(link: Link) -> None:
     kept = []
-    for step in range(20):
-        device.memory.reserve("activations", 3000)  # waits for the one before
-        on_device = torch.full((750,), float(step))
-        kept.append(device.download([on_device], "output", is_bulk=step % 2 == 0))
-        device.memory.release("activations", 3000, device.free([on_device], after=kept[-1]))
-    copies = [transfer.wait(Edge.OFFLOADED)[0] for transfer in kept]
-    assert device.peak_memory_bytes == 3000
-    assert device.memory.try_reserve("other", 4000)  # everything has come back
-    device.close()
+    with opened(link, memory_limit=4000) as device:
+        for step in range(20):
+            device.memory.reserve("activations", 3000)  # waits for the one before
+            on_device = torch.full((750,), float(step))
+            kept.append(device.download([on_device], "output", is_bulk=step % 2 == 0))
+            device.memory.release("activations", 3000, device.free([on_device], after=kept[-1]))
+        copies = [transfer.wait(Edge.OFFLOADED)[0] for transfer in kept]
+        assert device.peak_memory_bytes == 3000
+        assert device.memory.try_reserve("other", 4000)  # everything has come back
     assert [copy.tolist() for copy in copies] == [[float(step)] * 750 for step in range(20)]
     assert device.memory.used == 0
 
@@ -375,10 +256,10 @@ def test_the_books_agree_with_a_plain_count(operations: list[Operation], headroo
     memory = DeviceMemory("device", limit)
     memory.headroom = headroom
     booked: list[tuple[Kind, int]] = []  # in use
-    leaving: list[tuple[Leaving, int]] = []
-    peak = 0
+    leaving: list[tuple[Leaving, Kind, int]] = []
+    peak, peaks = 0, dict.fromkeys(KINDS, 0)
     for name, kind, num_bytes in operations:
-        there = sum(n for _, n in booked) + sum(n for each, n in leaving if not each.has_passed)
+        there = sum(n for _, n in booked) + sum(n for each, _, n in leaving if not each.has_passed)
         if name in ("reserve", "try", "ahead"):
             if name == "reserve":
                 try:
@@ -402,13 +283,18 @@ def test_the_books_agree_with_a_plain_count(operations: list[Operation], headroo
             each = Leaving() if name == "leave" and kind != "activations" else None
             memory.release(kind, size, each)
             if each is not None:
-                leaving.append((each, size))
+                leaving.append((each, kind, size))
         memory.try_reserve("other", 0)  # takes off what has passed
-        there = sum(n for _, n in booked) + sum(n for each, n in leaving if not each.has_passed)
+        there = sum(n for _, n in booked) + sum(n for each, _, n in leaving if not each.has_passed)
         peak = max(peak, there)
         assert memory.used == there <= limit
         assert memory.peak == peak
-        assert max(memory.peaks.values()) <= memory.peak <= sum(memory.peaks.values())
+        for each_kind in KINDS:
+            now = sum(n for k, n in booked if k == each_kind) + sum(
+                n for w, k, n in leaving if k == each_kind and not w.has_passed
+            )
+            peaks[each_kind] = max(peaks[each_kind], now)
+        assert memory.peaks == peaks
 
 
 def test_threads_never_have_more_than_the_limit_together() -> None:

@@ -1,4 +1,4 @@
-"""What a micro-batch brings along to a worker."""
+"""What a micro-batch brings along to a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
 from lightning_roundpipe.devices.transfer import Edge
-from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import VirtualDevice
+from tests.support.lazy_link import LazyLink
 
 
 class Far(VirtualDevice):

@@ -44,6 +44,7 @@ def large(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, memory: PageLockedMemory) -> None:
     tensor = large()
+    assert not memory.lock(torch.ones(100)), "small memory is not worth it"
     assert memory.lock(tensor)
     assert driver.locked == {tensor.data_ptr(): 8 * MIB}
     assert memory.lock(tensor[5:100]), "a view: the same memory"
@@ -59,12 +60,6 @@ def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, mem
     assert torch.equal(tensor, large()), "its values stay"
 
 
-def test_small_memory_is_not_worth_it(driver: StubDriver, memory: PageLockedMemory) -> None:
-    assert not memory.lock(torch.ones(100))
-    assert not memory.lock(torch.empty(0))
-    assert driver.locked == {}
-
-
 def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: StubDriver, memory: PageLockedMemory) -> None:
     tensor = large()
     address = tensor.data_ptr()
@@ -73,7 +68,7 @@ def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: StubDriver, me
     gc.collect()
     assert address in driver.locked
     others = [large() for _ in range(4)]
-    assert address not in {other.data_ptr() for other in others}, "the memory was given to somebody else"
+    assert address not in {other.data_ptr() for other in others}, "the memory was given to another tensor"
 
 
 def test_memory_that_is_locked_already_is_left_alone(driver: StubDriver, memory: PageLockedMemory) -> None:
@@ -82,7 +77,7 @@ def test_memory_that_is_locked_already_is_left_alone(driver: StubDriver, memory:
     assert memory.lock(tensor)
     assert memory.in_place_bytes == 0
     memory.dispose()
-    assert tensor.data_ptr() in driver.locked, "somebody else's lock was undone"
+    assert tensor.data_ptr() in driver.locked, "a lock that is not ours was undone"
     driver.page_unlock(tensor.data_ptr())
 
 
@@ -119,26 +114,26 @@ def test_many_threads_lock_it_once(driver: StubDriver, memory: PageLockedMemory)
 # --- own buffers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8]
-)
-@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (3, 0, 2), (700, 900)])
-def test_buffers_hold_any_type_and_shape(memory: PageLockedMemory, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    source = (torch.rand(shape) * 9).to(dtype)
-    buffer, is_locked = memory.empty_like(source)
-    assert is_locked
-    assert (buffer.shape, buffer.dtype, buffer.stride()) == (source.shape, dtype, source.stride())
-    buffer.copy_(source)
-    assert torch.equal(buffer, source)
+def sources() -> list[Tensor]:
+    made = [torch.rand(shape) * 9 for shape in ((), (1,), (7, 5), (3, 0, 2), (700, 900))]
+    return [*made, made[2].t(), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), made[4][:, ::2]]
 
 
-def test_the_order_of_the_source_in_memory_is_kept(memory: PageLockedMemory) -> None:
-    turned = torch.randn(6, 4).t()
-    assert memory.empty_like(turned)[0].stride() == turned.stride()
-    channels = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert memory.empty_like(channels)[0].stride() == channels.stride()
-    spread = torch.randn(6, 4)[:, ::2]
-    assert memory.empty_like(spread)[0].is_contiguous(), "gaps are not copied"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_buffers_hold_any_type_and_shape(driver: StubDriver, memory: PageLockedMemory, dtype: torch.dtype) -> None:
+    """In the order of the source in memory, without its gaps; and longer than the memory is page-locked."""
+    made: list[tuple[Tensor, Tensor]] = []
+    for numbers in sources():
+        source = numbers.to(dtype)
+        buffer, is_locked = memory.empty_like(source)
+        assert is_locked
+        assert (buffer.shape, buffer.dtype, buffer.stride()) == (source.shape, dtype, torch.empty_like(source).stride())
+        made.append((buffer.copy_(source), source))
+    memory.dispose()
+    assert driver.locked == {}
+    assert all(torch.equal(buffer, source) for buffer, source in made)
+    buffer, _ = memory.empty_like(large())
+    assert driver.locked == {buffer.data_ptr(): 8 * MIB}
 
 
 def test_a_buffer_is_used_again_when_all_its_views_are_gone(memory: PageLockedMemory) -> None:
@@ -179,6 +174,7 @@ def test_small_buffers_share_page_locks(driver: StubDriver, memory: PageLockedMe
     assert len(driver.locked) == 1
 
 
+@settings(derandomize=True)
 @given(st.integers(1, 2**40))
 def test_buffers_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
     size = _bucket(num_bytes)
@@ -187,8 +183,8 @@ def test_buffers_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
     assert _bucket(size) == size
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(MIB // 4, 4 * MIB), min_size=1, max_size=60))
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(st.lists(st.integers(MIB // 4, 4 * MIB), min_size=1, max_size=30))
 def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
     driver = StubDriver()
     most = 0
@@ -201,18 +197,6 @@ def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
         del tensor
     driver.host.dispose()
     assert driver.locked == {}
-
-
-def test_tensors_outlive_the_memory_that_made_them(driver: StubDriver, memory: PageLockedMemory) -> None:
-    tensor, _ = memory.empty_like(large())
-    tensor.fill_(5.0)
-    memory.dispose()
-    assert driver.locked == {}
-    assert torch.equal(tensor, torch.full_like(tensor, 5.0))
-    del tensor
-    other, _ = memory.empty_like(large())
-    assert memory.own_bytes == 8 * MIB
-    assert driver.locked == {other.data_ptr(): 8 * MIB}
 
 
 def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:

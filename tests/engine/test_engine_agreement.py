@@ -2,7 +2,7 @@
 
 No time is measured. Units wait for a clock that follows the simulation: it moves on when those micro-batches compute
 that do so at its time by the simulation, and no others. A micro-batch that the engine lets begin too early is named at
-once; one that it keeps waiting is named when the clock has stood for a minute.
+once; a micro-batch that it keeps waiting is named when the clock has stood for a minute.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     Action,
@@ -32,12 +30,12 @@ from lightning_roundpipe.planning import (
     Timeline,
     next_first_device,
     parse_schedule,
-    partition,
-    partition_forward,
     round_robin,
     simulate,
     stage_costs,
 )
+from tests.support.lazy_link import cpu_pool
+from tests.support.taps import Tap
 
 PATIENCE_S = 60.0
 
@@ -87,20 +85,7 @@ class Clock:
         assert self._now == max(span.end_ms for span in self._spans)
 
 
-class _Spend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: Callable[[], None], backward: Callable[[], None]) -> Any:
-        ctx.spend = backward
-        forward()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.spend()
-        return gradients[0], gradients[0], None, None
-
-
-class Worker(nn.Module):
+class Timed(nn.Module):
     """A unit that takes a given time of the clock. Its input is the index of the micro-batch."""
 
     def __init__(self, clock: Clock, call: int, forward_ms: float, backward_ms: float) -> None:
@@ -113,13 +98,13 @@ class Worker(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         microbatch = int(x)
         forward, backward = (partial(self.clock.spend, microbatch, self.call, ms) for ms in self.times)
-        return _Spend.apply(x, self.weight, forward, backward)
+        return Tap.apply(x + self.weight, forward, backward)
 
 
 class Model(nn.Module):
     def __init__(self, clock: Clock, times: list[tuple[float, float]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Worker(clock, call, *pair) for call, pair in enumerate(times))
+        self.layers = nn.ModuleList(Timed(clock, call, *pair) for call, pair in enumerate(times))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -228,7 +213,7 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
     model = Model(clock, case.times)
     engine = Engine(
         model,
-        DevicePool([torch.device("cpu")] * case.num_devices, link=LazyLink() if case.copies else None),
+        cpu_pool(case.num_devices, copies=case.copies),
         lambda *_: case.partition,
         scheduler=lambda num_stages, num_microbatches, num_devices, first: case.schedule(first),
         num_threads=1,
@@ -245,25 +230,3 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
         clock.assert_done()
         assert (result.partition, result.schedule) == (case.partition, schedule)
         assert_same_order(result, simulation.timeline)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_planned_costs_give_the_order_in_which_the_engine_runs(training: bool) -> None:
-    times = [(2.0, 4.0), (1.0, 2.0), (3.0, 6.0), (2.0, 3.0), (1.0, 1.0), (4.0, 8.0)]
-    profile = profile_of(times)
-    make = partition if training else partition_forward
-    model = Model(Clock(make(profile, num_devices=3, num_microbatches=6)), times)
-    engine = Engine(
-        model,
-        DevicePool([torch.device("cpu")] * 3),
-        lambda costs, num_microbatches, _: make(costs, num_devices=3, num_microbatches=num_microbatches),
-        round_size=3,
-        num_threads=1,
-    )
-    engine.preset_costs("step", profile)
-    run_step(engine, model, 1, training)
-    for _ in range(2):
-        result = run_step(engine, model, 6, training)
-        assert result.partition is not None
-        assert result.schedule is not None
-        assert_same_order(result, simulate(result.schedule, stage_costs(result.partition, profile)).timeline)

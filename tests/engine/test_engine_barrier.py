@@ -16,21 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.barrier import Barrier, BarrierError, Collective, Segment, meet
 from lightning_roundpipe.engine.requests import StepRequest, StepResult
 from lightning_roundpipe.engine.runner import Engine, Planner
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import everything_kept, everything_recomputed, planner
 from tests.support.random_graphs import (
     KINDS,
     NUM_UNITS,
     WIDTH,
     Graph,
     Instruction,
-    everything_kept,
-    everything_recomputed,
     make_engine,
-    planner,
 )
 
 # What a step asks for: a backward from a loss, whether its graph is retained; or an update of all weights.
@@ -151,26 +148,6 @@ def test_gradients_at_every_barrier(
                 torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(program=st.lists(instructions, min_size=3, max_size=7), seed=st.integers(0, 50))
-def test_kept_equals_recomputed_with_dropout(program: list[Instruction], seed: int) -> None:
-    torch.manual_seed(seed)
-    graph = Meeter(program, frozenset(), 0.4)
-    parts = torch.randn(4, WIDTH).tensor_split(2)
-    start = copy.deepcopy(graph.state_dict())
-    outcomes = []
-    for devices, plan in ((1, everything_kept), (2, everything_recomputed)):
-        engine = make_engine(graph, plan, devices=devices, round_size=None, copies=False)
-        for step in range(2):
-            graph.load_state_dict(start)
-            graph.zero_grad()
-            outcomes.append(piped(engine, graph, parts, [0.5, 0.5], seed=seed + 1)[0])
-            assert step == 0 or outcomes[-1]
-    for other in outcomes[1:]:
-        for one, two in zip(outcomes[0], other, strict=True):
-            assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,8 +166,7 @@ class Chain(nn.Module):
 
 
 def engine_of(chain: Chain, *, devices: int = 2, copies: bool = False, plan: Planner = everything_recomputed) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
-    return Engine(chain, pool, plan, num_threads=1)
+    return Engine(chain, cpu_pool(devices, copies=copies), plan, num_threads=1)
 
 
 def ask(name: str, perform: Callable[[Barrier], Any] = lambda barrier: None, **kwargs: Any) -> Collective:
@@ -373,70 +349,57 @@ def test_errors_end_the_step_and_leave_the_engine_usable(where: str, copies: boo
     hook.remove()
 
 
-def test_an_error_of_a_call_can_be_caught_by_all() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_an_error_of_a_call_is_raised_in_all(error: type[BaseException]) -> None:
+    """They may catch one that is an Exception; any other one ends the step."""
+    unwound: list[int] = []
+
     def perform(barrier: Barrier) -> None:
-        raise ZeroDivisionError("once")
+        raise error("once")
 
     def step(numbered: Any) -> str:
         try:
             meet(ask("step", perform))
-        except ZeroDivisionError as error:
-            return str(error)
-        return "nothing"
-
-    assert run(engine_of(Chain()), step).outputs == ["once"] * 3
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupts_of_the_calling_thread(error: type[BaseException]) -> None:
-    unwound: list[int] = []
-
-    def perform(barrier: Barrier) -> None:
-        raise error
-
-    def step(numbered: Any) -> None:
-        try:
-            meet(ask("step", perform))
+        except Exception as caught:
+            return str(caught)
         finally:
             unwound.append(numbered[0])
+        return "nothing"
 
     before = threading.active_count()
-    with pytest.raises(error):
-        run(engine_of(Chain()), step)
+    if error is ZeroDivisionError:
+        assert run(engine_of(Chain()), step).outputs == ["once"] * 3
+    else:
+        with pytest.raises(error):
+            run(engine_of(Chain()), step)
     assert threading.active_count() == before
     assert sorted(unwound) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("plan", [everything_kept, everything_recomputed])
-def test_a_second_backward_needs_retain_graph(plan: Planner) -> None:
-    chain = Chain()
-
-    def step(numbered: Any) -> None:
-        loss = chain.run_first(numbered[1]).mean()
-        for _ in range(2):
-            meet(ask("backward"), [(loss, 1.0)], retain_graph=False)
-
-    engine = engine_of(chain, plan=plan)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"unit 'first\.2'.*retain_graph=True"):
-            run(engine, step)
-
-
-@pytest.mark.parametrize("plan", [everything_kept, everything_recomputed])
-def test_weights_must_not_change_between_forward_and_backward(plan: Planner) -> None:
+def test_a_second_backward_needs_retain_graph_and_unchanged_weights(plan: Planner) -> None:
     chain = Chain()
 
     def change(barrier: Barrier) -> None:
         with torch.no_grad():
             chain.first[1].weight.mul_(0.5)
 
-    def step(numbered: Any) -> None:
+    def twice(numbered: Any) -> None:
+        loss = chain.run_first(numbered[1]).mean()
+        for _ in range(2):
+            meet(ask("backward"), [(loss, 1.0)], retain_graph=False)
+
+    def changes(numbered: Any) -> None:
         loss = chain.run_first(numbered[1]).mean()
         meet(ask("step", change))
         meet(ask("backward"), [(loss, 1.0)])
 
+    engine = engine_of(chain, plan=plan)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"unit 'first\.2'.*retain_graph=True"):
+            run(engine, twice)
     with pytest.raises(RuntimeError, match=r"the weights of unit 'first\.1' have changed between its forward and its"):
-        run(engine_of(chain, plan=plan), step)
+        run(engine_of(chain, plan=plan), changes)
 
 
 def test_attributes_written_at_a_barrier_are_seen_by_all() -> None:

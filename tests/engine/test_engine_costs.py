@@ -21,7 +21,7 @@ WEIGHT_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 
 
 class Perceptron(nn.Module):
-    """Its graph holds a tensor that nobody else knows."""
+    """Its graph holds a tensor that it alone knows."""
 
     def __init__(self) -> None:
         super().__init__()

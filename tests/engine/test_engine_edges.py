@@ -1,6 +1,6 @@
 """Every wait for a copy is needed: leaving out any one of them gives wrong results, or an error.
 
-The devices copy lazily: a copy that nobody waits for is never made, and what has not been copied yet, or has been
+The devices copy lazily: a copy that is not waited for is never made, and what has not been copied yet, or has been
 freed, is poison. So a missing wait shows in every run, whatever the timing. This is mutation testing of the engine
 itself: a wait that can be left out without a difference is either not needed, or the tests would not notice its loss.
 """
@@ -23,29 +23,26 @@ import lightning_roundpipe
 from lightning_roundpipe.devices.memory import DeviceMemory, Kind
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
-from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink, VirtualDevice
-from lightning_roundpipe.devices.virtual_lanes import LazyLane, LazyTransfer
+from lightning_roundpipe.devices.virtual import Link, TimedLink, VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition
-from tests.support.plain_loop import ROWS, WIDTH, Network, cut_at
+from tests.support.lazy_link import LazyLink, LazyTransfer, cpu_pool
+from tests.support.partitions import two_calls_fused
+from tests.support.plain_loop import WIDTH
+from tests.support.whole_steps import (
+    FEATURES,
+    NUM_CALLS,
+    NUM_DEVICES,
+    WEIGHTS,
+    batches,
+    difference,
+    results,
+    right_results,
+)
 
 PACKAGE = Path(lightning_roundpipe.__file__).parent
-NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
-FEATURES = frozenset({"buffers", "dropout", "skip"})
+UNTIED = FEATURES - {"tied"}
 # How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
-_LANES = {"transfer.py", "virtual_lanes.py", "cuda_lanes.py"}
-
-
-class StrictLane(LazyLane):
-    """What nobody has waited for when the step ends is never made: the lane of a GPU may be as late."""
-
-    def close(self) -> None:
-        self._end_pending(lambda transfer: False)
-
-
-class StrictLink(LazyLink):
-    def lane(self, device_name: str, direction: str) -> StrictLane:
-        return StrictLane(device_name, direction)
+_LANES = {"transfer.py", "virtual.py", "cuda_lanes.py"}
 
 
 class Tight(DeviceMemory):
@@ -86,40 +83,8 @@ class Place:
     line: int
 
 
-def plan(profile: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    """Stages that differ forward and backward, two calls of them fused, so that everything has to travel."""
-    count = len(profile.calls)
-    return cut_at(count, training, range(1, count), range(1, count), count - 2)
-
-
-def results(pool: DevicePool) -> dict[str, Tensor]:
-    """Everything that two steps of training and one of evaluation give, by name."""
-    torch.manual_seed(1)
-    model = Network(range(NUM_CALLS), FEATURES)
-    engine = Engine(model, pool, plan, num_threads=1)
-    found: dict[str, Tensor] = {}
-    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for step in range(2):
-        result = engine.run(StepRequest(model.step, batches(), weights, "train", step, loss_of=lambda loss: loss))
-        found |= {f"loss {i} of step {step}": loss for i, loss in enumerate(result.outputs)}
-        found |= {f"gradient of {names[p]} in step {step}": gradient for p, gradient in result.gradients.items()}
-    model.eval()
-    with torch.no_grad():
-        outputs = engine.run(StepRequest(model.step, batches(), weights, "validate", 0)).outputs
-    found |= {f"output {i}": output for i, output in enumerate(outputs)}
-    return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-
-
-def batches() -> list[Any]:
-    rows = torch.randn(ROWS * NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
-    return [(part, frozenset()) for part in rows.chunk(NUM_MICROBATCHES)]
-
-
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
-    """The first thing that is not the same, bit for bit; None if there is none."""
-    assert found.keys() == wanted.keys()
-    return next((name for name in wanted if not torch.equal(found[name], wanted[name])), None)
+def steps_on(make_pool: Callable[[Link], DevicePool]) -> dict[str, Tensor]:
+    return results(make_pool(LazyLink(is_strict=True)), features=UNTIED)
 
 
 class Waits:
@@ -157,34 +122,28 @@ class Waits:
         """What goes wrong when there is no wait for ``edge`` at ``place``; None if nothing does."""
         self.left_out = edge, place
         try:
-            return difference(results(make_pool(StrictLink())), right_results())
+            return difference(steps_on(make_pool), right_results(UNTIED))
         except Exception as error:
             return repr(error)
         finally:
             self.left_out = None
 
 
-@functools.cache
-def right_results() -> dict[str, Tensor]:
-    """Those of devices that share the host's memory, where nothing travels."""
-    return results(DevicePool([torch.device("cpu")] * NUM_DEVICES))
-
-
 @pytest.mark.parametrize("make_pool", POOLS)
 @pytest.mark.parametrize(
     "link",
-    [LazyLink(), StrictLink(), TimedLink(), TimedLink(latency_ms=0.1)],
+    [LazyLink(), LazyLink(is_strict=True), TimedLink(), TimedLink(latency_ms=0.1)],
     ids=["lazy", "strict", "fast", "slow"],
 )
 def test_copies_change_nothing(link: Link, make_pool: Callable[[Link], DevicePool]) -> None:
-    assert difference(results(make_pool(link)), right_results()) is None
+    assert difference(results(make_pool(link), features=UNTIED), right_results(UNTIED)) is None
 
 
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
 def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
     places = sorted(place for seen, place in waits_seen() if seen is edge)
     assert places, f"nothing waits for {edge}: the model of this test must need it"
-    right_results()
+    right_results(UNTIED)
     waits = Waits(monkeypatch)
     for place in places:
         found = any(waits.without(edge, place, make_pool) is not None for make_pool in POOLS)
@@ -197,7 +156,7 @@ def waits_seen() -> set[tuple[Edge, Place]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         waits = Waits(monkeypatch)
         for make_pool in POOLS:
-            results(make_pool(StrictLink()))
+            steps_on(make_pool)
     return waits.seen
 
 
@@ -243,16 +202,15 @@ class InPlace(nn.Module):
 def gradients_in_place(pool: DevicePool) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = InPlace()
-    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-    request = StepRequest(model.step, batches(), weights, "train", 0, loss_of=lambda loss: loss)
-    gradients = Engine(model, pool, plan, num_threads=1).run(request).gradients
+    request = StepRequest(model.step, batches(), WEIGHTS, "train", 0, loss_of=lambda loss: loss)
+    gradients = Engine(model, pool, two_calls_fused, num_threads=1).run(request).gradients
     return {name: gradients[parameter] for name, parameter in model.named_parameters()}
 
 
 def test_user_code_does_not_change_what_is_still_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room for a snapshot, nobody may go on before the copy was made."""
-    right = gradients_in_place(DevicePool([torch.device("cpu")] * NUM_DEVICES))
-    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is None
+    """Where there is no room for a snapshot, user code may not go on before the copy was made."""
+    right = gradients_in_place(cpu_pool(NUM_DEVICES))
+    assert difference(gradients_in_place(no_room_to_spare(LazyLink(is_strict=True))), right) is None
     await_done, callers = LazyTransfer.await_done, []
 
     def without_waiting_to_offload(transfer: LazyTransfer) -> None:
@@ -261,7 +219,7 @@ def test_user_code_does_not_change_what_is_still_to_be_offloaded(monkeypatch: py
             await_done(transfer)
 
     monkeypatch.setattr(LazyTransfer, "await_done", without_waiting_to_offload)
-    assert difference(gradients_in_place(no_room_to_spare(StrictLink())), right) is not None
+    assert difference(gradients_in_place(no_room_to_spare(LazyLink(is_strict=True))), right) is not None
     assert "offload.py" in callers
 
 

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.engine.runner import Planner, StepResult
+from tests.support.partitions import everything_kept, everything_recomputed, planner
 from tests.support.random_graphs import (
     NUM_UNITS,
     WIDTH,
     Graph,
     Instruction,
-    everything_kept,
-    everything_recomputed,
     make_engine,
     names,
     plain_gradients,
-    planner,
     programs,
     run,
     some_units,
@@ -119,7 +117,7 @@ def test_kept_and_recomputed_chains_agree_on_any_number_of_devices(devices: int,
 def test_several_rounds_give_the_same_bits_in_every_run(
     program: list[Instruction], devices: int, round_size: int, copies: bool, seed: int
 ) -> None:
-    """Whoever finishes first: parts of a gradient are added up in the order of the rounds."""
+    """Whichever device finishes first: parts of a gradient are added up in the order of the rounds."""
     torch.manual_seed(seed)
     graph = Graph(program, frozenset(), dropout=0.3)
     rows = torch.randn(6, WIDTH)

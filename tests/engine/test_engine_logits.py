@@ -15,10 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, Link
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import cut_at
+from tests.support.taps import Tap
 
 WIDTH = 3
 VOCABULARY = 7
@@ -31,7 +32,6 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: list[tuple[int, StorageWeakRef]] = []
-        self._stored: set[int] = set()
         self.seen = 0
         self.most = 0
         self.later: list[int] = []
@@ -66,20 +66,6 @@ class Noting(TorchDispatchMode):
         return result
 
 
-class Passing(torch.autograd.Function):
-    """Identity that tells when its backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, told: Callable[[], None]) -> Tensor:
-        ctx.told = told
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.told()
-        return gradients[0], None
-
-
 class Block(nn.Module):
     def __init__(self, told: Callable[[], None]) -> None:
         super().__init__()
@@ -87,7 +73,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + Passing.apply(torch.tanh(self.linear(x)), self.told[0])
+        return x + Tap.apply(torch.tanh(self.linear(x)), lambda: None, self.told[0])
 
 
 @dataclass
@@ -139,10 +125,7 @@ def functional(model: Model, batch: Any) -> Any:
 
 def stages(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
     """The last block and, where it is a unit, the head are fused."""
-    last = len(costs.calls)
-    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FORWARD, 1, 2), (StageKind.FUSED, 2, last)]
-    pieces += [(StageKind.BACKWARD, 1, 2), (StageKind.BACKWARD, 0, 1)]
-    return Partition(last, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+    return cut_at(len(costs.calls), training, range(1, 2), range(1, 2), 2)
 
 
 @pytest.fixture
@@ -157,11 +140,11 @@ def without_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("step", [scalar, dictionary, functional])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("link", [None, LazyLink()], ids=["aliases", "copies"])
-def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, link: Link | None) -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["aliases", "copies"])
+def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, copies: bool) -> None:
     watch = Watch()
     model = Model(watch)
-    engine = Engine(model, DevicePool([torch.device("cpu")] * num_devices, link=link), stages, num_threads=1)
+    engine = Engine(model, cpu_pool(num_devices, copies=copies), stages, num_threads=1)
     for seed in range(3):
         batches = [(i, torch.randn(ROWS, WIDTH), torch.arange(ROWS)) for i in range(6)]
         engine.run(

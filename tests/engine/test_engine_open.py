@@ -13,9 +13,9 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import everything_kept
 
 NUM_MICROBATCHES = 3
 WIDTH = 4
@@ -46,14 +46,9 @@ def net() -> Net:
 
 @pytest.fixture
 def engine(net: Net) -> Iterator[Engine]:
-    made = Engine(net, DevicePool([torch.device("cpu")] * 2), plan_of_one_stage, num_threads=1)
+    made = Engine(net, cpu_pool(2), everything_kept, num_threads=1)
     yield made
     made.close()
-
-
-def plan_of_one_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    count = len(costs.calls)
-    return Partition(count, (Stage(0, StageKind.FUSED, 0, count),))
 
 
 def run(engine: Engine, net: Net, seed: int = 0) -> dict[str, Tensor]:
@@ -65,7 +60,7 @@ def run(engine: Engine, net: Net, seed: int = 0) -> dict[str, Tensor]:
     return {name: result.gradients[parameter] for name, parameter in net.named_parameters()}
 
 
-def workers() -> set[int | None]:
+def kept_threads() -> set[int | None]:
     return {thread.ident for thread in threading.enumerate() if thread.name.startswith("roundpipe-microbatch")}
 
 
@@ -90,9 +85,9 @@ def test_threads_stay_as_long_as_the_engine_is_open(engine: Engine, net: Net) ->
     for seed in range(3):
         run(engine, net, seed)
     assert len(set(used)) == NUM_MICROBATCHES
-    assert workers() == set(used)
+    assert kept_threads() == set(used)
     engine.close()
-    assert not workers()
+    assert not kept_threads()
     assert replaced() == originals
 
 
@@ -100,14 +95,14 @@ def test_without_open_nothing_is_left_between_steps(engine: Engine, net: Net) ->
     originals = replaced()
     for seed in range(2):
         run(engine, net, seed)
-        assert not workers()
+        assert not kept_threads()
         assert replaced() == originals
 
 
 @pytest.mark.parametrize("closed_first", [0, 1])
 def test_of_two_open_engines_the_last_puts_replacements_back(net: Net, closed_first: int) -> None:
     originals = replaced()
-    engines = [Engine(net, DevicePool([torch.device("cpu")]), plan_of_one_stage) for _ in range(2)]
+    engines = [Engine(net, cpu_pool(1), everything_kept) for _ in range(2)]
     for one in engines:
         one.open()
     installed = replaced()
@@ -117,7 +112,7 @@ def test_of_two_open_engines_the_last_puts_replacements_back(net: Net, closed_fi
     run(engines[1 - closed_first], net)
     engines[1 - closed_first].close()
     assert replaced() == originals
-    assert not workers()
+    assert not kept_threads()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -133,7 +128,7 @@ def test_an_open_engine_goes_on_after_an_error(engine: Engine, net: Net, error: 
         run(engine, net)
     net.inside = lambda x: None
     torch.testing.assert_close(run(engine, net), expected)
-    assert len(workers()) == NUM_MICROBATCHES
+    assert len(kept_threads()) == NUM_MICROBATCHES
 
 
 def test_waiting_threads_keep_nothing_of_a_step(engine: Engine, net: Net) -> None:
@@ -151,18 +146,18 @@ def test_waiting_threads_keep_nothing_of_a_step(engine: Engine, net: Net) -> Non
 
 
 def test_threads_are_made_anew_for_another_number_of_intra_op_threads(net: Net) -> None:
-    engine = Engine(net, DevicePool([torch.device("cpu")]), plan_of_one_stage)
+    engine = Engine(net, cpu_pool(1), everything_kept)
     engine.open()
     run(engine, net)
-    before = workers()
+    before = kept_threads()
     counts: list[int] = []
     net.inside = lambda x: counts.append(torch.get_num_threads())
     torch.set_num_threads(2)
     try:
         run(engine, net)
         assert counts == [2] * NUM_MICROBATCHES
-        assert len(workers()) == len(before) == NUM_MICROBATCHES
+        assert len(kept_threads()) == len(before) == NUM_MICROBATCHES
     finally:
         torch.set_num_threads(1)
         engine.close()
-    assert not workers()
+    assert not kept_threads()

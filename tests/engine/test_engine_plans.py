@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
@@ -22,13 +20,13 @@ from lightning_roundpipe.planning import (
     CostProfile,
     Machine,
     Partition,
-    Stage,
-    StageKind,
     plan_training,
     simulate,
     stage_costs,
 )
+from tests.support.lazy_link import cpu_pool
 from tests.support.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
+from tests.support.partitions import any_partition
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans made anew
@@ -153,20 +151,6 @@ def train(model: Trained, engine: Engine, num_steps: int, num_microbatches: int)
     return results
 
 
-def any_partition(num_calls: int, rng: random.Random) -> Partition:
-    """Stages cut anywhere."""
-    fused = rng.randrange(num_calls)
-
-    def cuts() -> list[tuple[int, int]]:
-        inner = sorted(rng.sample(range(1, fused), rng.randint(0, fused - 1))) if fused > 1 else []
-        return list(pairwise([0, *inner, fused])) if fused else []
-
-    pieces = [(StageKind.FORWARD, *piece) for piece in cuts()]
-    pieces.append((StageKind.FUSED, fused, num_calls))
-    pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(cuts()))
-    return Partition(num_calls, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
@@ -181,19 +165,14 @@ def test_new_plans_change_no_bit_of_the_results(
     planned: list[Partition] = []
 
     def always_another(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-        candidate = any_partition(len(costs.calls), rng)
+        candidate = any_partition(len(costs.calls), training, rng)
         while planned and candidate == planned[-1]:
-            candidate = any_partition(len(costs.calls), rng)
+            candidate = any_partition(len(costs.calls), training, rng)
         planned.append(candidate)
         return candidate
 
     def make(root: nn.Module, planner: plans.Planner) -> Engine:
-        return Engine(
-            root,
-            DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None),
-            planner,
-            num_threads=1,
-        )
+        return Engine(root, cpu_pool(num_devices, copies=copies), planner, num_threads=1)
 
     results = train(model, make(model, always_another), 9, num_microbatches)
     expected = train(reference, make(reference, kept), 9, num_microbatches)
@@ -244,34 +223,23 @@ def noting(seen: list[CostProfile]) -> plans.Planner:
     return planner
 
 
-def three_works() -> Model:
-    return Model([Work(1.0, 2.0) for _ in range(3)])
-
-
-def test_preset_costs_are_what_the_only_plan_is_made_from() -> None:
-    model, seen = three_works(), list[CostProfile]()
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before a step", "between steps"])
+def test_preset_costs_are_what_the_only_plan_is_made_from(num_before: int) -> None:
+    model, seen = Model([Work(1.0, 2.0) for _ in range(3)]), list[CostProfile]()
     engine = Engine(model, modelled_pool(2), noting(seen), num_threads=1)
+    for _ in range(num_before):
+        run(engine, model, rows=3, num_microbatches=3)
+    seen.clear()
     engine.preset_costs("train", PROFILE)
     assert engine.costs("train") == PROFILE
     results = [run(engine, model, rows=3, num_microbatches=3) for _ in range(5)]
     assert seen == [PROFILE]
-    assert not any(result.replanned for result in results)
+    assert not any(result.replanned for result in results[num_before:])
     assert engine.costs("train") == PROFILE
     with torch.no_grad():
         model.works.append(Work(1.0, 2.0))  # not called, but the module tree is another one: all plans are made anew
     run(engine, model, rows=3, num_microbatches=3)
     assert seen == [PROFILE, PROFILE]
-
-
-def test_costs_that_are_preset_between_steps_count_from_then_on() -> None:
-    model, seen = three_works(), list[CostProfile]()
-    engine = Engine(model, modelled_pool(2), noting(seen), num_threads=1)
-    run(engine, model, rows=3, num_microbatches=3)
-    engine.preset_costs("train", PROFILE)
-    for _ in range(3):
-        run(engine, model, rows=3, num_microbatches=3)
-    assert len(seen) == 2
-    assert seen[1] == engine.costs("train") == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -284,7 +252,7 @@ def test_costs_that_are_preset_between_steps_count_from_then_on() -> None:
 )
 @pytest.mark.parametrize("is_first", [True, False], ids=["before a step", "between steps"])
 def test_preset_costs_of_other_calls_are_refused(names: list[str], message: str, is_first: bool) -> None:
-    model = three_works()
+    model = Model([Work(1.0, 2.0) for _ in range(3)])
     engine = Engine(model, modelled_pool(1), recomputed, num_threads=1)
     other = CostProfile(tuple(CallCost(name, 1.0, 2.0) for name in names))
     if is_first:

@@ -119,12 +119,12 @@ class Held(Transfer):
         return self.is_over
 
     def await_done(self) -> None:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("no thread waits here")
 
     _await_by_reader = await_done
 
     def _then(self, then: Callable[[], None]) -> None:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("no thread waits here")
 
 
 class Story:
@@ -278,7 +278,7 @@ def test_a_working_copy_of_a_snapshot_leaves_the_master_updating() -> None:
     assert not story.checker.violations
 
 
-def test_an_end_without_a_beginning_is_noted_and_raised_when_nobody_follows_any_more() -> None:
+def test_an_end_without_a_beginning_is_noted_and_raised_when_the_checker_has_ended() -> None:
     weight = nn.Parameter(torch.zeros(2))
     message = "a weight of no unit: the end of its update, not during 'updating'"
     with pytest.raises(ProtocolError, match=message), following() as checker:

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine import gate as dispatch
 from lightning_roundpipe.engine import runner, step
 from lightning_roundpipe.engine.gate import Gate
@@ -21,16 +19,14 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGate, TracedUserCodeLock
 from lightning_roundpipe.planning import (
     Action,
-    CostProfile,
-    Partition,
     Span,
-    Stage,
-    StageKind,
     round_robin,
     simulate,
     stage_costs,
 )
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import everything_recomputed
 
 WIDTH = 4
 NUM_BLOCKS = 4
@@ -60,18 +56,10 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    """The last call is fused, every other one has a stage for its forward and one for its backward."""
-    last = len(costs.calls) - 1
-    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
-    pieces.append((StageKind.FUSED, last, last + 1))
-    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
-    return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
-def make_engine(model: Model, *, num_devices: int = 2, copies: bool = True) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None)
-    return Engine(model, pool, each_call_its_stage, num_threads=1)
+def make_engine(model: Model, *, num_devices: int = 2, copies: bool = True, trace: bool = False) -> Engine:
+    engine = Engine(model, cpu_pool(num_devices, copies=copies), everything_recomputed, num_threads=1)
+    engine.trace = trace
+    return engine
 
 
 def run(engine: Engine, model: Model, seed: int = 0) -> StepResult:
@@ -88,8 +76,8 @@ def of_kind(result: StepResult, kind: str) -> list[Span]:
 
 
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
-    """Two implementations of one rule: activations per action, gradients once per slot with a backward, and weights
-    once per slot; except that in the engine they stay where there is room and the same step needs them again."""
+    """Two implementations of one rule: activations per action, gradients once per stage run with a backward, weights
+    once per stage run; except that in the engine they stay where there is room and the same step needs them again."""
     model = Model()
     engine = make_engine(model)
     run(engine, model)
@@ -111,32 +99,12 @@ def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
 
 def test_nothing_travels_where_devices_share_the_memory_of_the_host() -> None:
     model = Model()
-    engine = make_engine(model, copies=False)
-    engine.trace = True
+    engine = make_engine(model, copies=False, trace=True)
     for _ in range(2):
         result = run(engine, model)
         assert result.bytes_up == result.bytes_down == (0, 0)
         assert of_kind(result, "h2d") == of_kind(result, "d2h") == []
     assert result.peak_memory_bytes == (None, None), "the host's memory is not divided among virtual devices"
-
-
-def test_the_time_of_a_step_covers_its_timeline() -> None:
-    model = Model()
-    engine = make_engine(model)
-    engine.trace = True
-    for _ in range(3):
-        result = run(engine, model)
-        assert result.step_ms >= result.timeline.makespan_ms > 0
-        assert min(span.start_ms for span in result.timeline.spans) >= 0
-
-
-def test_a_result_can_be_pickled() -> None:
-    model = Model()
-    engine = make_engine(model)
-    engine.trace = True
-    result = run(engine, model)
-    result.gradients = {}
-    assert pickle.loads(pickle.dumps(result)).timeline == result.timeline
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,21 +129,19 @@ def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -
     assert all(device.moved is None for device in engine._pool.devices)
 
 
-def test_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None:
+def test_runs_and_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None:
     model = Model()
     model.blocks[1].register_buffer("unused", torch.zeros(3))
-    engine = make_engine(model)
-    engine.trace = True
+    engine = make_engine(model, trace=True)
     run(engine, model)
     result = run(engine, model)
-    assert result.partition is not None
     uploads = Counter(span.label for span in of_kind(result, "h2d"))
     names = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
     assert uploads == {
         **{f"weights {name}": 1 for name in names},
         **{f"inputs {name}": 3 for name in names},
         **{f"saved {name}": 6 for name in names[:-1]},  # inputs and the gradient of the output
-        "buffers blocks.1": 2,  # for both of its slots
+        "buffers blocks.1": 2,  # in both of its stage runs
     }
     downloads = Counter(span.label for span in of_kind(result, "d2h"))
     assert downloads == {
@@ -184,39 +150,29 @@ def test_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None:
         **{f"saved {name}": 3 for name in names[:-1]},
         "results": 3,
     }
-    engine.trace = False
-    assert {span.kind for span in run(engine, model).timeline.spans} == {"compute"}
-
-
-def test_computing_labels_say_which_way_and_what() -> None:
-    model = Model()
-    engine = make_engine(model)
-    run(engine, model)
-    result = run(engine, model)
     computed = [span for span in of_kind(result, "compute") if span.microbatch_index == 1]
-    names = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
-    assert [span.label for span in computed] == [
-        *(f"F {name}" for name in names),
-        "B loss",
-        *(f"B {name}" for name in reversed(names)),
-    ]
+    forward, backward = [f"F {name}" for name in names], [f"B {name}" for name in reversed(names)]
+    assert [span.label for span in computed] == [*forward, "B loss", *backward]
     assert [span.stage_index for span in computed] == [0, 1, 2, 3, 3, 3, 4, 5, 6]
+    assert result.step_ms >= result.timeline.makespan_ms > 0
+    assert min(span.start_ms for span in result.timeline.spans) >= 0
+    result.gradients = {}
+    assert pickle.loads(pickle.dumps(result)).timeline == result.timeline
 
 
 def test_tracing_changes_no_result() -> None:
     model = Model()
-    plain, traced = make_engine(model), make_engine(model)
-    traced.trace = True
+    plain, traced = make_engine(model), make_engine(model, trace=True)
     for seed in range(3):
         one, other = run(plain, model, seed), run(traced, model, seed)
         assert torch.equal(torch.stack(one.outputs), torch.stack(other.outputs))
         assert all(torch.equal(gradient, other.gradients[p]) for p, gradient in one.gradients.items())
+        assert {span.kind for span in one.timeline.spans} == {"compute"}
 
 
 def test_a_failed_step_leaves_no_trace_behind() -> None:
     model = Model()
-    engine = make_engine(model)
-    engine.trace = True
+    engine = make_engine(model, trace=True)
     run(engine, model)
     model.blocks[2].failing = True
     with pytest.raises(ValueError, match="a unit failed"):
@@ -229,14 +185,14 @@ def test_a_failed_step_leaves_no_trace_behind() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Waits, forced one by one
 
-# Micro-batches 1 and 2 of a step, in slots 0 and 1; three stages on two devices.
+# Micro-batches 1 and 2 of a step, at places 0 and 1 of the schedule; three stages on two devices.
 SCHEDULE = round_robin(3, 2, 2)
 INDICES = range(1, 3)
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when somebody begins to wait at a gate or at a user-code lock."""
+    """Set when a thread begins to wait at a gate or at a user-code lock."""
     event = threading.Event()
 
     class Noted(dispatch._Signal):
@@ -267,46 +223,36 @@ def waits_of(waiting: Callable[[], None], begun: threading.Event, end: Callable[
     return list(trace.spans(CLOCK))
 
 
-CLOCK = Clock(DevicePool([torch.device("cpu")] * 2))
+CLOCK = Clock(cpu_pool(2))
 
 
-def make_trace() -> Trace:
-    trace = Trace(DevicePool([torch.device("cpu")] * 2))
+def make_trace() -> tuple[Trace, TracedGate]:
+    trace = Trace(cpu_pool(2))
     trace.begin(SCHEDULE, INDICES)
-    return trace
-
-
-def test_a_wait_for_the_turn(begun: threading.Event) -> None:
-    trace = make_trace()
     gate = TracedGate(trace, SCHEDULE, lambda device: None)
     gate.join(2)
+    return trace, gate
+
+
+def test_waits_at_the_gate_are_on_the_timeline(begun: threading.Event) -> None:
+    trace, gate = make_trace()
     gate.enter(Action(0, 0))
-    assert list(trace.spans(CLOCK)) == [], "nobody had to wait"
+    assert list(trace.spans(CLOCK)) == [], "nothing had to wait"
     before_ms = CLOCK.host_ms(0.0)
-    (wait,) = waits_of(lambda: gate.enter(Action(0, 1)) and None, begun, lambda: gate.leave(Action(0, 0)), trace)
-    assert (wait.kind, wait.device, wait.stage_index, wait.microbatch_index) == ("wait", 0, 0, 2)
-    assert wait.label == "its turn on the device"
-    assert before_ms < wait.start_ms < wait.end_ms
-
-
-def test_a_wait_for_buffers(begun: threading.Event) -> None:
-    trace = make_trace()
-    gate = TracedGate(trace, SCHEDULE, lambda device: None)
-    gate.join(2)
-    gate.enter(Action(0, 0))
-    gate.leave(Action(0, 0))
+    (turn,) = waits_of(lambda: gate.enter(Action(0, 1)) and None, begun, lambda: gate.leave(Action(0, 0)), trace)
+    assert (turn.kind, turn.device, turn.stage_index, turn.microbatch_index) == ("wait", 0, 0, 2)
+    assert turn.label == "its turn on the device"
+    assert before_ms < turn.start_ms < turn.end_ms
     gate.enter(Action(1, 0))
-    gate.enter(Action(0, 1))
-    (wait,) = waits_of(lambda: gate.await_position(1, 0, 3) and None, begun, lambda: gate.pass_position(0, 4), trace)
+    _, wait = waits_of(lambda: gate.await_position(1, 0, 3) and None, begun, lambda: gate.pass_position(0, 4), trace)
     assert (wait.device, wait.stage_index, wait.microbatch_index) == (0, 0, 2)
     assert wait.label == "the buffers of micro-batch 1"
     gate.await_position(1, 0, 3)
-    assert len(list(trace.spans(CLOCK))) == 1, "the second time nobody had to wait"
+    assert len(list(trace.spans(CLOCK))) == 2, "the second time nothing had to wait"
 
 
 def test_a_wait_for_the_user_code_lock(begun: threading.Event) -> None:
-    trace = make_trace()
-    gate = TracedGate(trace, SCHEDULE, lambda device: None)
+    trace, gate = make_trace()
     lock = TracedUserCodeLock(trace, (), lambda: False)
     one, other = UserCodeState(1, 0), UserCodeState(2, 0)
     lock.acquire(one)
@@ -329,8 +275,7 @@ def test_a_wait_for_the_user_code_lock(begun: threading.Event) -> None:
 def test_waits_of_a_step_are_on_its_timeline(begun: threading.Event) -> None:
     """A micro-batch computes until another one waits for it."""
     model = Model()
-    engine = make_engine(model, num_devices=1)
-    engine.trace = True
+    engine = make_engine(model, num_devices=1, trace=True)
     run(engine, model)
     begun.clear()
     original, first = Block.forward, threading.Lock()

@@ -1,4 +1,4 @@
-"""Training on GPUs equals plain Lightning on the CPU, on one GPU, on two workers of it, and on several."""
+"""Training on GPUs equals plain Lightning on the CPU, on one GPU, on two devices of it, and on several."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_raw_weights_of_the_head_used_outside_units(devices: list[int], tmp_path
 
 
 def test_dropout_does_not_depend_on_the_pool(devices: list[int], tmp_path: Path) -> None:
-    """Masks differ from the CPU's, but they are the same in every recomputation and on every number of workers."""
+    """Masks differ from the CPU's, but they are the same in every recomputation and on every number of devices."""
     options = {"num_microbatches": 4}
     one = train(Dropping, vectors(), tmp_path, devices=[0], options=options)
     found = train(Dropping, vectors(), tmp_path, devices=devices, options=options)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.integration import misuse, overlap, workers
 from lightning_roundpipe.optimizer import shares, update_part
 from lightning_roundpipe.weights import pending
+from tests.support.lazy_link import LazyLink
 from tests.support.protocol_checker import Event, ProtocolError, UnitState, following
 
 JOIN_S = 60.0

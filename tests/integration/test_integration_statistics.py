@@ -76,7 +76,7 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
 
 def test_figures_of_gpus() -> None:
     driver = StubDriver()
-    devices = [CudaDevice(i, 0, num_workers=2, memory_limit=1000, driver=driver) for i in range(2)]
+    devices = [CudaDevice(i, 0, num_sharing=2, memory_limit=1000, driver=driver) for i in range(2)]
     driver.host.lock(torch.ones(2**20))
     pool: Any = SimpleNamespace(devices=devices)
     found = pool_statistics(pool)

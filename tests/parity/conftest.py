@@ -33,8 +33,9 @@ from torch.utils.data import DataLoader
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import cuda_driver
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, Link, TimedLink
+from lightning_roundpipe.devices.virtual import Link, TimedLink
 from tests.support.cuda_stub import StubDriver
+from tests.support.lazy_link import LazyLink
 
 MakeModule = Callable[[], L.LightningModule]
 MakeData = Callable[[], Iterable[Any]]

@@ -1,8 +1,8 @@
 """A driver in the place of torch.cuda, on the host.
 
-Its copy streams are as late as they may be: what is given to one happens only when somebody waits for it, on the host
-or with another stream. What a copy will write to is poison until then, and a copy whose source or destination was let
-go meanwhile is noted as a violation. The stream that computes is the host itself, and never late.
+Its copy streams are as late as they may be: what is given to one happens only when the host or another stream waits for
+it. What a copy will write to is poison until then, and a copy whose source or destination was let go meanwhile is noted
+as a violation. The stream that computes is the host itself, and never late.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_roundpipe.devices.chunks import poison
 from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
-from lightning_roundpipe.devices.transfer import poison
 
 GIB = 2**30
 

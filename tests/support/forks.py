@@ -78,7 +78,7 @@ class Forks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._is_running:  # given up by whoever waited for it
+        if self._is_running:  # its caller has given up waiting for it
             os.killpg(self._process.pid, signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout):
             _opened(stream).close()

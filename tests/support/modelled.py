@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition
+from tests.support.partitions import cut_at, everything_kept
+from tests.support.taps import Tap
 
 WIDTH = 4
 
@@ -38,17 +41,9 @@ class ModelledDevice(VirtualDevice):
         return None if self.is_behind else end - start
 
 
-class _Spend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
-        NOW.ms += forward_ms
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        NOW.ms += ctx.backward_ms
-        return gradient, None, None
+def spend(ms: float) -> None:
+    """Moves the time of the calling thread."""
+    NOW.ms += ms
 
 
 class Work(nn.Module):
@@ -63,7 +58,9 @@ class Work(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         NOW.ms += self.first_ms[0]
         self.first_ms[0] = 0.0
-        return _Spend.apply(self.linear(x), *(len(x) * ms for ms in self.times))
+        forward, backward = (partial(spend, len(x) * ms) for ms in self.times)
+        y: Tensor = Tap.apply(self.linear(x), forward, backward)
+        return y
 
 
 class Model(nn.Module):
@@ -92,19 +89,13 @@ def run(engine: Engine, model: Model, rows: int, num_microbatches: int, **kwargs
     return engine.run(StepRequest(model.step, parts, [len(p) / rows for p in parts], **settings))
 
 
-def kept(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
-    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
+kept = everything_kept
 
 
 def recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
-    """Everything but the last call is recomputed."""
+    """Everything but the last call is recomputed, in one stage."""
     count = len(costs.calls)
-    stages = (
-        Stage(0, StageKind.FORWARD, 0, count - 1),
-        Stage(1, StageKind.FUSED, count - 1, count),
-        Stage(2, StageKind.BACKWARD, 0, count - 1),
-    )
-    return Partition(count, stages)
+    return cut_at(count, training, (), (), count - 1)
 
 
 def times_of(profile: CostProfile | None) -> list[tuple[float, float]]:

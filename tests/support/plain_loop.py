@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.common.seeds import derive_seed
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import Action, Partition, Schedule, Stage, StageKind
+from lightning_roundpipe.planning import Action, Partition, Schedule, StageKind
+from tests.support.lazy_link import cpu_pool
+from tests.support.partitions import cut_at
 
 WIDTH = 3
 ROWS = 2
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         self.features = features
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.dropout = nn.Dropout(0.5 if "dropout" in features else 0.0)
-        self.visit: list[Callable[[Tensor], None]] = []  # in a list: shared by the replicas
+        self.watch: list[Callable[[Tensor], None]] = []  # in a list: shared by the replicas
         if "buffers" in features:
             self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
             self.register_buffer("level", torch.zeros(WIDTH, dtype=torch.float64))
@@ -46,8 +46,8 @@ class Layer(nn.Module):
         y = x
         if "buffers" in self.features:
             level, previous = self.level * 0.7 + x.detach().mean(0), self.previous * 0.5 + x.detach().amax(0)
-        for visit in self.visit:
-            visit(x)
+        for watch in self.watch:
+            watch(x)
         if "buffers" in self.features:
             if self.training:
                 self.level.copy_(level)  # changed in place,
@@ -85,6 +85,20 @@ class Network(nn.Module):
         return (x * self.scale).square().mean()
 
 
+class Chain(nn.Module):
+    """Linear units in a row, and nothing else."""
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_units))
+
+    def step(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for unit in self.units:
+            x = unit(x)
+        return x.square().mean()
+
+
 class Case:
     """A network in an engine beside a copy of it in a plain loop over the micro-batches."""
 
@@ -96,7 +110,7 @@ class Case:
         self.planner: Callable[[int, bool], Partition] = each_call_its_stage
         self.engine = Engine(
             self.model,
-            DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None),
+            cpu_pool(num_devices, copies=copies),
             lambda profile, num_microbatches, training: self.planner(len(profile.calls), training),
             scheduler=lambda num_stages, num_microbatches, *_: (scheduler(num_stages, num_microbatches), 0),
             num_threads=1,
@@ -188,21 +202,6 @@ def plain_losses(
 
 def each_call_its_stage(count: int, training: bool) -> Partition:
     return cut_at(count, training, range(1, count), range(1, count), count - 1)
-
-
-def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:
-    """Stages that begin at the given calls; for evaluation, ``backward`` and ``fused`` play no role."""
-    if not training:
-        pieces = [(StageKind.FORWARD, *piece) for piece in pairwise([0, *forward, count])]
-    else:
-        pieces = [(StageKind.FORWARD, *piece) for piece in _pieces(forward, fused)]
-        pieces.append((StageKind.FUSED, fused, count))
-        pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(_pieces(backward, fused)))
-    return Partition(count, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
-def _pieces(cuts: Sequence[int], stop: int) -> list[tuple[int, int]]:
-    return list(pairwise([0, *(c for c in cuts if c < stop), stop])) if stop else []
 
 
 def assert_order(result: StepResult) -> None:

@@ -1,20 +1,16 @@
-"""Random small graphs of units, random plans for them, and their gradients in plain autograd."""
+"""Random small graphs of units, and their gradients in plain autograd."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from tests.support.lazy_link import cpu_pool
 
 WIDTH = 3
 NUM_UNITS = 4
@@ -100,47 +96,10 @@ class Graph(nn.Module):
         return [nn.functional.linear(a, cell.second.weight)]
 
 
-def random_partition(num_calls: int, training: bool, seed: int) -> Partition:
-    """Stages cut anywhere."""
-    rng = random.Random(seed)
-    if num_calls == 0 or not training:
-        kind = StageKind.FUSED if training else StageKind.FORWARD
-        return Partition(num_calls, (Stage(0, kind, 0, num_calls),))
-    fused = rng.randrange(num_calls)
-
-    def cuts() -> list[tuple[int, int]]:
-        inner = sorted(rng.sample(range(1, fused), rng.randint(0, fused - 1))) if fused > 1 else []
-        return list(pairwise([0, *inner, fused])) if fused else []
-
-    pieces = [(StageKind.FORWARD, *piece) for piece in cuts()]
-    pieces.append((StageKind.FUSED, fused, num_calls))
-    pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(cuts()))
-    return Partition(num_calls, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
-def planner(seed: int) -> Planner:
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-        return random_partition(len(costs.calls), training, seed)
-
-    return plan
-
-
-def everything_kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
-
-
-def everything_recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    """All calls but the last are recomputed, each in a stage of its own."""
-    last = len(costs.calls) - 1
-    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
-    pieces.append((StageKind.FUSED, last, last + 1))
-    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
-    return Partition(len(costs.calls), tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
 def make_engine(root: nn.Module, plan: Planner, *, devices: int, round_size: int | None, copies: bool) -> Engine:
-    pool = DevicePool([torch.device("cpu")] * devices, link=LazyLink() if copies else None)
-    return Engine(root, pool, plan, round_size=round_size, unit_classes=[Cell], num_threads=1)
+    return Engine(
+        root, cpu_pool(devices, copies=copies), plan, round_size=round_size, unit_classes=[Cell], num_threads=1
+    )
 
 
 def run(engine: Engine, graph: Graph, rows: Tensor, num_microbatches: int, seed: int) -> StepResult:

@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane
-from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UnitWrites, UserCodeLock, UserCodeState, entered
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 from lightning_roundpipe.weights.gradients import GradientStore
+from tests.support.lazy_link import LazyLink
 
 STAGE = torch.device("meta")
 HOST = torch.device("cpu")

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.usercode.loose_gradients import nested_backwards_followed
+from tests.support.lazy_link import LazyLink
 
 WIDTH, ROWS, COUNT = 4, 2, 6
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
-from lightning_roundpipe.devices.virtual_lanes import LazyTransfer
+from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 from lightning_roundpipe.weights.gradients import GradientStore
+from tests.support.lazy_link import LazyLink, LazyTransfer
 
 ROWS, COLUMNS = 4, 3
 NUM_BYTES = ROWS * COLUMNS * 4

@@ -15,10 +15,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
+from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.usercode.outputs import Results, brought_home
+from tests.support.lazy_link import LazyLink
 
 Pair = namedtuple("Pair", "left right")
 

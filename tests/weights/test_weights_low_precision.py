@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.weights.casts import Use
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
+from tests.support.lazy_link import LazyLink
 from tests.support.plain_loop import cut_at, each_call_its_stage
 
 LOW = torch.bfloat16

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.weights.parameters import GradientStore
+from tests.support.lazy_link import LazyLink
 
 WIDTH = 4
 

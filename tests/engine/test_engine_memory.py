@@ -1,4 +1,4 @@
-"""What the planner takes for possible within a memory limit, the books of the devices let pass."""
+"""Devices whose memory is short: what the planner takes for possible fits, and a limit changes no result."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import LazyLink, TimedLink
+from lightning_roundpipe.devices.virtual import Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
+from tests.support.lazy_link import LazyLink
+from tests.support.partitions import planner
+from tests.support.random_graphs import (
+    WIDTH,
+    Cell,
+    Graph,
+    Instruction,
+    names,
+    plain_gradients,
+    programs,
+    run,
+    some_units,
+)
 
 NUM_STEPS = 3  # the second one ends with a plan from measured costs
 
@@ -72,10 +85,10 @@ def test_what_is_planned_fits(
     microbatches = [torch.randn(rows, width) for _ in range(num_microbatches)]
     expected = _plain_gradients(net, microbatches)
 
-    def run(limit: int | None) -> CostProfile | None:
+    def run_within(limit: int | None) -> CostProfile | None:
         """A few steps; the costs if they have succeeded."""
 
-        def planner(costs: CostProfile, num_microbatches: int, is_training: bool) -> Partition:
+        def plan(costs: CostProfile, num_microbatches: int, is_training: bool) -> Partition:
             return plan_training(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
 
         machine = Machine(num_devices, limit)
@@ -83,7 +96,7 @@ def test_what_is_planned_fits(
         pool = DevicePool([torch.device("cpu")] * num_devices, link=link, memory_limit=limit)
         # As units: what is too large would be divided.
         units = [Block, nn.Linear]
-        engine = Engine(net, pool, planner, machine=machine, round_size=round_size, unit_classes=units, num_threads=1)
+        engine = Engine(net, pool, plan, machine=machine, round_size=round_size, unit_classes=units, num_threads=1)
         weights = [1.0 / num_microbatches] * num_microbatches
         try:
             for seed in range(NUM_STEPS):
@@ -99,15 +112,15 @@ def test_what_is_planned_fits(
             assert [device.memory.used for device in pool.devices] == [0] * num_devices
             assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe")]
 
-    costs = run(None)
+    costs = run_within(None)
     assert costs is not None
     calls = costs.calls
     # Between two stages waits what the calls but the last gave, for each micro-batch of a round.
     waiting = max(call.output_bytes for call in calls[:-1]) * min(num_microbatches, round_size or num_microbatches)
     least = waiting + max(needed_bytes(call, is_training=True) for call in calls)
-    assert run(least - 1) is None
+    assert run_within(least - 1) is None
     # The micro-batch that records has all its calls on one device, and so its own input beside them.
-    assert run(least + calls[0].input_bytes + int(room * least)) is not None
+    assert run_within(least + calls[0].input_bytes + int(room * least)) is not None
 
 
 def _plain_gradients(net: nn.Module, microbatches: list[Tensor]) -> dict[str, Tensor]:
@@ -115,3 +128,55 @@ def _plain_gradients(net: nn.Module, microbatches: list[Tensor]) -> dict[str, Te
     torch.stack([plain(x) for x in microbatches]).mean().backward()
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def make_engine(graph: nn.Module, seed: int, devices: int, link: Link, limit: int | None) -> tuple[Engine, DevicePool]:
+    pool = DevicePool([torch.device("cpu")] * devices, link=link, memory_limit=limit)
+    return Engine(graph, pool, planner(seed), round_size=2, unit_classes=[Cell], num_threads=1), pool
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    program=programs,
+    frozen=some_units,
+    devices=st.integers(1, 3),
+    num_microbatches=st.integers(1, 4),
+    share=st.floats(0.3, 1.0),
+    lazy=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_a_limit_is_kept_and_changes_no_result(
+    program: list[Instruction],
+    frozen: frozenset[int],
+    devices: int,
+    num_microbatches: int,
+    share: float,
+    lazy: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    graph = Graph(program, frozen, dropout=0.0).double()
+    rows = torch.randn(5, WIDTH, dtype=torch.float64)
+    expected = plain_gradients(graph, rows, num_microbatches)
+    free, pool = make_engine(graph, seed, devices, LazyLink(), None)
+    for step in range(3):
+        run(free, graph, rows, num_microbatches, seed=step)
+    limit = int(share * max(device.memory.peak for device in pool.devices))
+    engine, pool = make_engine(graph, seed, devices, LazyLink() if lazy else TimedLink(), limit)
+    for step in range(3):
+        try:
+            result = run(engine, graph, rows, num_microbatches, seed=step)
+        except DeviceOutOfMemoryError:
+            assert share < 1.0
+            continue
+        finally:
+            assert all(device.memory.peak <= limit for device in pool.devices)
+            assert all(
+                device.memory.peaks.keys() == {"weights", "gradients", "activations", "other"}
+                for device in pool.devices
+            )
+        assert names(graph, result.gradients) == names(graph, expected)
+        for parameter, gradient in expected.items():
+            torch.testing.assert_close(result.gradients[parameter], gradient, rtol=1e-9, atol=1e-12)
+    engine.close()
+    assert [device.memory.used for device in pool.devices] == [0] * devices

@@ -1,0 +1,226 @@
+"""What GPUs may use of their memory, and what the driver asks of torch."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.autograd.randomness import device_generator_seeded
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from tests.support.cuda_stub import GIB, StubDriver
+
+MIB = 2**20
+JOIN_S = 60.0
+
+
+@pytest.fixture
+def driver() -> StubDriver:
+    return StubDriver()
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "fraction", "num_sharing", "expected"),
+    [
+        (MemoryState(20 * GIB, 24 * GIB, 0, 0), 1.0, 1, 20 * GIB - int(0.05 * 24 * GIB)),
+        (MemoryState(20 * GIB, 24 * GIB, 0, 0), None, 1, 20 * GIB - int(0.05 * 24 * GIB)),
+        (MemoryState(20 * GIB, 24 * GIB, 0, 0), 1.0, 2, (20 * GIB - int(0.05 * 24 * GIB)) // 2),
+        # The user allows half: what this process has allocated counts.
+        (MemoryState(20 * GIB, 24 * GIB, 2 * GIB, 3 * GIB), 0.5, 1, 10 * GIB - int(0.05 * 24 * GIB)),
+        # What the allocator keeps for nothing is as good as free.
+        (MemoryState(5 * GIB, 24 * GIB, 2 * GIB, 10 * GIB), 1.0, 1, 13 * GIB - int(0.05 * 24 * GIB)),
+        (MemoryState(3 * GIB, 4 * GIB, 0, 0), 1.0, 1, 3 * GIB - GIB // 2),
+    ],
+)
+def test_the_default_limit(
+    driver: StubDriver, state: MemoryState, fraction: float | None, num_sharing: int, expected: int
+) -> None:
+    driver.state, driver.user_fraction = state, fraction
+    devices = [CudaDevice(i, 0, num_sharing=num_sharing, driver=driver) for i in range(num_sharing)]
+    assert [device.memory.limit for device in devices] == [expected] * num_sharing
+    assert driver.user_fraction == fraction, "the user's setting stays"
+    for device in devices:
+        device.dispose()
+
+
+def test_a_full_gpu_is_refused(driver: StubDriver) -> None:
+    driver.state = MemoryState(GIB, 24 * GIB, 0, 0)
+    with pytest.raises(DeviceOutOfMemoryError, match="has 1024 of 24576 MiB to give"):
+        CudaDevice(0, 0, driver=driver)
+
+
+@pytest.mark.parametrize("users", [1.0, 0.9, None])
+def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDriver, users: float | None) -> None:
+    driver.user_fraction = users
+    first, second = (CudaDevice(i, 0, num_sharing=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
+    assert first.memory.limit == second.memory.limit == 6 * GIB
+    assert driver.user_fraction == 0.5
+    first.dispose()
+    first.dispose()
+    assert driver.user_fraction == 0.5, "another device needs it"
+    second.dispose()
+    assert driver.user_fraction == (1.0 if users is None else users)
+
+
+def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> None:
+    driver.user_fraction = 0.25
+    device = CudaDevice(0, 0, memory_limit=12 * GIB, driver=driver)
+    assert device.memory.limit == 6 * GIB
+    assert driver.user_fraction == 0.25
+    device.dispose()
+    assert driver.user_fraction == 0.25
+    driver.limit(torch.device("cpu"), 12 * GIB)
+    assert driver.user_fraction == 0.25
+    driver.unlimit(torch.device("cpu"))
+
+
+def test_page_locks_go_with_the_last_device(driver: StubDriver) -> None:
+    devices = [CudaDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
+    weight = torch.randn(MIB)
+    driver.host.lock(weight)
+    devices[0].dispose()
+    assert driver.locked
+    devices[1].dispose()
+    assert not driver.locked
+    assert devices[0].memory.name == "device 0 on GPU 0"
+
+
+# --- what it calls of torch --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for torch.cuda: notes what is called, and returns what it is told to."""
+
+    def __init__(self, **returns: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._returns = returns
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._returns:
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, *args, *kwargs.items()))
+            return self._returns[name]
+
+        return call
+
+
+GPU = torch.device("cuda", 1)
+
+
+def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = Recorder(record=None)
+    fake = Recorder(
+        set_device=None, default_stream="default", Stream="new", stream="context", Event=event,
+        mem_get_info=(3, 8), memory_allocated=1, memory_reserved=2, max_memory_allocated=7,
+        get_per_process_memory_fraction=0.5, set_per_process_memory_fraction=None,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", fake)
+    driver = CudaDriver()
+    assert driver.torch_device(1) == GPU
+    driver.set_device(GPU)
+    assert driver.default_stream(GPU) == "default"
+    assert driver.new_stream(GPU) == "new"
+    assert driver.on("stream") == "context"
+    assert driver.record("stream", is_timed=True) is event
+    assert event.calls == [("record", "stream")]
+    assert ("Event", ("enable_timing", True), ("blocking", True)) in fake.calls
+    assert driver.memory(GPU) == MemoryState(free=3, total=8, allocated=1, reserved=2)
+    assert driver.peak_allocated(GPU) == 7
+    assert driver.fraction(GPU) == 0.5
+    driver.limit(GPU, 2)
+    driver.unlimit(GPU)
+    assert [call for call in fake.calls if call[0].startswith("set_per")] == [
+        ("set_per_process_memory_fraction", 0.25, GPU),
+        ("set_per_process_memory_fraction", 0.5, GPU),
+    ]
+
+
+def test_older_versions_of_torch_cannot_tell_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", Recorder())
+    assert CudaDriver().fraction(GPU) is None
+
+
+def test_the_driver_copies_and_tells_the_allocator() -> None:
+    class Noting(Tensor):
+        told: list[Any]
+
+        def record_stream(self, stream: Any) -> None:  # type: ignore[override]
+            self.told = [stream]
+
+    tensor = torch.zeros(3).as_subclass(Noting)
+    CudaDriver().copy(tensor, torch.ones(3))
+    assert tensor.eq(1).all()
+    CudaDriver().record_stream(tensor, "stream")
+    assert tensor.told == ["stream"]
+    assert not CudaDriver().is_page_locked(torch.zeros(3))
+
+
+def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would report it again to the next launch, which has nothing to do with it."""
+    runtime = Recorder(cudaHostRegister=712, cudaHostUnregister=713)
+    monkeypatch.setattr(torch, "cuda", Recorder(cudart=runtime))
+    launches: list[Any] = []
+
+    def raises(*args: Any, **kwargs: Any) -> Tensor:
+        launches.append(kwargs)
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    monkeypatch.setattr(torch, "zeros", raises)
+    driver = CudaDriver()
+    assert driver.page_lock(4096, 100) == 712
+    driver.page_unlock(4096)
+    assert runtime.calls == [("cudaHostRegister", 4096, 100, 1), ("cudaHostUnregister", 4096)]
+    assert launches == [{"device": "cuda"}] * 2
+
+
+def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", Recorder(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0)))
+    monkeypatch.setattr(torch, "zeros", None)
+    driver = CudaDriver()
+    assert driver.page_lock(4096, 100) == 0
+    driver.page_unlock(4096)
+
+
+def test_devices_of_a_gpu_draw_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the generator of the GPU: a seed in the middle of another unit would change its numbers."""
+    generators = {0: torch.Generator(), 1: torch.Generator()}
+    fake = SimpleNamespace(
+        default_generators=generators,
+        get_rng_state=lambda device: generators[device.index].get_state(),
+        set_rng_state=lambda state, device: generators[device.index].set_state(state),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    before = generators[0].get_state()
+    drawn: dict[int, Tensor] = {}
+
+    def draw(seed: int, ordinal: int) -> None:
+        with device_generator_seeded(torch.device("cuda", ordinal), seed):
+            is_in.release()
+            assert may_go_on.acquire(timeout=JOIN_S)
+            drawn[seed] = torch.rand(3, generator=generators[ordinal])
+
+    is_in, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+    threads = [threading.Thread(target=draw, args=(seed, ordinal)) for seed, ordinal in ((1, 0), (2, 0), (3, 1))]
+    for thread in threads:
+        thread.start()
+    assert is_in.acquire(timeout=JOIN_S)
+    assert is_in.acquire(timeout=JOIN_S), "the other GPU's unit waits as well"
+    assert not is_in.acquire(blocking=False), "two units draw from one generator"
+    may_go_on.release(3)
+    for thread in threads:
+        thread.join(JOIN_S)
+    for seed, values in drawn.items():
+        assert torch.equal(values, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+    assert len(drawn) == 3
+    assert torch.equal(generators[0].get_state(), before)

@@ -1,0 +1,64 @@
+"""Partitions into stages, as planners of an engine give them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_roundpipe.engine.runner import Planner
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+
+
+def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:
+    """Stages that begin at the given calls; for evaluation, ``backward`` and ``fused`` play no role."""
+    if not training:
+        pieces = [(StageKind.FORWARD, *piece) for piece in pairwise([0, *forward, count])]
+    else:
+        pieces = [(StageKind.FORWARD, *piece) for piece in _pieces(forward, fused)]
+        pieces.append((StageKind.FUSED, fused, count))
+        pieces.extend((StageKind.BACKWARD, *piece) for piece in reversed(_pieces(backward, fused)))
+    return Partition(count, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+
+
+def _pieces(cuts: Sequence[int], stop: int) -> list[tuple[int, int]]:
+    return list(pairwise([0, *(c for c in cuts if c < stop), stop])) if stop else []
+
+
+def everything_kept(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+    """One stage, fused."""
+    count = len(costs.calls)
+    return Partition(count, (Stage(0, StageKind.FUSED, 0, count),))
+
+
+def everything_recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+    """The last call is fused, every other one has a stage for its forward and one for its backward."""
+    count = len(costs.calls)
+    return cut_at(count, training, range(1, count), range(1, count), max(0, count - 1))
+
+
+def two_calls_fused(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+    """The last two calls are fused, every other one has a stage for its forward and one for its backward."""
+    count = len(costs.calls)
+    return cut_at(count, training, range(1, count), range(1, count), count - 2)
+
+
+def any_partition(num_calls: int, training: bool, rng: random.Random) -> Partition:
+    """Stages cut anywhere, forward and backward in different places."""
+    if num_calls == 0 or not training:
+        kind = StageKind.FUSED if training else StageKind.FORWARD
+        return Partition(num_calls, (Stage(0, kind, 0, num_calls),))
+    fused = rng.randrange(num_calls)
+    forward, backward = (
+        sorted(rng.sample(range(1, fused), rng.randint(0, fused - 1))) if fused > 1 else [] for _ in range(2)
+    )
+    return cut_at(num_calls, training, forward, backward, fused)
+
+
+def planner(seed: int) -> Planner:
+    """The same stages, cut anywhere, for every number of micro-batches."""
+
+    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+        return any_partition(len(costs.calls), training, random.Random(seed))
+
+    return plan
