@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from ..common.attributes import attribute_set
 from ..usercode.lock import current
 
 
@@ -48,10 +49,8 @@ def checkpoints_passed_through() -> Iterator[None]:
         else:
             yield from generator(*args, **kwargs)
 
-    torch_checkpoint.CheckpointFunction = PassThrough  # type: ignore[misc]
-    torch_checkpoint._checkpoint_without_reentrant_generator = pass_through
-    try:
+    with (
+        attribute_set(torch_checkpoint, "CheckpointFunction", PassThrough),
+        attribute_set(torch_checkpoint, "_checkpoint_without_reentrant_generator", pass_through),
+    ):
         yield
-    finally:
-        torch_checkpoint.CheckpointFunction = function  # type: ignore[misc]
-        torch_checkpoint._checkpoint_without_reentrant_generator = generator

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from ..common.attributes import attribute_set
 from ..common.graphs import walk_graph
 from .lock import current
 
@@ -159,11 +160,8 @@ def nested_backwards_followed() -> Iterator[None]:
                 "RoundPipeStrategy(units=[TheClassAroundIt])"
             )
 
-    torch.autograd.backward = backward
-    try:
+    with attribute_set(torch.autograd, "backward", backward):
         yield
-    finally:
-        torch.autograd.backward = original
 
 
 @contextlib.contextmanager

@@ -20,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_roundpipe.autograd import compiling
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import LazyLink
+from lightning_roundpipe.engine import step as step_module
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
+from lightning_roundpipe.usercode.lock import UserCodeLock
 from tests.support.modelled import NOW, kept, modelled_pool, recomputed, times_of
 
 WIDTH = 8
@@ -622,50 +624,20 @@ def test_time_spent_compiling_is_no_cost_of_the_unit() -> None:
     assert max(max(times) for times in times_of(engine.costs("train"))) == 0.0
 
 
-def test_units_and_compiling_exclude_each_other() -> None:
-    model, graphs = Model(), Graphs()
-    engine = make_engine(model, {"backend": graphs})
-    step = threading.Thread(target=train, args=(engine, model, parts_of(2, 2, 2)))
-    gate = compiling._gate
-    with gate.shared():  # a unit runs
-        step.start()
-        with gate._changed:
-            assert gate._changed.wait_for(lambda: gate._is_taken, 60)
-        assert graphs.seen == []
-    step.join(60)
-    assert graphs.seen != []
+def test_a_unit_that_is_compiled_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks: list[UserCodeLock] = []
+    seen: list[tuple[int, bool]] = []
 
+    def make_lock(*args: Any) -> UserCodeLock:
+        locks.append(UserCodeLock(*args))
+        return locks[-1]
 
-def test_a_thread_that_compiles_is_alone() -> None:
-    gate = compiling._Gate()
-    inside, over = threading.Event(), threading.Event()
-    order: list[str] = []
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        seen.append((locks[-1]._num_units, locks[-1]._exclusive == threading.get_ident()))
+        return graph
 
-    def unit() -> None:
-        with gate.shared():
-            inside.set()
-            over.wait(10)
-            order.append("unit")
-
-    def compiles() -> None:
-        with gate.alone():
-            order.append("alone")
-
-    threads = [threading.Thread(target=unit)]
-    threads[0].start()
-    inside.wait(10)
-    threads.append(threading.Thread(target=compiles))
-    threads[1].start()
-    with gate._changed:
-        assert gate._changed.wait_for(lambda: gate._is_taken, 10)
-    late = threading.Thread(target=lambda: order.append("late") if _passed(gate) else None)
-    late.start()
-    over.set()
-    for thread in (*threads, late):
-        thread.join(10)
-    assert order == ["unit", "alone", "late"]
-
-
-def _passed(gate: compiling._Gate) -> bool:
-    with gate.shared():
-        return True
+    monkeypatch.setattr(step_module, "UserCodeLock", make_lock)
+    engine = make_engine(model := Model(), {"backend": backend})
+    for sizes in ((2, 2, 2), (3, 4, 5)):
+        train(engine, model, parts_of(*sizes))
+    assert seen == [(0, True)] * 4

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.autograd.randomness import Draws
 from lightning_roundpipe.autograd.recompute import GradientCutError
+from lightning_roundpipe.autograd.unit_run import UnitRunner
+from lightning_roundpipe.common import trees
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)
@@ -141,3 +147,39 @@ def test_a_unit_that_fills_a_list_it_was_given_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="changes a list or dict that it was given"):
         run_once(step, model)
+
+
+# --- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("draws", [Draws.GPU, Draws.GPU | Draws.HOST], ids=["gpu", "both"])
+def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, draws: Draws, is_shared: bool
+) -> None:
+    """Without a dispatch mode if it draws there alone, and in an exclusive section if other devices are that GPU."""
+    generator = torch.Generator().manual_seed(1)
+    fake = SimpleNamespace(
+        default_generators=[None, generator],
+        get_rng_state=lambda device: generator.get_state(),
+        set_rng_state=lambda state, device: generator.set_state(state),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    state, lock = UserCodeState(0, 0), UserCodeLock((), lambda: False)
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch._C._len_torch_dispatch_stack() == (Draws.HOST in draws)
+            assert lock.is_held_by(state) is is_shared
+            return torch.empty(3).uniform_() if Draws.HOST in draws else torch.rand(3, generator=generator)
+
+    device = SimpleNamespace(torch_device=torch.device("cuda", 1), is_shared=is_shared)
+    call = SimpleNamespace(facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None)
+    leaves: list[Any] = []
+    call.structure = trees.flatten_call((torch.zeros(3),), {}, [], leaves)
+    runner = UnitRunner(state, lock, lambda index: 10 + index, torch.zeros(()))
+    before = generator.get_state()
+    (drawn,) = runner.run(call, SimpleNamespace(module=Drawing(), device=device), leaves).leaves
+    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(14)))
+    assert generator.get_state().equal(before)
+    assert not lock.is_held_by(state)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_roundpipe.common.attributes import UnitWrites
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane
 from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
-from lightning_roundpipe.usercode.lock import UnitWrites, UserCodeLock, UserCodeState, entered
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 from lightning_roundpipe.weights.gradients import GradientStore
 
@@ -168,7 +169,7 @@ def test_hooks_of_units_are_user_code(user_code: UserCode, on_host: Tensor, on_s
     with lock.released(user_code.state):
         with lock.in_user_code(user_code.state):
             assert F.mse_loss(on_host, on_stage).device == STAGE
-        with lock.borrowed(), lock.in_user_code(user_code.state):
+        with lock.exclusive(), lock.in_user_code(user_code.state):
             assert F.mse_loss(on_host, on_stage).device == STAGE
     user_code.state.unit_writes = None
 
