@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lightning_roundpipe.pictures import draw_timelines  # noqa: E402  (the package of this checkout, installed or not)
-
 from lightning_roundpipe.planning import (  # noqa: E402
     CallCost,
     CostProfile,
