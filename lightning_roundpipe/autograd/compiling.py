@@ -35,7 +35,6 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 
-from ..usercode.implicit_transfers import ImplicitTransfers
 from ..usercode.lock import UserCodeLock, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
@@ -110,15 +109,14 @@ class UnitCompiler:
             with lock.unit_running():
                 return module.forward(*args, **kwargs), False
         function = self._function_of(replica)
-        with _implicit_transfers_aside():
-            with lock.unit_running():
-                with contextlib.suppress(_NotCompiled):
-                    if function.num_versions:
-                        return function.cached(module, args, kwargs), False
-                if function.is_final:
-                    return module.forward(*args, **kwargs), False
-            with lock.exclusive(alone=True):
-                return self._compile(function, replica, args, kwargs)
+        with lock.unit_running():
+            with contextlib.suppress(_NotCompiled):
+                if function.num_versions:
+                    return function.cached(module, args, kwargs), False
+            if function.is_final:
+                return module.forward(*args, **kwargs), False
+        with lock.exclusive(alone=True):
+            return self._compile(function, replica, args, kwargs)
 
     @staticmethod
     def _suits(call: Call) -> bool:
@@ -241,18 +239,4 @@ def _has_hooks(unit: Unit) -> bool:
 
 def _has_other_modes() -> bool:
     """Whether user code has entered a mode around the unit that sees every operator."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return torch._C._len_torch_dispatch_stack() > 0 or any(not isinstance(mode, ImplicitTransfers) for mode in modes)
-
-
-@contextlib.contextmanager
-def _implicit_transfers_aside() -> Iterator[None]:
-    """Without the mode of :mod:`usercode.implicit_transfers`, which does nothing in units, but would be traced."""
-    modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
-    try:
-        yield
-    finally:
-        while modes:
-            torch._C._push_on_torch_function_stack(modes.pop())
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..common import trees
 from ..common.attributes import UnitWrites, assign, read
+from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
@@ -99,6 +100,7 @@ class UnitRunner:
         relays, call.relays = call.relays, []
         _active.run = (self, call, relays)
         self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
+        mode = self.state.mode = take_off_mode()
         written: list[tuple[nn.Module, str, Any]] = []
         draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
         drawn, was_compiled = Draws.NOWHERE, False
@@ -113,7 +115,9 @@ class UnitRunner:
             if call.facts is None:
                 self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
         finally:
-            self.state.unit_writes, self.state.is_recomputing = None, False
+            put_on_mode(mode)
+            self.state.mode = self.state.unit_writes = None
+            self.state.is_recomputing = False
             _active.run = None
             written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
             for module, name, value in previous:

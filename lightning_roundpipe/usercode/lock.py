@@ -44,6 +44,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
@@ -75,6 +76,8 @@ class UserCodeState:
             been done.
         lock: of the step; None when no step runs.
         call_unit: runs a unit; None while the thread is inside one.
+        mode: what brings operands of user code to one device, see [Note: implicit transfers]; None outside units, where
+            it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.
         on_checkpoint: called when user code uses an activation checkpoint.
@@ -90,6 +93,7 @@ class UserCodeState:
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
         self.call_unit: Callable[..., Any] | None = None
+        self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
         self.loose: NestedBackwards | None = None
         self.on_module_hook: Callable[[], None] = _nothing
@@ -232,16 +236,17 @@ class UserCodeLock:
         """For user code that a unit calls back (hooks on its submodules): its writes are those of user code."""
         writes, state.unit_writes = state.unit_writes, None
         call_unit, state.call_unit = state.call_unit, None
-        is_exclusive = self._exclusive == threading.get_ident()
+        mode, state.mode = state.mode, None
         try:
-            if is_exclusive:
+            if self._exclusive == threading.get_ident():
                 self._switch_to(state)
             else:
                 self.acquire(state)
-            yield
+            with mode or contextlib.nullcontext():
+                yield
         finally:
             self.release(state)
-            state.unit_writes, state.call_unit = writes, call_unit
+            state.unit_writes, state.call_unit, state.mode = writes, call_unit, mode
 
     # --- what is swapped ---------------------------------------------------------------------------------------------
 

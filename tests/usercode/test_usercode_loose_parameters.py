@@ -156,7 +156,7 @@ def test_a_master_changed_in_place_is_uploaded_anew(step: Step, weight: nn.Param
     second = step.use(weight)
     torch.testing.assert_close(second, weight, rtol=0, atol=0)
     torch.testing.assert_close(first, before, rtol=0, atol=0)  # a graph leads through it: it stays
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     step.backward((first * second).sum())
     step.parameters.take_home()
     torch.testing.assert_close(step.gradients.take(), {weight: before + 2 * before})
@@ -188,13 +188,13 @@ def test_copies_are_given_up_when_no_graph_leads_through_them(step: Step, weight
     gc.disable()
     try:
         loss = step.use(weight).square().sum()
-        step.parameters.end_slot(step.devices[0])
+        step.parameters.end_stage_run(step.devices[0])
         assert step.booked == [2 * NUM_BYTES, 0]
         step.backward(loss)
         del loss
-        step.parameters.end_slot(step.devices[1])
+        step.parameters.end_stage_run(step.devices[1])
         assert step.booked == [2 * NUM_BYTES, 0]
-        step.parameters.end_slot(step.devices[0])
+        step.parameters.end_stage_run(step.devices[0])
         step.gradients.take()
         assert step.booked == [0, 0]
         step.use(weight)
@@ -208,25 +208,25 @@ def test_a_copy_stays_while_there_are_views_of_it(step: Step, weight: nn.Paramet
     """As ``position.expand_as(h)`` that an evaluation adds in later stages, too."""
     with mode():
         view = step.use(weight, tracks=False).expand(2, ROWS, COLUMNS)
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     torch.testing.assert_close(view[1], weight.detach(), rtol=0, atol=0)
     assert step.booked == [NUM_BYTES, 0]
     del view
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     assert step.booked == [0, 0]
 
 
 def test_what_is_given_up_is_poisoned(step: Step, weight: nn.Parameter) -> None:
     with torch.no_grad():
         kept = step.use(weight, tracks=False).detach()  # shares the memory, and is no view
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     assert kept.isnan().all()
 
 
 def test_several_slots_bring_several_sums(step: Step, weight: nn.Parameter) -> None:
     for _ in range(3):
         step.backward(step.use(weight).sum())
-        step.parameters.end_slot(step.devices[0])
+        step.parameters.end_stage_run(step.devices[0])
     torch.testing.assert_close(step.gradients.take(), {weight: torch.full((ROWS, COLUMNS), 3.0)})
     assert step.downloaded == [3 * NUM_BYTES, 0]
 
@@ -373,14 +373,14 @@ class Run:
 
 def test_a_copy_goes_with_the_slot_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    end_slot = LooseParameters.end_slot
+    end_stage_run = LooseParameters.end_stage_run
 
     def noting(parameters: LooseParameters, device: Device) -> None:
         before = len(parameters._copies)
-        end_slot(parameters, device)
+        end_stage_run(parameters, device)
         left.append(before - len(parameters._copies))
 
-    monkeypatch.setattr(LooseParameters, "end_slot", noting)
+    monkeypatch.setattr(LooseParameters, "end_stage_run", noting)
     run = Run()
     run.step(run.model)
     left.clear()
