@@ -28,7 +28,7 @@ def doubled() -> tuple[nn.Linear, Doubled]:
     return linear, parametrization
 
 
-def test_a_thread_that_comes_back_finds_nothing_of_its_last_visit() -> None:
+def test_a_thread_that_comes_back_finds_nothing_that_it_had_cached() -> None:
     """Although another one has been inside all the time."""
     linear, parametrization = doubled()
     is_inside, may_leave = threading.Event(), threading.Event()

@@ -16,10 +16,10 @@ from lightning_roundpipe.autograd.randomness import Draws
 from lightning_roundpipe.autograd.recompute import GradientCutError
 from lightning_roundpipe.autograd.unit_run import UnitRunner
 from lightning_roundpipe.common import trees
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from tests.support.identical import assert_identical
+from tests.support.modelled import kept, recomputed
+from tests.support.steps import Steps
 
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)
@@ -59,49 +59,28 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
-
-
-def recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    last = len(costs.calls) - 1
-    stages = (
-        Stage(0, StageKind.FORWARD, 0, last),
-        Stage(1, StageKind.FUSED, last, last + 1),
-        Stage(2, StageKind.BACKWARD, 0, last),
-    )
-    return Partition(len(costs.calls), stages)
-
-
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_kept_and_recomputed_draw_the_same_numbers(draw: Callable[[Tensor], Tensor]) -> None:
     model = Model(draw)
     parts = torch.randn(6, WIDTH).chunk(3)
-    found = {}
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    found = []
     for planner, num_devices in ((kept, 1), (recomputed, 1), (recomputed, 2)):
-        engine = Engine(model, DevicePool([torch.device("cpu")] * num_devices), planner)
-        for seed in (1, 2):  # the first step records, the second one runs the plan
-            request = StepRequest(model, parts, [1 / 3] * 3, "train", seed, loss_of=lambda output: output)
-            result = engine.run(request)
-        found[planner, num_devices] = ([*result.outputs], [result.gradients[p] for p in model.parameters()])
-    wanted = found[kept, 1]
-    assert len({float(output) for output in wanted[0]}) == 3
-    for got in found.values():
-        assert all(torch.equal(a, b) for a, b in zip(got[0], wanted[0], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(got[1], wanted[1], strict=True))
+        steps = Steps(model, planner, num_devices=num_devices)
+        steps.train(parts, 1)  # records; the second one runs the plan
+        result = steps.train(parts, 2)
+        found.append([*result.outputs, *(result.gradients[p] for p in model.parameters())])
+    assert len({float(output) for output in found[0][: len(parts)]}) == len(parts)
+    assert_identical(found[1], found[0])
+    assert_identical(found[2], found[0])
     assert torch.equal(torch.get_rng_state(), before[0])
-    if draw in (DRAWS["python"], DRAWS["numpy"]):
-        # The recording looks at the unit once before it knows: that one draw is the user's own.
-        return
-    assert random.getstate() == before[1]
-    assert (np.random.get_state()[1] == before[2]).all()
+    if draw not in (DRAWS["python"], DRAWS["numpy"]):  # there a draw of the recording, which learns, is the user's own
+        assert random.getstate() == before[1]
+        assert (np.random.get_state()[1] == before[2]).all()
 
 
 def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
-    engine = Engine(model, DevicePool([torch.device("cpu")]), recomputed)
-    parts = torch.randn(4, WIDTH, requires_grad=True).chunk(2)
-    engine.run(StepRequest(function, parts, [0.5, 0.5], "train", 0, loss_of=lambda output: output))
+    Steps(model).train(torch.randn(4, WIDTH, requires_grad=True).chunk(2), function=function)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])

@@ -1,10 +1,12 @@
-"""Stray operands, with ``meta`` as the device of the current stage: the logic needs two devices, not a GPU.
+"""Operands on several devices, with ``meta`` as the device of the current stage: the logic needs two devices, not a
+GPU.
 
 Values are checked on virtual devices that have copies of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.common.attributes import UnitWrites
 from lightning_roundpipe.devices.devices import Device
@@ -19,10 +22,9 @@ from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane
 from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
-from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
-from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
-from lightning_roundpipe.usercode.loose_parameters import LooseParameters
-from lightning_roundpipe.weights.gradients import GradientStore
+from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
+from lightning_roundpipe.usercode.lock import entered
+from tests.support.user_code import UserCode
 
 STAGE = torch.device("meta")
 HOST = torch.device("cpu")
@@ -41,35 +43,9 @@ class Gpu(Device):
         return end - start
 
 
-class UserCode:
-    """A micro-batch in user code on a device."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.gradients = GradientStore()
-        self.parameters = LooseParameters(self.gradients)
-        self.state = UserCodeState(0, 0)
-        self.state.lock = UserCodeLock((), lambda: False)
-        self.state.call_unit = lambda *args: None
-        self.flushing = False
-
-    def mode(self) -> ImplicitTransfers:
-        return ImplicitTransfers(lambda: self.device, self.parameters, lambda: self.flushing)
-
-    @property
-    def uploaded(self) -> int:
-        return self.device.h2d.num_bytes
-
-
 def run(user_code: UserCode) -> Iterator[UserCode]:
-    user_code.device.open()
-    assert user_code.state.lock is not None
-    user_code.state.lock.acquire(user_code.state)
-    with entered(user_code.state), user_code.mode():
+    with user_code.running(), entered(user_code.state), user_code.mode:
         yield user_code
-    user_code.state.lock.release(user_code.state)
-    user_code.parameters.drop()
-    user_code.device.close()
 
 
 @pytest.fixture
@@ -157,21 +133,36 @@ def test_inside_a_unit_nothing_is_moved(user_code: UserCode, on_host: Tensor, on
 
 
 def test_inside_the_engine_nothing_is_moved(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    assert user_code.state.lock is not None
-    with user_code.state.lock.released(user_code.state), pytest.raises(RuntimeError, match="device"):
+    with user_code.lock.released(user_code.state), pytest.raises(RuntimeError, match="device"):
         F.mse_loss(on_host, on_stage)
 
 
-def test_hooks_of_units_are_user_code(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    lock = user_code.state.lock
-    assert lock is not None
-    user_code.state.unit_writes = UnitWrites()
-    with lock.released(user_code.state):
-        with lock.in_user_code(user_code.state):
+@pytest.mark.parametrize("is_exclusive", [False, True])
+def test_in_a_unit_the_mode_is_on_for_hooks_alone(
+    user_code: UserCode, on_host: Tensor, on_stage: Tensor, is_exclusive: bool
+) -> None:
+    lock, state = user_code.lock, user_code.state
+    state.unit_writes = UnitWrites()
+    with lock.released(state), lock.exclusive() if is_exclusive else contextlib.nullcontext():
+        mode = state.mode = take_off_mode()
+        assert mode is user_code.mode
+        assert take_off_mode() is None
+        with lock.in_user_code(state):
             assert F.mse_loss(on_host, on_stage).device == STAGE
-        with lock.exclusive(), lock.in_user_code(user_code.state):
-            assert F.mse_loss(on_host, on_stage).device == STAGE
-    user_code.state.unit_writes = None
+        assert torch._C._len_torch_function_stack() == 0
+        put_on_mode(mode)
+    state.unit_writes = state.mode = None
+    assert F.mse_loss(on_host, on_stage).device == STAGE
+
+
+def test_the_mode_stays_under_modes_of_the_user(user_code: UserCode) -> None:
+    class OfTheUser(TorchFunctionMode):
+        pass
+
+    with OfTheUser():
+        assert take_off_mode() is None
+    assert take_off_mode() is user_code.mode
+    put_on_mode(user_code.mode)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -188,12 +179,12 @@ def test_a_parameter_travels_once(user_code: UserCode, weight: nn.Parameter, vie
     for _ in range(3):
         shown = view(weight)
         assert torch.mul(shown, torch.ones(shown.shape, device=STAGE)).device == STAGE
-    assert user_code.uploaded == 5 * 4 * 4
+    assert user_code.uploaded == [5 * 4 * 4]
 
 
 def test_a_small_part_of_a_parameter_travels_by_itself(user_code: UserCode, weight: nn.Parameter) -> None:
     assert (weight[0] * torch.ones(4, device=STAGE)).device == STAGE
-    assert user_code.uploaded == 0
+    assert user_code.uploaded == [0]
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -205,10 +196,9 @@ def test_values_and_gradients(on_copies: UserCode, view: Callable[[Tensor], Tens
     expected = (view(other) * factor).square().sum()
     expected.backward()
     loss = (view(weight) * factor).square().sum()
-    assert on_copies.uploaded == 5 * 4 * 4
+    assert on_copies.uploaded == [5 * 4 * 4]
     torch.testing.assert_close(loss, expected)
-    on_copies.flushing = True
-    loss.backward()
+    on_copies.backward(loss)
     on_copies.parameters.take_home()
     torch.testing.assert_close(on_copies.gradients.take(), {weight: other.grad})
 
@@ -218,7 +208,7 @@ def test_without_gradients(on_copies: UserCode, weight: nn.Parameter) -> None:
         out = weight[:4] * torch.ones(4, 4) + weight.t()[:, :4].t() * torch.ones(4, 4)
     assert not out.requires_grad
     torch.testing.assert_close(out, 2 * weight.detach()[:4])
-    assert on_copies.uploaded == 5 * 4 * 4
+    assert on_copies.uploaded == [5 * 4 * 4]
 
 
 def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
@@ -231,7 +221,7 @@ def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
 
 def test_what_only_concerns_parameters_stays_on_the_host(on_copies: UserCode, weight: nn.Parameter) -> None:
     penalty = weight.square().sum() + torch.ones(4).sum()
-    assert on_copies.uploaded == 0
+    assert on_copies.uploaded == [0]
     penalty.backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
 
