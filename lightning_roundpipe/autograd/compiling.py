@@ -145,7 +145,7 @@ class UnitCompiler:
             return function
 
     def _structure_of(self, unit: Unit) -> Hashable:
-        """Equal for units that are likely to share a graph. Torch checks what it relied on, each time."""
+        """Equal for units that probably have the same graph. Torch checks what it relied on, each time."""
         known = self._structures.get(unit)
         if known is None:
             known = self._structures[unit] = tuple(
@@ -200,8 +200,8 @@ class UnitCompiler:
 def without_flags(leaves: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
     """Without grad mode, arguments that do not require a gradient; and which tensor each replaces, by id.
 
-    Torch would compile a unit twice: for arguments from the same device, which carry the flag still, and for those that
-    have come from elsewhere.
+    Torch would compile a unit twice: for arguments from the same device, which still carry the flag, and for arguments
+    that have come from elsewhere, which do not.
     """
     if torch.is_grad_enabled():
         return leaves, {}

@@ -13,8 +13,8 @@ The engine knows where its tensors are: in it the mode does nothing. In a unit e
 each function that the mode sees costs about 2 us, which doubles the time of a small layer on the host's thread: so the
 mode is taken off in units, except for hooks of the user (``UserCodeLock.in_user_code``).
 
-On virtual devices that have copies of their own nobody can see where a tensor is. There the rule for raw parameters is
-the same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
+On virtual devices that have copies of their own no tensor tells where it is. There the rule for raw parameters is the
+same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
 
 What is only on the host stays there: a penalty on the norms of all weights needs no device. Parameters, and views of
 most of a parameter, have copies that all micro-batches share, see [Note: raw parameters] in

@@ -18,14 +18,14 @@ Some state belongs to the whole process: Python's and NumPy's generators, the de
 accepts no other, the generator of a GPU that several devices share, and what torch replaces while it compiles. A unit
 that needs such state enters ``exclusive()``, which is re-entrant: no user code runs meanwhile, and no other exclusive
 section. With ``alone=True`` no other unit runs either; this is for a step whose units are compiled, and there every
-unit runs inside ``unit_running()``. No thread waits for ever, because each takes what it needs in this order::
+unit runs inside ``unit_running()``. No thread waits for ever, because every thread takes what it needs in this order::
 
     1. the compute lane of its device       every unit
     2. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
     3. the user-code lock                   user code (hooks inside units, too), or exclusive()
 
-and whoever has one of them waits only for those below it. User code releases the lock before it calls a unit or waits
-for an upload.
+and a thread that has one of them waits only for those below it. User code releases the lock before it calls a unit or
+waits for an upload.
 
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` (:mod:`engine.patches`), which ignores threads that are
@@ -63,7 +63,7 @@ class NestedBackwards(Protocol):
 
 
 def _nothing() -> None:
-    """Where a step wants to know of nothing."""
+    """Until a step begins."""
 
 
 class UserCodeState:
@@ -305,8 +305,8 @@ class UserCodeLock:
     def _latch(self, key: tuple[int, str], value: bool) -> None:
         """A flag that user code sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
 
-        A micro-batch that takes it back takes it back for itself and for those that never set it. It is a temporary
-        switch then, which each micro-batch has for itself from now on. The first one, which runs alone, shows which.
+        If a micro-batch sets the flag back, the flag was a temporary switch: from now on each micro-batch has it for
+        itself. The first micro-batch of a step, which runs alone, shows which flags are switches.
         """
         module, before = self._baseline[key]
         if value and before is not True and key[1] != "training" and key not in self._switches:

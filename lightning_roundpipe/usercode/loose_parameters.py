@@ -192,7 +192,7 @@ class LooseParameters:
                 device.memory.release("weights", num_bytes)
                 raise
             copy = _Copy(master, device, upload)
-            with self._lock:  # one that was there before stays until its graphs are gone
+            with self._lock:  # an older copy stays until its graphs are gone
                 self._copies.append(copy)
             upload.wait(Edge.WEIGHTS)
             with self._lock:  # not before: other micro-batches use what they find here without a wait

@@ -79,7 +79,7 @@ def results(model: nn.Module, parts: Parts, options: Any, *, num_steps: int = 2,
 
 
 def expect(make: Callable[[], Model], *options: Any, parts: Parts | None = None, **kwargs: Any) -> list[Any]:
-    """Results without compiling, after a look whether those with each of the options are the same."""
+    """Results without compiling; those with each of the options are the same."""
     parts = parts or parts_of(2, 2, 2)
     found = []
     for one in (None, *options):

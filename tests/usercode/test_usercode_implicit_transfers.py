@@ -76,19 +76,25 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(5, 4))
 
 
-def test_operands_of_several_devices_meet_on_the_stage(on_host: Tensor, on_stage: Tensor) -> None:
-    with pytest.raises(RuntimeError, match="device"):
-        F.mse_loss(on_host, on_stage)
-    for _ in run(UserCode(Gpu())):
-        assert F.mse_loss(on_host, on_stage).device == STAGE
-        assert torch.cat([on_host, on_stage]).device == STAGE
+PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.device]] = {
+    "loss": (F.mse_loss, STAGE),
+    "joined": (lambda host, stage: torch.cat([host, stage]), STAGE),
+    "on the host": (lambda host, stage: host + host, HOST),
+    "moved by the user": (lambda host, stage: host.to(STAGE), STAGE),
+    "index": (lambda host, stage: stage[torch.tensor([0, 2])], STAGE),
+    "scalar": (lambda host, stage: stage * torch.tensor(2.0), STAGE),
+    "scalar of the stage": (lambda host, stage: host * stage.sum(), STAGE),  # torch knows scalars of the host only
+    "stacked scalars": (lambda host, stage: torch.stack([torch.tensor(2.0), stage.sum()]), STAGE),
+    "stacked on the host": (lambda host, stage: torch.stack([torch.tensor(2.0), host.sum()]), HOST),
+}
 
 
-def test_scalars(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    assert (on_stage * torch.tensor(2.0)).device == STAGE
-    assert (on_host * on_stage.sum()).device == STAGE  # other than torch, which knows scalars of the host only
-    assert torch.stack([torch.tensor(2.0), on_stage.sum()]).device == STAGE
-    assert torch.stack([torch.tensor(2.0), on_host.sum()]).device == HOST
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(("function", "device"), PLACES.values(), ids=PLACES)
+def test_a_result_is_where_its_operands_meet(
+    function: Callable[[Tensor, Tensor], Tensor], device: torch.device, on_host: Tensor, on_stage: Tensor
+) -> None:
+    assert function(on_host, on_stage).device == device
 
 
 @pytest.mark.usefixtures("user_code")
@@ -106,17 +112,6 @@ def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_s
         torch.add(on_host, on_stage, out=on_host)
     assert on_host.tolist() == [[4.0] * 4, [5.0] * 4, [5.0] * 4]
     assert {torch.device(device) for device in moved} == {HOST}
-
-
-@pytest.mark.usefixtures("user_code")
-def test_operands_of_one_device_and_explicit_moves_are_left_alone(on_host: Tensor, on_stage: Tensor) -> None:
-    assert (on_host + on_host).device == HOST
-    assert on_host.to(STAGE).device == STAGE
-
-
-@pytest.mark.usefixtures("user_code")
-def test_an_index_follows_what_is_indexed(on_host: Tensor, on_stage: Tensor) -> None:
-    assert on_stage[torch.tensor([0, 2])].device == STAGE
 
 
 @pytest.mark.usefixtures("user_code")
@@ -189,7 +184,9 @@ def test_a_small_part_of_a_parameter_travels_by_itself(user_code: UserCode, weig
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("order", ["contiguous", "transposed"])
-def test_values_and_gradients(on_copies: UserCode, view: Callable[[Tensor], Tensor], order: str) -> None:
+def test_views_of_a_parameter_have_its_values_and_give_it_their_gradients(
+    on_copies: UserCode, view: Callable[[Tensor], Tensor], order: str
+) -> None:
     values = torch.randn(5, 4) if order == "contiguous" else torch.randn(4, 5).t()
     weight, other = nn.Parameter(values.clone()), values.clone().requires_grad_()
     factor = torch.randn(view(other).shape)
@@ -203,7 +200,7 @@ def test_values_and_gradients(on_copies: UserCode, view: Callable[[Tensor], Tens
     torch.testing.assert_close(on_copies.gradients.take(), {weight: other.grad})
 
 
-def test_without_gradients(on_copies: UserCode, weight: nn.Parameter) -> None:
+def test_without_a_graph_views_of_a_parameter_use_one_copy(on_copies: UserCode, weight: nn.Parameter) -> None:
     with torch.no_grad():
         out = weight[:4] * torch.ones(4, 4) + weight.t()[:, :4].t() * torch.ones(4, 4)
     assert not out.requires_grad
@@ -211,7 +208,7 @@ def test_without_gradients(on_copies: UserCode, weight: nn.Parameter) -> None:
     assert on_copies.uploaded == [5 * 4 * 4]
 
 
-def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
+def test_a_hook_on_a_view_of_a_parameter_runs_once(on_copies: UserCode, weight: nn.Parameter) -> None:
     seen: list[Tensor] = []
     view = weight.t()
     view.register_hook(seen.append)

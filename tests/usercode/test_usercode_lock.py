@@ -1,4 +1,4 @@
-"""The user-code lock and its exclusive sections: who waits for whom, and that nobody waits for ever."""
+"""The user-code lock and its exclusive sections: who waits for whom, and that no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_unit_that_is_alone_waits_for_those_that_run_and_the_next_ones_wait_fo
     with lock._units_changed:
         assert lock._units_changed.wait_for(lambda: lock._is_alone, JOIN_S)
     late = in_thread(lambda: run("late", lock.unit_running()))
-    lock.acquire(UserCodeState(0, 0))  # whoever waits to be alone does not hold the lock: hooks of units need it
+    lock.acquire(UserCodeState(0, 0))  # a thread that waits to be alone does not hold the lock: hooks of units need it
     lock.release(lock._holder)
     may_end.set()
     for thread in (first, alone, late):

@@ -74,8 +74,12 @@ def test_gradients_add_up_on_the_device_and_go_home_once(step: UserCode, weight:
     assert step.downloaded == [0, 0]
     step.parameters.take_home()
     assert step.downloaded == [NUM_BYTES, NUM_BYTES]
+    for _ in range(2):  # each of several stage runs brings a sum
+        step.backward(step.use(weight).sum())
+        step.parameters.end_stage_run(step.devices[0])
+    assert step.downloaded == [3 * NUM_BYTES, NUM_BYTES]
     gradients = step.gradients.take()
-    torch.testing.assert_close(gradients, {weight: 2 * sum(factors) + factors[0]})
+    torch.testing.assert_close(gradients, {weight: 2 * sum(factors) + factors[0] + 2})
 
 
 def test_the_sum_does_not_change_a_gradient_that_autograd_holds(step: UserCode, weight: nn.Parameter) -> None:
@@ -176,15 +180,9 @@ def test_what_is_given_up_is_poisoned(step: UserCode, weight: nn.Parameter) -> N
     assert kept.isnan().all()
 
 
-def test_several_slots_bring_several_sums(step: UserCode, weight: nn.Parameter) -> None:
-    for _ in range(3):
-        step.backward(step.use(weight).sum())
-        step.parameters.end_stage_run(step.devices[0])
-    torch.testing.assert_close(step.gradients.take(), {weight: torch.full((ROWS, COLUMNS), 3.0)})
-    assert step.downloaded == [3 * NUM_BYTES, 0]
-
-
-def test_books(make_step: Callable[..., UserCode], weight: nn.Parameter) -> None:
+def test_a_copy_and_the_sum_of_its_gradients_are_on_the_books(
+    make_step: Callable[..., UserCode], weight: nn.Parameter
+) -> None:
     step = make_step(1, 2 * NUM_BYTES)
     step.use(weight, tracks=False)
     assert step.devices[0].memory.peaks["weights"] == NUM_BYTES
@@ -213,7 +211,7 @@ def test_a_use_that_fails_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("why", ["no micro-batch", "inside a hook of a unit", "inside a backward"])
-def test_who_must_not_wait_uses_what_is_there(step: UserCode, weight: nn.Parameter, why: str) -> None:
+def test_a_thread_that_must_not_wait_uses_what_is_there(step: UserCode, weight: nn.Parameter, why: str) -> None:
     device = step.devices[0]
 
     def use() -> Tensor | None:
@@ -250,22 +248,20 @@ def test_other_user_code_may_run_during_the_upload(step: UserCode, weight: nn.Pa
     step.lock.acquire(step.state)
 
 
-def test_sparse_gradients_go_to_the_master(step: UserCode, weight: nn.Parameter) -> None:
-    ids = torch.tensor([0, 2, 2])
-    step.backward(nn.functional.embedding(ids, step.use(weight), sparse=True).sum())
+@pytest.mark.parametrize("what", ["sparse", "small"])
+def test_gradients_that_have_no_sum_go_to_the_master_at_once(step: UserCode, weight: nn.Parameter, what: str) -> None:
+    if what == "sparse":
+        step.backward(nn.functional.embedding(torch.tensor([0, 2, 2]), step.use(weight), sparse=True).sum())
+        wanted = torch.tensor([1.0, 0.0, 2.0, 0.0])[:, None].expand(ROWS, COLUMNS)
+    else:
+        weight = nn.Parameter(torch.randn(ROWS))
+        for _ in range(2):
+            step.backward((step.use(weight) * step.use(weight)).sum())
+        wanted = 4 * weight.detach()
+        assert step.devices[0].memory.peaks["gradients"] == 0
     assert weight.grad is not None
-    assert weight.grad.is_sparse
-    torch.testing.assert_close(weight.grad.to_dense()[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
-    step.parameters.take_home()
-    assert step.gradients.take() == {}
-
-
-def test_small_gradients_go_to_the_master_at_once(step: UserCode) -> None:
-    small = nn.Parameter(torch.randn(ROWS))
-    for _ in range(2):
-        step.backward((step.use(small) * step.use(small)).sum())
-    torch.testing.assert_close(small.grad, 4 * small.detach())
-    assert step.devices[0].memory.peaks["gradients"] == 0
+    assert weight.grad.is_sparse is (what == "sparse")
+    torch.testing.assert_close(weight.grad.to_dense(), wanted)
     step.parameters.take_home()
     assert step.gradients.take() == {}
 
