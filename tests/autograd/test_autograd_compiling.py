@@ -117,7 +117,7 @@ def test_the_results_of_other_models_are_those_of_eager_units(make: Callable[[],
     expect(make, EAGER_KERNELS)
 
 
-def test_inductor() -> None:
+def test_inductor_gives_the_results_of_eager_units_up_to_rounding() -> None:
     """Fused operators round in other places."""
     model, parts = Model(num_blocks=2), parts_of(2, 2)
     # A pool of threads would outlive the test. The caches on disk keep code for another ATEN_CPU_CAPABILITY, which

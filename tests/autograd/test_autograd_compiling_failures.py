@@ -62,7 +62,9 @@ def test_a_backward_that_cannot_be_compiled_is_noticed_in_the_forward() -> None:
     assert any("no such backward" in text for text in texts)
 
 
-def test_too_many_versions(monkeypatch: pytest.MonkeyPatch, graphs: Graphs) -> None:
+def test_a_structure_of_too_many_versions_is_given_up_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
+) -> None:
     """Each block computes with a number of its own, which torch compiles in."""
     monkeypatch.setattr(compiling, "_MAX_VERSIONS", 3)
 

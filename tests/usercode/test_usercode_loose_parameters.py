@@ -316,7 +316,7 @@ def test_a_copy_goes_with_the_stage_run_that_needed_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["forward", "keep_graph"])
-def test_gradients_of_steps(name: str) -> None:
+def test_gradients_of_a_step_are_those_of_a_plain_loop(name: str) -> None:
     """Also if the user keeps the graph that leads through the copy."""
     run = steps()
     parameters = list(run.model.parameters())

@@ -36,7 +36,9 @@ def graph() -> Tensor:
 
 
 @pytest.mark.parametrize(("wrap", "unwrap"), CONTAINERS.values(), ids=CONTAINERS)
-def test_containers(device: VirtualDevice, graph: Tensor, wrap: Any, unwrap: Any) -> None:
+def test_tensors_arrive_detached_in_containers_of_the_same_kind(
+    device: VirtualDevice, graph: Tensor, wrap: Any, unwrap: Any
+) -> None:
     output = wrap(graph)
     arrived = Results(output, lambda tensor: device).arrive()
     assert type(arrived) is type(output)
@@ -135,7 +137,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_results_of_steps(training: bool) -> None:
+def test_results_of_a_step_have_come_from_devices_with_copies(training: bool) -> None:
     """On devices with copies of their own every tensor of a result has travelled."""
     model = Model()
     engine = Steps(model, balanced(2), num_devices=2, copies=True).engine
