@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.support.compiled import Graphs
+from tests.autograd.compiled import Graphs
 
 
 @pytest.fixture(autouse=True)

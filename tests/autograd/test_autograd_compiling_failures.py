@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from lightning_roundpipe.autograd import compiling
-from tests.support.compiled import EAGER_KERNELS, WIDTH, Block, Graphs, Model, expect, parts_of, steps_of
+from tests.autograd.compiled import EAGER_KERNELS, WIDTH, Block, Graphs, Model, expect, parts_of, steps_of
 
 
 class Breaking(Block):

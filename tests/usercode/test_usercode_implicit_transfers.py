@@ -24,7 +24,7 @@ from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
 from lightning_roundpipe.usercode.lock import entered
-from tests.support.user_code import UserCode
+from tests.usercode.user_code import UserCode
 
 STAGE = torch.device("meta")
 HOST = torch.device("cpu")

@@ -19,7 +19,7 @@ from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.lock import UserCodeState
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 from tests.support.steps import Steps
-from tests.support.user_code import UserCode
+from tests.usercode.user_code import UserCode
 
 ROWS, COLUMNS = 4, 3
 NUM_BYTES = ROWS * COLUMNS * 4
