@@ -6,7 +6,11 @@ recomputation would draw other random numbers. Around units, in user code, it st
 backward is computed again then, and units that are called for it run inline. That is user code in the backward, so from
 then on user code is flushed under the user-code lock. A reentrant checkpoint would run a backward of its own, past the
 one of the engine (see [Note: loose parameters] in :mod:`usercode.loose_gradients`), so it becomes one that is not
-reentrant.
+reentrant::
+
+    in a unit              checkpoint(f, x)  ->  f(x)
+    in user code           checkpoint(f, x)  ->  f(x), and again in the backward: units in f run inline
+    ... with reentrant     checkpoint(f, x, use_reentrant=True)  ->  checkpoint(f, x, use_reentrant=False)
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from ..common.attributes import attribute_set
 from ..usercode.lock import current
 
 
@@ -48,10 +53,8 @@ def checkpoints_passed_through() -> Iterator[None]:
         else:
             yield from generator(*args, **kwargs)
 
-    torch_checkpoint.CheckpointFunction = PassThrough  # type: ignore[misc]
-    torch_checkpoint._checkpoint_without_reentrant_generator = pass_through
-    try:
+    with (
+        attribute_set(torch_checkpoint, "CheckpointFunction", PassThrough),
+        attribute_set(torch_checkpoint, "_checkpoint_without_reentrant_generator", pass_through),
+    ):
         yield
-    finally:
-        torch_checkpoint.CheckpointFunction = function  # type: ignore[misc]
-        torch_checkpoint._checkpoint_without_reentrant_generator = generator

@@ -7,9 +7,14 @@ per structure, torch device and grad mode, each with a code object of its own: t
 counts it against a limit, per code object. A unit is compiled whole or not at all.
 
 A function is called in two ways. First with what has been compiled so far: if that does not fit, its Python body runs,
-and says so. Then it is compiled, while no user code and no other unit runs (:class:`_Gate`). For compiling changes the
-whole process: it replaces ``Module.__call__``, sets flags that compiled functions and user code ask for, and puts the
-random generators back afterwards, as if nobody else had drawn.
+and says so. Then it is compiled, while no user code and no other unit runs::
+
+    unit 0   unit_running( cached: does not fit )   exclusive( compiled )
+    unit 1   unit_running( ................... )   |                     |   unit_running( cached: fits )
+
+Compiling changes the whole process: it replaces ``Module.__call__``, sets flags that compiled functions and user code
+ask for, and puts the random generators back afterwards, as if no other thread had drawn. See [Note: exclusive sections]
+in :mod:`usercode.lock`.
 
 Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever. If
 something cannot be compiled, one warning names it, and the units of that structure run as ever.
@@ -23,7 +28,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,8 +35,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 
-from ..usercode.implicit_transfers import ImplicitTransfers
-from ..usercode.lock import left
+from ..usercode.lock import UserCodeLock, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
 from .recompute import Call
@@ -40,7 +43,6 @@ from .recompute import Call
 # Versions of one function: sizes (torch makes them dynamic at the second one), training or not, autocast, inputs with
 # and without gradient. Torch's own limit of 8 would be reached by ordinary use.
 _MAX_VERSIONS = 16
-_RECHECK_S = 2.0
 
 
 class _NotCompiled(Exception):
@@ -71,47 +73,6 @@ class _Function:
         self.is_final = False
 
 
-class _Gate:
-    """Units pass it side by side; a thread that compiles is alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_inside = 0
-        self._is_taken = False
-
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            while self._is_taken:
-                self._changed.wait(_RECHECK_S)
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            while self._is_taken:
-                self._changed.wait(_RECHECK_S)
-            self._is_taken = True
-            while self._num_inside:
-                self._changed.wait(_RECHECK_S)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_taken = False
-                self._changed.notify_all()
-
-
-# Of the process, as is the state that compiling changes.
-_gate = _Gate()
-
-
 class UnitCompiler:
     """Runs units compiled, where that is possible; see [Note: compiled units].
 
@@ -130,46 +91,32 @@ class UnitCompiler:
         self._lock = threading.Lock()
         _Function(options)  # checks them
 
-    @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Around a unit that draws random numbers, or is watched for it: nothing is compiled meanwhile."""
-        with _gate.shared():
-            yield
-
     def run(
-        self,
-        call: Call,
-        replica: Replica,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        without_user_code: Callable[[], AbstractContextManager[Any]],
+        self, call: Call, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], lock: UserCodeLock
     ) -> tuple[Any, bool]:
-        """The unit's forward, in the caller's grad mode.
+        """The unit's forward, in the caller's grad mode, on a loaded replica on the current device.
 
         Args:
             call: the call, with the facts about it.
-            replica: loaded replica on the current device.
-            args, kwargs: of the unit's forward.
-            without_user_code: makes a context in which no user code runs.
+            replica, args, kwargs: the unit's.
+            lock: of the step.
 
         Returns:
             What the unit returned, and whether it was compiled now, which took most of the time.
         """
         module = replica.module
         if not self._suits(call):
-            with _gate.shared():
+            with lock.unit_running():
                 return module.forward(*args, **kwargs), False
         function = self._function_of(replica)
-        with _implicit_transfers_aside():
-            with _gate.shared():
-                if function.is_final and not function.num_versions:
-                    return module.forward(*args, **kwargs), False
-                with contextlib.suppress(_NotCompiled):
+        with lock.unit_running():
+            with contextlib.suppress(_NotCompiled):
+                if function.num_versions:
                     return function.cached(module, args, kwargs), False
-                if function.is_final:
-                    return module.forward(*args, **kwargs), False
-            with _gate.alone(), without_user_code():
-                return self._compile(function, replica, args, kwargs)
+            if function.is_final:
+                return module.forward(*args, **kwargs), False
+        with lock.exclusive(alone=True):
+            return self._compile(function, replica, args, kwargs)
 
     @staticmethod
     def _suits(call: Call) -> bool:
@@ -198,7 +145,7 @@ class UnitCompiler:
             return function
 
     def _structure_of(self, unit: Unit) -> Hashable:
-        """Equal for units that are likely to share a graph. Torch checks what it relied on, each time."""
+        """Equal for units that probably have the same graph. Torch checks what it relied on, each time."""
         known = self._structures.get(unit)
         if known is None:
             known = self._structures[unit] = tuple(
@@ -220,7 +167,7 @@ class UnitCompiler:
             return function.cached(replica.module, args, kwargs), False
         if not function.is_final and function.num_versions < _MAX_VERSIONS:
             try:
-                with left(), _compile_settings():  # the tracer sets attributes of modules of its own
+                with entered(None), _compile_settings():  # the tracer sets attributes of modules of its own
                     result = function.compiled(replica.module, args, kwargs)
             except (torch._dynamo.exc.TorchDynamoException, _NotCompiled) as error:
                 reason = _first_line(error)
@@ -253,8 +200,8 @@ class UnitCompiler:
 def without_flags(leaves: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
     """Without grad mode, arguments that do not require a gradient; and which tensor each replaces, by id.
 
-    Torch would compile a unit twice: for arguments from the same device, which carry the flag still, and for those that
-    have come from elsewhere.
+    Torch would compile a unit twice: for arguments from the same device, which still carry the flag, and for arguments
+    that have come from elsewhere, which do not.
     """
     if torch.is_grad_enabled():
         return leaves, {}
@@ -292,18 +239,4 @@ def _has_hooks(unit: Unit) -> bool:
 
 def _has_other_modes() -> bool:
     """Whether user code has entered a mode around the unit that sees every operator."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return torch._C._len_torch_dispatch_stack() > 0 or any(not isinstance(mode, ImplicitTransfers) for mode in modes)
-
-
-@contextlib.contextmanager
-def _implicit_transfers_aside() -> Iterator[None]:
-    """Without the mode of :mod:`usercode.implicit_transfers`, which does nothing in units, but would be traced."""
-    modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
-    try:
-        yield
-    finally:
-        while modes:
-            torch._C._push_on_torch_function_stack(modes.pop())
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0

@@ -1,10 +1,15 @@
 """Parametrized weights (``torch.nn.utils.parametrize``) in units that run on several threads at once.
 
 [Note: cached parametrizations]
-``with parametrize.cached()`` keeps the tensors that parametrizations compute in one table of the process, until nobody
-is inside any more. PEFT uses it in every forward of experts with LoRA. Of two threads that are inside at once, the one
-that leaves first would find its tensors there when it comes back: those of another micro-batch, with its graph or with
-none. So while a step runs, each thread has a table of its own.
+``with parametrize.cached()`` keeps the tensors that parametrizations compute in one table of the process, until no
+thread is inside any more. PEFT uses it in every forward of experts with LoRA. Of two threads that are inside at once,
+the one that leaves first would find its tensors there when it comes back: those of another micro-batch, with its graph
+or with none. So while a step runs, each thread has a table of its own::
+
+    thread 0   cached( W0 W0 )     cached( W2 W2 )        W: computed at the first use inside
+    thread 1        cached( W1 W1 W1 W1 )
+
+(An exclusive section in place of the tables would let the experts of one micro-batch at a time compute.)
 
 To parametrize a weight in a forward sets it to itself, which raises its version as if it had changed. That is left out.
 
@@ -30,41 +35,33 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ..common.attributes import attribute_set
 from ..usercode.lock import current
 
 _Key = tuple[int, str]
 
 
-class _Tables(dict[_Key, Any]):
+class _Tables(threading.local):
     """In the place of the table of the process: one per thread, which is there while the thread is inside."""
 
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._lock = threading.Lock()  # of the number of threads inside, which torch looks at
+    table: dict[_Key, Any] | None = None
 
     @contextlib.contextmanager
     def cached(self) -> Iterator[None]:
         """In the place of ``parametrize.cached``."""
-        before: dict[_Key, Any] | None = getattr(self._local, "table", None)
-        self._local.table = {} if before is None else before
-        self._count(1)
+        before = self.table
+        self.table = {} if before is None else before
         try:
             yield
         finally:
-            self._count(-1)
-            self._local.table = before
+            self.table = before
 
-    def _count(self, change: int) -> None:
-        with self._lock:
-            parametrize._cache_enabled += change
-
-    def get(self, key: _Key, default: Any = None) -> Any:
-        return (getattr(self._local, "table", None) or {}).get(key, default)
+    def get(self, key: _Key) -> Any:
+        return None if self.table is None else self.table.get(key)
 
     def __setitem__(self, key: _Key, value: Any) -> None:
-        table: dict[_Key, Any] | None = getattr(self._local, "table", None)
-        if table is not None:
-            table[key] = value
+        if self.table is not None:
+            self.table[key] = value
 
 
 def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:
@@ -104,25 +101,26 @@ def power_iterations_once() -> Iterator[None]:
             do_power_iteration = False
         return compute(self, module, do_power_iteration)
 
-    _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate_once, compute_once  # type: ignore[method-assign,assignment]
-    try:
+    with (
+        attribute_set(_SpectralNorm, "_power_method", iterate_once),
+        attribute_set(SpectralNorm, "compute_weight", compute_once),
+    ):
         yield
-    finally:
-        _SpectralNorm._power_method, SpectralNorm.compute_weight = iterate, compute  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def parametrizations_apart() -> Iterator[None]:
     """While open, what is cached belongs to the thread that has computed it; see [Note: cached parametrizations]."""
-    cached, table, set_to = parametrize.cached, parametrize._cache, parametrize._maybe_set
-    tables = _Tables()
+    set_to, tables = parametrize._maybe_set, _Tables()
 
     def set_to_another(dest: Tensor, src: Tensor) -> None:
         if src is not dest:
             set_to(dest, src)
 
-    parametrize.cached, parametrize._cache, parametrize._maybe_set = tables.cached, tables, set_to_another
-    try:
+    with (
+        attribute_set(parametrize, "cached", tables.cached),
+        attribute_set(parametrize, "_cache", tables),
+        attribute_set(parametrize, "_cache_enabled", 1),  # always asks the tables, which know who is inside
+        attribute_set(parametrize, "_maybe_set", set_to_another),
+    ):
         yield
-    finally:
-        parametrize.cached, parametrize._cache, parametrize._maybe_set = cached, table, set_to

@@ -32,6 +32,7 @@ from ..common.graphs import walk_graph
 from ..devices.runs import Run
 from ..usercode.loose_gradients import LooseGradients
 from ..weights.units import Unit
+from .randomness import Draws
 
 Slot = Hashable
 
@@ -170,7 +171,7 @@ class Facts:
     Attributes:
         flagged: slots whose tensor requires a gradient.
         slots: all slots of the result.
-        draws: whether torch drew random numbers.
+        draws: where torch drew random numbers.
         foreign: whether Python's or NumPy's global generator was used.
         buffers: buffers that were written: (master module, name).
         writes: whether other attributes of modules were written.
@@ -183,7 +184,7 @@ class Facts:
 
     flagged: frozenset[Slot]
     slots: frozenset[Slot]
-    draws: bool
+    draws: Draws
     foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
     writes: bool

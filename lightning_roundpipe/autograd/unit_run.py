@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..common import trees
-from ..common.attributes import assign, read
-from ..usercode.lock import UnitWrites, UserCodeLock, UserCodeState
+from ..common.attributes import UnitWrites, assign, read
+from ..usercode.implicit_transfers import put_on_mode, take_off_mode
+from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
-from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
+from .randomness import Draws, ForeignRandomness, PrivateRandomness, gpu_generator_seeded
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
@@ -35,7 +36,7 @@ class UnitResult:
         leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
         slots: every tensor that left the unit, by slot.
         written: plain attributes that the unit wrote: (copy or other module, name, value).
-        num_draws: random operators that ran, where they were watched.
+        draws: where torch drew random numbers, as far as that was watched.
         draws_foreign: whether Python's or NumPy's global generator was used.
         was_compiled: whether the unit was compiled in this run, which took most of the time.
     """
@@ -44,7 +45,7 @@ class UnitResult:
     structure: Any
     slots: dict[Slot, Tensor]
     written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    num_draws: int = 0
+    draws: Draws = Draws.NOWHERE
     draws_foreign: bool = False
     was_compiled: bool = False
 
@@ -79,16 +80,13 @@ class UnitRunner:
                 "RoundPipeStrategy(units=[TheClassAroundIt])"
             )
 
-    def run(
-        self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool, foreign: bool = False
-    ) -> UnitResult:
+    def run(self, call: Call, replica: Replica, leaves: list[Any], *, foreign: bool = False) -> UnitResult:
         """Calls the unit's forward on ``replica``, in the caller's grad mode.
 
         Args:
-            call: identity of the execution.
+            call: identity of the execution; its facts tell what of the process the unit needs.
             replica: loaded replica on the current device.
             leaves: arguments, then the values of ``call.side``.
-            watch_randomness: whether random operators get the call's private generator.
             foreign: whether Python's and NumPy's global generators must be private as well.
         """
         originals: dict[int, Tensor] = {}
@@ -102,20 +100,24 @@ class UnitRunner:
         relays, call.relays = call.relays, []
         _active.run = (self, call, relays)
         self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
+        mode = self.state.mode = take_off_mode()
         written: list[tuple[nn.Module, str, Any]] = []
-        num_draws, was_compiled = 0, False
+        draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
+        drawn, was_compiled = Draws.NOWHERE, False
         try:
-            if watch_randomness or foreign or _has_saved_tensor_hooks():
-                with self.compiler.excluded() if self.compiler is not None else contextlib.nullcontext():
-                    result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
+            if draws or foreign or _has_saved_tensor_hooks():
+                with self.lock.unit_running() if self.compiler is not None else contextlib.nullcontext():
+                    result, drawn = self._forward_watched(call, replica, args, kwargs, draws, foreign)
             elif self.compiler is not None:
-                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock.borrowed)
+                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock)
             else:
                 result = replica.module.forward(*args, **kwargs)
             if call.facts is None:
                 self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
         finally:
-            self.state.unit_writes, self.state.is_recomputing = None, False
+            put_on_mode(mode)
+            self.state.mode = self.state.unit_writes = None
+            self.state.is_recomputing = False
             _active.run = None
             written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
             for module, name, value in previous:
@@ -129,26 +131,29 @@ class UnitRunner:
         for order, (_, name, value) in enumerate(written):
             if isinstance(value, Tensor):
                 slots["attribute", order, name] = value
-        return UnitResult(result_leaves, structure, slots, written, num_draws, was_compiled=was_compiled)
+        return UnitResult(result_leaves, structure, slots, written, drawn, was_compiled=was_compiled)
 
     def _forward_watched(
-        self, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool
-    ) -> tuple[Any, int]:
-        """The unit's forward under what its facts ask for: (result, number of random operators)."""
-        seed = self.seed_of(call.index)
-        watch = PrivateRandomness(seed, self.lock.borrowed)
+        self, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
+    ) -> tuple[Any, Draws]:
+        """The unit's forward, with what it draws redirected: (result, where it drew); see [Note: private randomness] in
+        :mod:`autograd.randomness`."""
+        seed, device = self.seed_of(call.index), replica.device
+        draws_on_gpu = Draws.GPU in draws and device.torch_device.type == "cuda"
         with contextlib.ExitStack() as stack:
             if _has_saved_tensor_hooks():
                 # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
-            if watch_randomness:
-                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
+            if foreign or (draws_on_gpu and device.is_shared):
+                stack.enter_context(self.lock.exclusive())
             if foreign:
-                stack.enter_context(self.lock.borrowed())
                 stack.enter_context(ForeignRandomness.seeded(seed))
-            if watch_randomness:
-                stack.enter_context(watch)
-            return replica.module.forward(*args, **kwargs), watch.num_draws
+            if draws_on_gpu:
+                stack.enter_context(gpu_generator_seeded(device.torch_device, seed))
+            if Draws.HOST not in draws:
+                return replica.module.forward(*args, **kwargs), draws
+            watch = stack.enter_context(PrivateRandomness(seed, self.lock.exclusive))
+            return replica.module.forward(*args, **kwargs), watch.draws
 
     @staticmethod
     def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
 
+# (id of a module or parameter, name of the attribute) -> (the module or parameter, a value)
+Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
+
 
 def assign(module: nn.Module | nn.Parameter, name: str, value: Any) -> None:
     """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
@@ -36,16 +39,52 @@ def read(module: nn.Module | nn.Parameter, name: str) -> Any:
     return buffers[name] if name in buffers else state.get(name, MISSING)
 
 
+def is_registered(module: nn.Module, name: str) -> bool:
+    """Parameters and submodules are shared by all micro-batches; attributes and assigned buffers are isolated."""
+    state = module.__dict__
+    return any(name in state.get(kind, ()) for kind in ("_parameters", "_modules"))
+
+
+class UnitWrites:
+    """Attributes that a unit writes while it runs, with their values before."""
+
+    def __init__(self) -> None:
+        self.before: Attributes = {}
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Called before the attribute changes."""
+        if (id(module), name) not in self.before:
+            self.before[id(module), name] = (module, read(module, name))
+
+    def take_back(self) -> list[tuple[nn.Module, str, Any]]:
+        """Restores the values from before; what was written: (module, name, value), registered names left out."""
+        written = []
+        for (_, name), (module, before) in self.before.items():
+            if is_registered(module, name) or name in module.__dict__.get("_buffers", ()):
+                continue
+            written.append((module, name, read(module, name)))
+            assign(module, name, before)
+        return written
+
+
 @contextlib.contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of an object or module itself, not of its class, for a while."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    vars(owner)[name] = value
+    """Sets an attribute of a class, or of an object or module itself and not of its class, for a while."""
+    before = vars(owner).get(name, MISSING)
+    _store(owner, name, value)
     try:
         yield
     finally:
-        if before is missing:
+        _store(owner, name, before)
+
+
+def _store(owner: Any, name: str, value: Any) -> None:
+    if not isinstance(owner, type):
+        if value is MISSING:
             vars(owner).pop(name, None)
         else:
-            vars(owner)[name] = before
+            vars(owner)[name] = value
+    elif value is not MISSING:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)

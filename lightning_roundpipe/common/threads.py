@@ -1,4 +1,11 @@
-"""Micro-batch threads: where they come from, what they take over from the caller, and how they are waited for."""
+"""Micro-batch threads: where they come from, what they take over from the caller, and how they are waited for.
+
+::
+
+    Workers (idle)  --take-->  Worker  --begin(work)-->  work ... halts ... goes on ... ends  --give_back-->  Workers
+
+A thread *halts* when its micro-batch stands at a barrier, or ends; :func:`run_threads` waits until all have halted.
+"""
 
 from __future__ import annotations
 
@@ -72,20 +79,15 @@ class Worker:
         """Whether the thread runs. In a forked process it does not."""
         return self._thread.is_alive()
 
-    def begin(self, work: Callable[[], object], name: str | None = None) -> None:
-        """Lets the thread, under this name, call ``work`` when it is done with what came before.
-
-        Args:
-            work: raises nothing.
-        """
-        if name is not None:
-            self._thread.name = name
+    def begin(self, work: Callable[[], object], name: str) -> None:
+        """Lets the thread, under this name, call ``work``, which raises nothing, after the functions before."""
+        self._thread.name = name
         if self._thread.ident is None:
             self._thread.start()
         self._todo.put(work)
 
     def done(self) -> threading.Event:
-        """Set by the thread, if it is alive, when all has been done that was given until now."""
+        """Set by the thread, if it is alive, when it has called all functions that were given until now."""
         event = threading.Event()
         self._todo.put(event.set)
         return event
@@ -114,7 +116,7 @@ class Workers:
         self._num_threads = 0
 
     def take(self) -> Worker:
-        """One that has nothing to do, until :meth:`give_back`."""
+        """An idle thread, until :meth:`give_back`."""
         if self._num_threads != torch.get_num_threads():
             self.close()
             self._num_threads = torch.get_num_threads()
@@ -132,7 +134,7 @@ class Workers:
         self._idle += reversed(workers)
 
     def close(self) -> None:
-        """Ends all that have nothing to do."""
+        """Ends all idle threads."""
         while self._idle:
             self._idle.pop().close()
 
@@ -146,9 +148,9 @@ def run_threads(
     """Lets threads go on, and waits until all have halted; an interrupt of the waiting thread stops them first.
 
     Args:
-        workers: those that begin; the last of those that are waited for.
-        go_on: lets one go on, for each of them.
-        halted: set by each thread as the last thing it does for now; those of ``workers`` last, in their order.
+        workers: the threads that begin now; those that go on after a barrier come before them in ``halted``.
+        go_on: lets a thread begin or go on, for each of them.
+        halted: set by each thread as the last thing that it does for now.
         fail: makes the threads stop.
     """
     try:
@@ -160,7 +162,7 @@ def run_threads(
     except BaseException as interrupt:
         fail(interrupt)
         for worker, event in zip(workers, halted[len(halted) - len(workers) :], strict=True):
-            done = worker.done()  # whether it has begun is not known
+            done = worker.done()  # set at once by a thread that was not told to begin
             while not (event.is_set() or done.wait(_STARTING_S)) and worker.is_alive:
                 pass
         raise

@@ -1,5 +1,9 @@
 """Nested arguments, results and batches: taken apart, changed, and put together again.
 
+::
+
+    (x, {"mask": m, "k": 3})  --flatten-->  leaves [x, m, 3] and a structure  --unflatten-->  (x', {"mask": m', "k": 3})
+
 - :func:`flatten` and :func:`unflatten` are for the arguments and results of units. They open what
   ``torch.utils._pytree`` knows (tuples, lists, dicts, named tuples, whatever is registered there, such as Hugging
   Face's ``ModelOutput``) and dataclasses. Any other object is a leaf.
@@ -99,15 +103,14 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], side: list[Any],
     if not kwargs and not side and all(type(item) in _PLAIN for item in args):
         leaves.extend(args)
         return _POSITIONAL
-    return [flatten(part, leaves) for part in (args, kwargs, side)]
+    return flatten((args, kwargs, side), leaves)
 
 
 def unflatten_call(structure: Any, leaves: list[Any]) -> Any:
     """The inverse of :func:`flatten_call`: ``((args, kwargs), side)``."""
     if structure is _POSITIONAL:
         return (tuple(leaves), {}), []
-    rest = iter(leaves)
-    args, kwargs, side = [_build(part, rest) for part in structure]
+    args, kwargs, side = unflatten(structure, leaves)
     return (args, kwargs), side
 
 

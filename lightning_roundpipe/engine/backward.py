@@ -93,8 +93,7 @@ class BackwardRunner:
         try:
             with torch.enable_grad(), autocast_as(self.autocast_device, call.autocast):
                 enter(call, leaves, self.anchor)
-                facts = call.facts
-                result = self.runner.run(call, replica, leaves, watch_randomness=facts.draws, foreign=facts.foreign)
+                result = self.runner.run(call, replica, leaves, foreign=call.facts.foreign)
                 add_changed(call, result, leaves)
         finally:
             for copy, name, buffer in swapped:

@@ -143,7 +143,6 @@ class ForwardRunner:
         *,
         foreign: bool = False,
     ) -> ForwardResult:
-        watch = facts is None or facts.draws
         foreign = foreign or (facts is not None and facts.foreign)
         call.facts = facts
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -156,13 +155,13 @@ class ForwardRunner:
         graph = records and (call.kept or facts is None or len(facts.slots) > 1)
         if records and (self.saves_kept or not call.kept):
             call.leaves = [self.activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
-        learning = ForeignRandomness.watched() if facts is None and not foreign else None
+        learning = ForeignRandomness() if facts is None and not foreign else None
         torch._C._set_grad_enabled(graph if records else before)
         try:
             if graph:
                 enter(call, given, self.anchor)
             with self._learning(call, replica) if facts is None else contextlib.nullcontext() as casts:
-                result = self.runner.run(call, replica, given, watch_randomness=watch, foreign=foreign)
+                result = self.runner.run(call, replica, given, foreign=foreign)
                 if casts is not None:
                     casts.note_results(result.slots.values())
         finally:
@@ -245,10 +244,9 @@ def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes:
             master = replica.master_of(copy)
             assert master is not None
             changed.append((master, name))
-    num_draws, foreign = done.unit.num_draws, done.unit.draws_foreign
-    writes = bool(done.unit.written)
+    draws, foreign, writes = done.unit.draws, done.unit.draws_foreign, bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), num_draws > 0, foreign, tuple(changed), writes, *sizes, has_loose)
+    return Facts(flagged, frozenset(slots), draws, foreign, tuple(changed), writes, *sizes, has_loose)
 
 
 def _restore(before: Snapshot) -> None:

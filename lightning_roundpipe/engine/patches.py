@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
-from ..usercode.lock import UserCodeState, current, noting_writes
+from ..common.attributes import attribute_set, is_registered, read
+from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
 from .resources import Resources
@@ -41,9 +42,8 @@ def classes_patched() -> Iterator[None]:
     with _lock:
         if not _num_users:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(noting_writes())
-                stack.enter_context(noting_hooks())
-                stack.enter_context(checkpoints_passed_through())
+                for installed in (noting_writes, noting_hooks, checkpoints_passed_through):
+                    stack.enter_context(installed())
                 _installed = stack.pop_all()
         _num_users += 1
     try:
@@ -134,11 +134,59 @@ def guarded_grad() -> Iterator[None]:
             raise GradientCutError.at(call)
         return result
 
-    torch.autograd.grad = grad
-    try:
+    with attribute_set(torch.autograd, "grad", grad):
         yield
-    finally:
-        torch.autograd.grad = original
+
+
+@contextlib.contextmanager
+def noting_writes() -> Iterator[None]:
+    """While open, what user code and units write on modules is noted: see [Note: attribute writes] in
+    :mod:`usercode.lock`. Parameters have no such methods of their own, and what is not there costs nothing outside of
+    fits."""
+    set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def noting_setattr(self: nn.Module, name: str, value: Any) -> None:
+        _note(self, name, value)
+        set_attribute(self, name, value)
+
+    def noting_delattr(self: nn.Module, name: str) -> None:
+        _note(self, name)
+        delete_attribute(self, name)
+
+    def noting_parameter_setattr(self: nn.Parameter, name: str, value: Any) -> None:
+        if name == "requires_grad":
+            _note_flag(self, value)
+        object.__setattr__(self, name, value)
+
+    def noting_requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> Tensor:
+        _note_flag(self, requires_grad)
+        return Tensor.requires_grad_(self, requires_grad)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute_set(nn.Module, "__setattr__", noting_setattr))
+        stack.enter_context(attribute_set(nn.Module, "__delattr__", noting_delattr))
+        stack.enter_context(attribute_set(nn.Parameter, "__setattr__", noting_parameter_setattr))
+        stack.enter_context(attribute_set(nn.Parameter, "requires_grad_", noting_requires_grad_))
+        yield
+
+
+def _note(module: nn.Module, name: str, value: Any = None) -> None:
+    state = current()
+    if state is None:
+        return
+    if state.unit_writes is not None:
+        state.unit_writes.note(module, name)
+    elif state.lock is not None and not is_registered(module, name):
+        state.lock.note(state, module, name, value)
+
+
+def _note_flag(parameter: nn.Parameter, value: bool) -> None:
+    state = current()
+    in_user_code = state is not None and state.unit_writes is None and state.lock is not None
+    if in_user_code and value != read(parameter, "requires_grad"):
+        assert state is not None
+        assert state.lock is not None
+        state.lock.note_flag(state, parameter)
 
 
 @contextlib.contextmanager
@@ -164,9 +212,7 @@ def noting_hooks() -> Iterator[None]:
             (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
             (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
         ):
-            original = getattr(owner, name)
-            setattr(owner, name, noting(original, note))
-            stack.callback(setattr, owner, name, original)
+            stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
         yield
 
 

@@ -95,15 +95,13 @@ class Step:
         succeeded = False
         self._resources.pool.open()
         try:
-            lists.hand_out(self._states, self._lock)
-            for state in self._states:
-                state.lock = self._lock
+            self._lock.open(self._states, lists.copies)
             with classes_patched():
                 self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
             self.report.saved_bytes = sum(walk.saved_bytes for walk in self._walks.values())
             if self._request.merge is not None:
-                lists.collect(self._states, self._request.merge)
+                lists.collect([state.overlay for state in self._states], self._request.merge)
             succeeded = True
         finally:
             self._stop()
@@ -308,5 +306,5 @@ class Step:
 
 def _end_slot(loose_parameters: LooseParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
     """The last micro-batch of a slot has left it. What user code needs no more makes room for the next slot."""
-    loose_parameters.end_slot(pool[device_index])
+    loose_parameters.end_stage_run(pool[device_index])
     loader.end_slot(device_index)

@@ -306,9 +306,9 @@ class Walk:
             replica.book_gradients(replica.has_gradients)
             self._loose.own.update(replica.leaves)
             started = self.device.stamp()
-            result = self._runner.run(call, replica, leaves, watch_randomness=True)
+            result = self._runner.run(call, replica, leaves)
             self.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._route.stage))
-        if len(made) > 1 and result.num_draws:
+        if len(made) > 1 and result.draws:
             raise RuntimeError(
                 f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
                 "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "

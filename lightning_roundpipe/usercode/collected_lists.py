@@ -1,20 +1,35 @@
-"""What a step does with lists and dicts of modules; see [Note: collected lists] in :mod:`usercode.containers`."""
+"""Lists and dicts on modules that micro-batches fill.
+
+[Note: collected lists]
+``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
+(``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
+as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
+and lands in the original container::
+
+    original  [a]  --copies-->  [a] + [x0]      micro-batch 0
+                                [a] + [x1]      micro-batch 1
+              [a, merge(x0, x1)]  <-- collected
+
+One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items, or some that came at
+once (``extend``, ``+=``), are merged like a list that a step returns: as many as a micro-batch has rows are samples.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..common.attributes import MISSING, assign
-from .containers import Filled, collect_dict, collect_list, starts_with
-from .lock import UserCodeLock, UserCodeState
+from ..common.attributes import MISSING, Attributes, assign
+from .outputs import brought_home
+
+Merge = Callable[[list[Any]], Any]
 
 
 class CollectedLists:
-    """Lists and dicts on modules that micro-batches fill; see [Note: collected lists] in :mod:`usercode.containers`."""
+    """The lists and dicts of these modules; see [Note: collected lists]."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._originals = [
@@ -24,27 +39,76 @@ class CollectedLists:
             if type(value) in (list, dict) and not name.startswith("_")
         ]
 
-    def hand_out(self, states: Sequence[UserCodeState], lock: UserCodeLock) -> None:
-        """Gives every micro-batch its own copies."""
-        for state in states:
-            for module, name, original in self._originals:
-                lock.note(state, module, name)
-                handed = Filled(original) if isinstance(original, list) else copy.copy(original)
-                state.overlay[id(module), name] = (module, handed)
-
-    def collect(self, states: Sequence[UserCodeState], merge: Callable[[list[Any]], Any]) -> None:
-        """Puts what came in, merged over the micro-batches, into the original containers.
-
-        Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`.
-        """
+    def copies(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Copies for one micro-batch: (module, attribute, copy)."""
         for module, name, original in self._originals:
-            copies = [state.overlay.pop((id(module), name), (module, MISSING))[1] for state in states]
-            last = list(copies[-1]) if isinstance(copies[-1], Filled) else copies[-1]
-            if any(type(c) not in (type(original), Filled) for c in copies):
-                assign(module, name, last)  # replaced by something else: the last micro-batch counts
-            elif isinstance(original, dict):
-                collect_dict(original, copies, merge)
-            elif all(starts_with(c, original) for c in copies):
-                collect_list(original, copies, merge)
-            else:
-                assign(module, name, last)
+            yield module, name, _Filled(original) if isinstance(original, list) else copy.copy(original)
+
+    def collect(self, overlays: Sequence[Attributes], merge: Merge) -> None:
+        """Takes the copies out of what the micro-batches have written, and puts what came into them, merged, into the
+        originals. Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`."""
+        for module, name, original in self._originals:
+            copies = [overlay.pop((id(module), name), (module, MISSING))[1] for overlay in overlays]
+            is_replaced = any(type(c) not in (type(original), _Filled) for c in copies)
+            if not is_replaced and isinstance(original, dict):
+                _collect_dict(original, copies, merge)
+            elif not is_replaced and all(_starts_with(c, original) for c in copies):
+                _collect_list(original, copies, merge)
+            else:  # the last micro-batch counts
+                assign(module, name, list(copies[-1]) if isinstance(copies[-1], _Filled) else copies[-1])
+
+
+class _Filled(list[Any]):
+    """A micro-batch's copy of a list; ``at_once`` tells whether it was given items by ``extend`` or ``+=``."""
+
+    at_once = False
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self.at_once = True
+        super().extend(items)
+
+    def __iadd__(self, items: Iterable[Any]) -> _Filled:  # type: ignore[misc]
+        self.extend(items)
+        return self
+
+
+def _collect_list(original: list[Any], copies: list[list[Any]], merge: Merge) -> None:
+    appended = [brought_home(c[len(original) :]) for c in copies]
+    lengths = {len(items) for items in appended}
+    if len(lengths) > 1:
+        original.extend(item for items in appended for item in items)
+    elif lengths == {1} and not any(isinstance(c, _Filled) and c.at_once for c in copies):
+        original.append(merge([items[0] for items in appended]))
+    elif lengths != {0}:
+        original.extend(merge(appended))
+
+
+def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Merge) -> None:
+    for key in [key for key in original if key not in copies[-1]]:
+        del original[key]
+    for key in dict.fromkeys(key for c in copies for key in c):
+        values = [c.get(key, MISSING) for c in copies]
+        before = original.get(key, MISSING)
+        changed = [value for value in values if value is not before and value is not MISSING]
+        if changed:
+            changed = brought_home(changed)
+            original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
+
+
+def content(value: Any) -> Any:
+    """What is in a list or dict now, for :func:`follow`; None for anything else."""
+    return copy.copy(value) if type(value) in (list, dict, _Filled) else None
+
+
+def follow(other: Any, before: Any, now: Any) -> None:
+    """Does to the container of another micro-batch what was done to one: what was appended to it or set in it."""
+    if isinstance(before, list) and isinstance(other, list):
+        if _starts_with(now, before):
+            list.extend(other, now[len(before) :])
+    elif isinstance(before, dict) and isinstance(other, dict):
+        other.update({key: value for key, value in now.items() if before.get(key, MISSING) is not value})
+
+
+def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
+    """By identity: items may be tensors, whose ``==`` is elementwise."""
+    return len(longer) >= len(shorter) and all(a is b for a, b in zip(longer, shorter, strict=False))

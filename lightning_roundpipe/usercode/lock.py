@@ -1,66 +1,69 @@
 """User code outside the units: one thread at a time, as if each micro-batch were alone.
 
 [Note: user-code lock]
-User code was written for one thread. The user-code lock keeps it so: a micro-batch thread holds it except while a unit
-computes and while it waits. Handing the lock to another micro-batch is a context switch: attributes that the
-micro-batch has written on modules (``self.cur = batch``) and the state of the CPU generator are swapped, lazily, when
-a *different* micro-batch takes the lock. So every micro-batch sees its own writes, starts from the state before the
-step, and what the last micro-batch wrote is what remains: the semantics of a single call.
+User code was written for one thread. The user-code lock keeps it so: the thread of a micro-batch holds the lock, except
+while a unit computes and while the thread waits. Handing the lock to another micro-batch is a context switch::
+
+    micro-batch 0   user code | unit ........... | user code | unit ...
+    micro-batch 1   waits     | user code | unit ............ | user code | ...
+                              ^ switch            ^ switch     ^ switch
+
+A switch swaps the attributes that the micro-batches have written on modules (``self.cur = batch``) and the state of the
+CPU generator (0.7 us; a draw cannot be noticed for less). If the same micro-batch takes the lock again, nothing is
+swapped. So every micro-batch sees its own writes, starts from the state before the step, and what the last micro-batch
+wrote is what remains: the semantics of a single call.
+
+[Note: exclusive sections]
+Some state belongs to the whole process: Python's and NumPy's generators, the default CPU generator where an operator
+accepts no other, the generator of a GPU that several devices share, and what torch replaces while it compiles. A unit
+that needs such state enters ``exclusive()``, which is re-entrant: no user code runs meanwhile, and no other exclusive
+section. With ``alone=True`` no other unit runs either; this is for a step whose units are compiled, and there every
+unit runs inside ``unit_running()``. No thread waits for ever, because every thread takes what it needs in this order::
+
+    1. the compute lane of its device       every unit
+    2. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
+    3. the user-code lock                   user code (hooks inside units, too), or exclusive()
+
+and a thread that has one of them waits only for those below it. User code releases the lock before it calls a unit or
+waits for an upload.
 
 [Note: attribute writes]
-Writes are noticed by a replacement of ``nn.Module.__setattr__`` that is installed as long as the engine is open and
-ignores threads that are not micro-batch threads. The same record serves three purposes: the swap above; units that
-read what user code wrote on them (an input by another way); units that write what user code reads (an output by another
-way).
-
-``requires_grad`` of parameters is such an attribute: a step may freeze modules for a while (a reference model with its
-adapters disabled). A unit runs with the flags that its caller had: ``Call.trained``.
+Writes are noticed by a replacement of ``nn.Module.__setattr__`` (:mod:`engine.patches`), which ignores threads that are
+not of a micro-batch. The same record serves three purposes: the swap above; units that read what user code wrote on
+them (an input by another way); units that write what user code reads (an output by another way). ``requires_grad`` of
+parameters is such an attribute: a step may freeze modules for a while (a reference model with its adapters disabled). A
+unit runs with the flags that its caller had: ``Call.trained``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ..common.attributes import MISSING, assign, read
+from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
 from ..common.seeds import derive_seed
-from .containers import content, follow
+from .collected_lists import content, follow
 from .outputs import brought_home
 
 _RECHECK_S = 2.0
-_local = threading.local()
 
 
-class UnitWrites:
-    """Attributes that a unit writes while it runs: (id of the module, name) -> (module, value before)."""
+class NestedBackwards(Protocol):
+    """Runs a backward that user code begins inside the engine's; see [Note: loose parameters]."""
 
-    def __init__(self) -> None:
-        self.before: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
-
-    def note(self, module: nn.Module, name: str) -> None:
-        """Called before the attribute changes."""
-        if (id(module), name) not in self.before:
-            self.before[id(module), name] = (module, read(module, name))
-
-    def take_back(self) -> list[tuple[nn.Module, str, Any]]:
-        """Restores the values from before; what was written: (module, name, value), registered names left out."""
-        written = []
-        for (_, name), (module, before) in self.before.items():
-            if _is_registered(module, name) or name in module.__dict__.get("_buffers", ()):
-                continue
-            written.append((module, name, read(module, name)))
-            assign(module, name, before)
-        return written
+    def run_nested_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Arguments are those of ``torch.autograd.backward``."""
 
 
 def _nothing() -> None:
-    """Where a step wants to know of nothing."""
+    """Until a step begins."""
 
 
 class UserCodeState:
@@ -71,27 +74,37 @@ class UserCodeState:
         unit_writes: where writes go while the thread is inside a unit; None outside units.
         is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
             been done.
+        lock: of the step; None when no step runs.
         call_unit: runs a unit; None while the thread is inside one.
+        mode: what brings operands of user code to one device, see [Note: implicit transfers]; None outside units, where
+            it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.
         on_checkpoint: called when user code uses an activation checkpoint.
-        loose: takes the gradients of leaves while the engine walks the graph of user code, see
-            [Note: loose parameters] in :mod:`usercode.loose_gradients`; None otherwise.
+        loose: takes the gradients of leaves while the engine walks the graph of user code; None otherwise.
     """
 
     def __init__(self, index: int, seed: int) -> None:
         self.index = index
-        self.overlay: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
-        self.random_state: Tensor | None = None
         self.seed = seed
+        self.overlay: Attributes = {}
+        self.random_state: Tensor | None = None
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
         self.call_unit: Callable[..., Any] | None = None
+        self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
-        self.loose: Any = None
+        self.loose: NestedBackwards | None = None
         self.on_module_hook: Callable[[], None] = _nothing
         self.on_checkpoint: Callable[[], None] = _nothing
+
+
+class _Local(threading.local):
+    state: UserCodeState | None = None
+
+
+_local = _Local()
 
 
 class UserCodeLock:
@@ -101,22 +114,30 @@ class UserCodeLock:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
         switches: flags that turned out to be switched on for a while only; all steps share them.
+
+    Attributes:
+        switches_flags: whether user code has switched ``requires_grad`` of any parameter.
     """
 
     def __init__(
         self, exempt: tuple[type, ...], aborted: Callable[[], bool], switches: set[tuple[int, str]] | None = None
     ) -> None:
-        self._switches = set() if switches is None else switches
-        self._lock = threading.Lock()
         self._exempt = exempt
         self._aborted = aborted
-        self._last: UserCodeState | None = None
-        self._holder: UserCodeState | None = None
-        self._borrower: int | None = None  # thread that borrowed the lock
-        self._baseline: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._switches = set() if switches is None else switches
+        self.switches_flags = False
+        self._lock = threading.Lock()
+        self._holder: UserCodeState | None = None  # the micro-batch that is in user code
+        self._exclusive: int | None = None  # the thread that is in an exclusive section
+        self._units_changed = threading.Condition()  # guards the next two
+        self._num_units = 0
+        self._is_alone = False
+        self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
+        self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
-        self.switches_flags = False  # whether user code has switched requires_grad of any parameter
         self._outer_random_state = torch.default_generator.get_state()
+
+    # --- who runs ----------------------------------------------------------------------------------------------------
 
     def acquire(self, state: UserCodeState) -> None:
         """Takes the lock for a micro-batch.
@@ -126,7 +147,8 @@ class UserCodeLock:
         """
         self._take()
         self._holder = state
-        self._switch_to(state)
+        if self._current is not state:
+            self._switch_to(state)
 
     def _take(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -142,7 +164,7 @@ class UserCodeLock:
 
     def is_held_by(self, state: UserCodeState) -> bool:
         """Whether the calling thread, which is that of ``state``, runs user code or excludes it."""
-        return self._holder is state or self._borrower == threading.get_ident()
+        return self._holder is state or self._exclusive == threading.get_ident()
 
     @contextlib.contextmanager
     def released(self, state: UserCodeState) -> Iterator[None]:
@@ -156,36 +178,107 @@ class UserCodeLock:
                 self.acquire(state)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """For a unit that must touch process-global state: excludes all user code, switches nothing. Re-entrant."""
-        if self._borrower == threading.get_ident():
+    def exclusive(self, *, alone: bool = False) -> Iterator[None]:
+        """For a unit that needs state of the process; see [Note: exclusive sections].
+
+        The calling thread is in a unit, and not inside :meth:`unit_running` if it wants to be alone.
+
+        Raises:
+            StepAborted: if another thread failed meanwhile.
+        """
+        thread = threading.get_ident()
+        if self._exclusive == thread:
             yield
             return
-        self._take()
-        self._borrower = threading.get_ident()
+        with self._no_unit_running() if alone else contextlib.nullcontext():
+            self._take()
+            self._exclusive = thread
+            try:
+                yield
+            finally:
+                self._exclusive = None
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def unit_running(self) -> Iterator[None]:
+        """Around a unit, in a step that compiles units: no other thread compiles meanwhile."""
+        with self._units_changed:
+            self._await_units(lambda: not self._is_alone)
+            self._num_units += 1
         try:
             yield
         finally:
-            self._borrower = None
-            self._lock.release()
+            with self._units_changed:
+                self._num_units -= 1
+                self._units_changed.notify_all()
+
+    @contextlib.contextmanager
+    def _no_unit_running(self) -> Iterator[None]:
+        with self._units_changed:
+            self._await_units(lambda: not self._is_alone)
+            self._is_alone = True  # from now on no unit begins
+        try:
+            with self._units_changed:
+                self._await_units(lambda: not self._num_units)
+            yield
+        finally:
+            with self._units_changed:
+                self._is_alone = False
+                self._units_changed.notify_all()
+
+    def _await_units(self, condition: Callable[[], bool]) -> None:
+        while not self._units_changed.wait_for(condition, _RECHECK_S):
+            if self._aborted():
+                raise StepAborted
 
     @contextlib.contextmanager
     def in_user_code(self, state: UserCodeState) -> Iterator[None]:
         """For user code that a unit calls back (hooks on its submodules): its writes are those of user code."""
         writes, state.unit_writes = state.unit_writes, None
         call_unit, state.call_unit = state.call_unit, None
+        mode, state.mode = state.mode, None
         try:
-            if self._borrower == threading.get_ident():
+            if self._exclusive == threading.get_ident():
                 self._switch_to(state)
-                yield
             else:
                 self.acquire(state)
-                try:
-                    yield
-                finally:
-                    self.release(state)
+            with mode or contextlib.nullcontext():
+                yield
         finally:
-            state.unit_writes, state.call_unit = writes, call_unit
+            self.release(state)
+            state.unit_writes, state.call_unit, state.mode = writes, call_unit, mode
+
+    # --- what is swapped ---------------------------------------------------------------------------------------------
+
+    def _switch_to(self, state: UserCodeState) -> None:
+        """The thread excludes all user code; modules and the generator get the values of ``state``."""
+        if self._current is state:
+            return
+        self._switch_off()
+        for (_, name), (module, value) in state.overlay.items():
+            assign(module, name, value)
+        if state.random_state is None:
+            torch.default_generator.manual_seed(derive_seed(state.seed, state.index, -1))
+        else:
+            torch.default_generator.set_state(state.random_state)
+        self._current = state
+
+    def _switch_off(self) -> None:
+        """Modules are as before the step; the micro-batch that was current keeps its values."""
+        state, self._current = self._current, None
+        if state is None:
+            return
+        for key, (module, _) in state.overlay.items():
+            state.overlay[key] = (module, read(module, key[1]))
+            assign(module, key[1], self._baseline[key][1])
+        state.random_state = torch.default_generator.get_state()
+
+    def suspend(self) -> None:
+        """No micro-batch is current any more: modules and the generator are as before the step."""
+        self._switch_off()
+        torch.default_generator.set_state(self._outer_random_state)
+
+    # --- attribute writes --------------------------------------------------------------------------------------------
 
     def write(self, state: UserCodeState, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute on behalf of a micro-batch that holds the lock."""
@@ -212,8 +305,8 @@ class UserCodeLock:
     def _latch(self, key: tuple[int, str], value: bool) -> None:
         """A flag that user code sets is seen by all micro-batches: it guards what is done once ("hooks are installed").
 
-        A micro-batch that takes it back takes it back for itself and for those that never set it. It is a temporary
-        switch then, which each micro-batch has for itself from now on. The first one, which runs alone, shows which.
+        If a micro-batch sets the flag back, the flag was a temporary switch: from now on each micro-batch has it for
+        itself. The first micro-batch of a step, which runs alone, shows which flags are switches.
         """
         module, before = self._baseline[key]
         if value and before is not True and key[1] != "training" and key not in self._switches:
@@ -223,37 +316,19 @@ class UserCodeLock:
             self._switches.add(key)
             self._baseline[key] = (module, self._latched.pop(key))
 
-    def _switch_to(self, state: UserCodeState) -> None:
-        if self._last is state:
-            return
-        default = torch.default_generator
-        if self._last is not None:
-            self._swap_out(self._last)
-            self._last.random_state = default.get_state()
-        for (_, name), (module, value) in state.overlay.items():
-            assign(module, name, value)
-        if state.random_state is None:
-            default.manual_seed(derive_seed(state.seed, state.index, -1))
-        else:
-            default.set_state(state.random_state)
-        self._last = state
-
-    def _swap_out(self, state: UserCodeState) -> None:
-        for key, (module, _) in state.overlay.items():
-            state.overlay[key] = (module, read(module, key[1]))
-            assign(module, key[1], self._baseline[key][1])
-
     def baseline(self) -> list[tuple[nn.Module, str, Any]]:
         """Attributes that some micro-batch has written, with their values from before the step."""
         return [(module, name, value) for (_, name), (module, value) in list(self._baseline.items())]
 
-    def suspend(self) -> None:
-        """No micro-batch is current any more: modules and the generator are as before the step."""
-        if self._last is not None:
-            self._swap_out(self._last)
-            self._last.random_state = torch.default_generator.get_state()
-            self._last = None
-        torch.default_generator.set_state(self._outer_random_state)
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def open(self, states: Sequence[UserCodeState], copies: Callable[[], Iterable[tuple[nn.Module, str, Any]]]) -> None:
+        """The step begins. ``copies`` gives the attributes that every micro-batch has for itself from the beginning."""
+        for state in states:
+            state.lock = self
+            for module, name, value in copies():
+                self.note(state, module, name)
+                state.overlay[id(module), name] = (module, value)
 
     @contextlib.contextmanager
     def gathered(self, states: Sequence[UserCodeState]) -> Iterator[None]:
@@ -299,97 +374,20 @@ def _without_graph(value: Any) -> Any:
     return kept
 
 
+# --- the micro-batch of a thread -------------------------------------------------------------------------------------
+
+
 def current() -> UserCodeState | None:
     """The micro-batch of the calling thread, or None outside micro-batch threads."""
-    return getattr(_local, "state", None)
+    return _local.state
 
 
 @contextlib.contextmanager
-def entered(state: UserCodeState) -> Iterator[None]:
-    """Makes ``state`` the micro-batch of the calling thread."""
+def entered(state: UserCodeState | None) -> Iterator[None]:
+    """Makes ``state`` the micro-batch of the calling thread; with None what it writes on modules is not noted."""
+    before = current()
     _local.state = state
     try:
         yield
     finally:
-        _local.state = None
-
-
-@contextlib.contextmanager
-def left() -> Iterator[None]:
-    """The calling thread belongs to no micro-batch meanwhile: what it writes on modules is not noted."""
-    state = current()
-    _local.state = None
-    try:
-        yield
-    finally:
-        _local.state = state
-
-
-_original_setattr = nn.Module.__setattr__
-_original_delattr = nn.Module.__delattr__
-
-
-def _note(module: nn.Module, name: str, value: Any = None) -> None:
-    state: UserCodeState | None = getattr(_local, "state", None)
-    if state is None:
-        return
-    if state.unit_writes is not None:
-        state.unit_writes.note(module, name)
-    elif state.lock is not None and not _is_registered(module, name):
-        state.lock.note(state, module, name, value)
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    """Parameters and submodules are shared by all micro-batches; attributes and assigned buffers are isolated."""
-    state = module.__dict__
-    return any(name in state.get(kind, ()) for kind in ("_parameters", "_modules"))
-
-
-def _noting_setattr(self: nn.Module, name: str, value: Any) -> None:
-    _note(self, name, value)
-    _original_setattr(self, name, value)
-
-
-def _noting_delattr(self: nn.Module, name: str) -> None:
-    _note(self, name)
-    _original_delattr(self, name)
-
-
-def _note_flag(parameter: nn.Parameter, value: bool) -> None:
-    state: UserCodeState | None = getattr(_local, "state", None)
-    if (
-        state is not None
-        and state.unit_writes is None
-        and state.lock is not None
-        and value != read(parameter, "requires_grad")
-    ):
-        state.lock.note_flag(state, parameter)
-
-
-def _noting_parameter_setattr(self: nn.Parameter, name: str, value: Any) -> None:
-    if name == "requires_grad":
-        _note_flag(self, value)
-    object.__setattr__(self, name, value)
-
-
-def _noting_requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
-    _note_flag(self, requires_grad)
-    return Tensor.requires_grad_(self, requires_grad)  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def noting_writes() -> Iterator[None]:
-    """Attribute writes on modules are noted while this is open; see [Note: attribute writes]."""
-    global _original_setattr, _original_delattr
-    _original_setattr, _original_delattr = nn.Module.__setattr__, nn.Module.__delattr__
-    nn.Module.__setattr__ = _noting_setattr  # type: ignore[method-assign]
-    nn.Module.__delattr__ = _noting_delattr  # type: ignore[method-assign]
-    # Parameters have neither of their own, and what is not there costs nothing outside of fits.
-    nn.Parameter.__setattr__ = _noting_parameter_setattr  # type: ignore[method-assign,assignment]
-    nn.Parameter.requires_grad_ = _noting_requires_grad_  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.__setattr__ = _original_setattr  # type: ignore[method-assign]
-        nn.Module.__delattr__ = _original_delattr  # type: ignore[method-assign]
-        del nn.Parameter.__setattr__, nn.Parameter.requires_grad_
+        _local.state = before

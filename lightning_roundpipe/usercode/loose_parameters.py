@@ -2,14 +2,17 @@
 
 [Note: raw parameters]
 ``F.linear(h, self.lm_head.weight)`` in ``training_step`` needs on a GPU what lives on the host, in every micro-batch.
-The first such use on a device uploads the parameter; the uses after it, of all micro-batches, share the copy. In the
-graph each use is a node of its own that leads to the master. Gradients of a large parameter are added up on the device
-and go home when the copy is given up, once, as those of units do; so the last bits depend on which uses were on which
-device. Those of a small one go to the master as they come, in the order of the micro-batches. (So does any gradient in
-a backward that the *user* runs.)
+The first such use on a device uploads the parameter; the uses after it, of all micro-batches, share the copy::
 
-A copy is given up when a slot of its device ends, no graph leads through it and no view of it is left: the weight of a
-head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
+    master (host) --upload--> copy --> use by micro-batch 0, 1, 2, ...
+    gradients at home <------ sum  <-- their gradients, once, when the copy is given up
+
+In the graph each use is a node of its own that leads to the master. Gradients of a large parameter are added up on the
+device, as those of units are; so the last bits depend on which uses were on which device. Those of a small one go to
+the master as they come, in the order of the micro-batches. (So does any gradient in a backward that the *user* runs.)
+
+A copy is given up when a stage run of its device ends, no graph leads through it and no view of it is left: the weight
+of a head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
 master that was changed in place since the upload is uploaded anew. Changes that leave no trace in the version of the
 parameter (through ``.data``, NumPy) cannot be noticed, so a parameter that was opened that way is not kept in this
 step.
@@ -120,11 +123,11 @@ class LooseParameters:
 
     def __init__(self, gradients: GradientStore) -> None:
         self._gradients = gradients
-        self._lock = threading.Lock()  # of what follows; never held during a wait
+        self._lock = threading.Lock()  # of the next two; never held during a wait
         self._copies: list[_Copy] = []
         self._newest: dict[tuple[int, int], _Copy] = {}
         self._opened: dict[int, nn.Parameter] = {}
-        self._ordinals: dict[int, int] = {}
+        self._num_sent: dict[int, int] = {}  # downloads of sums, by device
 
     def use(
         self,
@@ -173,7 +176,7 @@ class LooseParameters:
             return copy, copy.lease()
 
     def _make(self, master: nn.Parameter, device: Device, tracks: bool) -> None:
-        """Uploads ``master``, unless another micro-batch has done so meanwhile; for a thread that occupies the device.
+        """Uploads ``master``, unless another micro-batch has done so meanwhile; the calling thread occupies the device.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room for it and its gradient.
@@ -189,7 +192,7 @@ class LooseParameters:
                 device.memory.release("weights", num_bytes)
                 raise
             copy = _Copy(master, device, upload)
-            with self._lock:  # one that was there before stays until its graphs are gone
+            with self._lock:  # an older copy stays until its graphs are gone
                 self._copies.append(copy)
             upload.wait(Edge.WEIGHTS)
             with self._lock:  # not before: other micro-batches use what they find here without a wait
@@ -214,40 +217,29 @@ class LooseParameters:
         with self._lock:
             return [copy for copy in self._copies if copy.master is master]
 
-    def end_slot(self, device: Device) -> None:
-        """A slot of ``device`` has ended: gives up the copies that no graph leads through any more."""
+    def end_stage_run(self, device: Device) -> None:
+        """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""
         if any(copy.device is device for copy in self._copies):
             with device.occupied():
-                self._give_up(self._take(lambda copy: copy.device is device and not copy.is_in_use))
+                self._give_up(device, lambda copy: not copy.is_in_use)
 
     def send_sums(self) -> None:
         """All micro-batches have stopped for a while: gradients go home; copies that graphs lead through stay."""
         for device in self._devices():
             with device.occupied():
-                self._give_up(self._take(lambda copy, here=device: copy.device is here and not copy.is_in_use))  # type: ignore[misc]
-                held = [copy for copy in self._copies if copy.device is device and copy.gradient is not None]
-                sums = [copy.gradient for copy in held if copy.gradient is not None]
-                if sums:
-                    download = device.download(sums, "gradients in user code", is_bulk=True)
-                    self._gradients.add_later([copy.master for copy in held], download, *self._source(device))
+                self._give_up(device, lambda copy: not copy.is_in_use)
+                held = [copy for copy in self._copies if copy.device is device]
+                if (download := self._send_gradients(device, held)) is not None:
                     download.await_done()
-                    for copy in held:
-                        copy.gradient = None
-                    device.free(sums)
-
-    def _devices(self) -> list[Device]:
-        return list(dict.fromkeys(copy.device for copy in self._copies))
-
-    def _source(self, device: Device) -> tuple[tuple[int, int], int]:
-        """Where gradients come from, for :meth:`GradientStore.add_later`."""
-        ordinal = self._ordinals[device.index] = self._ordinals.get(device.index, -1) + 1
-        return (-1, device.index), ordinal
+                    device.free([copy.gradient for copy in held if copy.gradient is not None])
+                for copy in held:
+                    copy.gradient = None
 
     def take_home(self) -> None:
         """All micro-batches are through: what has not gone home yet goes now."""
         for device in self._devices():
             with device.occupied():
-                self._give_up(self._take(lambda copy, here=device: copy.device is here))  # type: ignore[misc]
+                self._give_up(device, lambda copy: True)
 
     def drop(self) -> None:
         """The step has ended, well or not: nothing stays on the books, gradients that are still here are lost."""
@@ -257,27 +249,21 @@ class LooseParameters:
             copy.device.memory.release("gradients", copy.gradient_bytes)
             copy.gradient = None
 
+    def _devices(self) -> list[Device]:
+        return list(dict.fromkeys(copy.device for copy in self._copies))
+
     def _take(self, which: Callable[[_Copy], bool]) -> list[_Copy]:
-        """Nobody finds these any more."""
+        """Copies that no use finds any more."""
         with self._lock:
             taken = [copy for copy in self._copies if which(copy)]
             self._copies = [copy for copy in self._copies if copy not in taken]
             self._newest = {key: copy for key, copy in self._newest.items() if copy not in taken}
         return taken
 
-    def _give_up(self, copies: list[_Copy]) -> None:
-        """Sends the gradients of copies on one device, which is occupied, home, and frees what is there."""
-        if not copies:
-            return
-        device = copies[0].device
-        arrived = [(copy, copy.gradient) for copy in copies if copy.gradient is not None]
-        download: Transfer | None = None
-        if arrived:
-            num_bytes = num_bytes_of([gradient for _, gradient in arrived])
-            download = device.download(
-                [gradient for _, gradient in arrived], "gradients in user code", is_bulk=num_bytes > CHUNK_BYTES
-            )
-            self._gradients.add_later([copy.master for copy, _ in arrived], download, *self._source(device))
+    def _give_up(self, device: Device, which: Callable[[_Copy], bool]) -> None:
+        """Sends gradients of copies on ``device``, which the calling thread occupies, home, and frees what is there."""
+        copies = self._take(lambda copy: copy.device is device and which(copy))
+        download = self._send_gradients(device, copies)
         for copy in copies:
             passing = device.free([copy.tensor])
             device.memory.release("weights", copy.num_bytes, passing)
@@ -285,3 +271,14 @@ class LooseParameters:
                 passing = None if copy.gradient is None else device.free([copy.gradient], after=download)
                 device.memory.release("gradients", copy.gradient_bytes, passing)
             copy.gradient = None
+
+    def _send_gradients(self, device: Device, copies: list[_Copy]) -> Transfer | None:
+        held = [(copy.master, copy.gradient) for copy in copies if copy.gradient is not None]
+        if not held:
+            return None
+        sums = [gradient for _, gradient in held]
+        download = device.download(sums, "gradients in user code", is_bulk=num_bytes_of(sums) > CHUNK_BYTES)
+        ordinal = self._num_sent.get(device.index, 0)
+        self._num_sent[device.index] = ordinal + 1
+        self._gradients.add_later([master for master, _ in held], download, (-1, device.index), ordinal)
+        return download

@@ -4,7 +4,12 @@
 What ``training_step`` returns may hang on the graph of the loss, which holds the logits, and on GPUs it lives wherever
 its micro-batch happened to be. So it is detached as soon as the micro-batch has returned it, before the backward, and
 its tensors travel to the host, where those of all micro-batches can be put together. So does what is left behind in
-attributes and lists of modules when the step is over.
+attributes and lists of modules when the step ends::
+
+    training_step returns {"loss": x, "rows": y}      x, y: on a device, with the graph
+      send                {"loss": x', "rows": y'}    detached; a download of each begins
+      ... backward, other micro-batches ...
+      arrive              {"loss": x", "rows": y"}    on the host, after a wait for the downloads
 """
 
 from __future__ import annotations
@@ -24,31 +29,31 @@ class Results:
     """What one micro-batch has returned, on its way to the host; see [Note: results].
 
     Args:
-        output: any value; tensors are looked for in containers, dataclasses and registered pytrees.
-        worker_of: the device that has a tensor; None if it is on the host already.
+        output: any value; tensors are found in containers, dataclasses and registered pytrees.
+        device_of: the device that has a tensor; None if it is on the host already.
     """
 
-    def __init__(self, output: Any, worker_of: Callable[[Tensor], Device | None]) -> None:
+    def __init__(self, output: Any, device_of: Callable[[Tensor], Device | None]) -> None:
         self._arriving: dict[int, tuple[Tensor, Transfer]] = {}
         sent: dict[int, Tensor] = {}  # not kept: it leads to the graph
 
         def send(tensor: Tensor) -> Tensor:
             if id(tensor) not in sent:
-                sent[id(tensor)] = self._send(tensor, worker_of(tensor))
+                sent[id(tensor)] = self._send(tensor, device_of(tensor))
             return sent[id(tensor)]
 
         self._output = mapped(output, send)
 
-    def _send(self, tensor: Tensor, worker: Device | None) -> Tensor:
-        """``tensor`` without its graph, which begins to travel if it has to."""
+    def _send(self, tensor: Tensor, device: Device | None) -> Tensor:
+        """``tensor`` without its graph; its download begins if it is on a device."""
         detached = tensor.detach() if tensor.grad_fn is not None else tensor
-        if worker is None or tensor.layout is not torch.strided:
+        if device is None or tensor.layout is not torch.strided:
             return detached.cpu()
-        self._arriving[id(detached)] = (detached, worker.download([detached], "results"))
+        self._arriving[id(detached)] = (detached, device.download([detached], "results"))
         return detached
 
     def arrive(self) -> Any:
-        """The value, after a wait for what travels."""
+        """The value on the host, after a wait for its downloads."""
         return mapped(self._output, self._received) if self._arriving else self._output
 
     def _received(self, tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def doubled() -> tuple[nn.Linear, Doubled]:
     return linear, parametrization
 
 
-def test_a_thread_that_comes_back_finds_nothing_of_its_last_visit() -> None:
+def test_a_thread_that_comes_back_finds_nothing_that_it_had_cached() -> None:
     """Although another one has been inside all the time."""
     linear, parametrization = doubled()
     is_inside, may_leave = threading.Event(), threading.Event()
@@ -54,7 +54,7 @@ def test_a_thread_that_comes_back_finds_nothing_of_its_last_visit() -> None:
         assert linear.weight is not linear.weight  # outside nothing is kept
         may_leave.set()
         other.join()
-        assert parametrize._cache_enabled == 0
+    assert parametrize._cache_enabled == 0
 
 
 def test_everything_is_as_before_afterwards() -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.autograd.randomness import Draws
 from lightning_roundpipe.autograd.recompute import GradientCutError
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.autograd.unit_run import UnitRunner
+from lightning_roundpipe.common import trees
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from tests.support.identical import assert_identical
+from tests.support.modelled import kept, recomputed
+from tests.support.steps import Steps
 
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)
@@ -53,49 +59,28 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def kept(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
-
-
-def recomputed(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    last = len(costs.calls) - 1
-    stages = (
-        Stage(0, StageKind.FORWARD, 0, last),
-        Stage(1, StageKind.FUSED, last, last + 1),
-        Stage(2, StageKind.BACKWARD, 0, last),
-    )
-    return Partition(len(costs.calls), stages)
-
-
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_kept_and_recomputed_draw_the_same_numbers(draw: Callable[[Tensor], Tensor]) -> None:
     model = Model(draw)
     parts = torch.randn(6, WIDTH).chunk(3)
-    found = {}
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    found = []
     for planner, num_devices in ((kept, 1), (recomputed, 1), (recomputed, 2)):
-        engine = Engine(model, DevicePool([torch.device("cpu")] * num_devices), planner)
-        for seed in (1, 2):  # the first step records, the second one runs the plan
-            request = StepRequest(model, parts, [1 / 3] * 3, "train", seed, loss_of=lambda output: output)
-            result = engine.run(request)
-        found[planner, num_devices] = ([*result.outputs], [result.gradients[p] for p in model.parameters()])
-    wanted = found[kept, 1]
-    assert len({float(output) for output in wanted[0]}) == 3
-    for got in found.values():
-        assert all(torch.equal(a, b) for a, b in zip(got[0], wanted[0], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(got[1], wanted[1], strict=True))
+        steps = Steps(model, planner, num_devices=num_devices)
+        steps.train(parts, 1)  # records; the second one runs the plan
+        result = steps.train(parts, 2)
+        found.append([*result.outputs, *(result.gradients[p] for p in model.parameters())])
+    assert len({float(output) for output in found[0][: len(parts)]}) == len(parts)
+    assert_identical(found[1], found[0])
+    assert_identical(found[2], found[0])
     assert torch.equal(torch.get_rng_state(), before[0])
-    if draw in (DRAWS["python"], DRAWS["numpy"]):
-        # The recording looks at the unit once before it knows: that one draw is the user's own.
-        return
-    assert random.getstate() == before[1]
-    assert (np.random.get_state()[1] == before[2]).all()
+    if draw not in (DRAWS["python"], DRAWS["numpy"]):  # there a draw of the recording, which learns, is the user's own
+        assert random.getstate() == before[1]
+        assert (np.random.get_state()[1] == before[2]).all()
 
 
 def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
-    engine = Engine(model, DevicePool([torch.device("cpu")]), recomputed)
-    parts = torch.randn(4, WIDTH, requires_grad=True).chunk(2)
-    engine.run(StepRequest(function, parts, [0.5, 0.5], "train", 0, loss_of=lambda output: output))
+    Steps(model).train(torch.randn(4, WIDTH, requires_grad=True).chunk(2), function=function)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])
@@ -141,3 +126,39 @@ def test_a_unit_that_fills_a_list_it_was_given_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="changes a list or dict that it was given"):
         run_once(step, model)
+
+
+# --- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("draws", [Draws.GPU, Draws.GPU | Draws.HOST], ids=["gpu", "both"])
+def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, draws: Draws, is_shared: bool
+) -> None:
+    """Without a dispatch mode if it draws there alone, and in an exclusive section if other devices are that GPU."""
+    generator = torch.Generator().manual_seed(1)
+    fake = SimpleNamespace(
+        default_generators=[None, generator],
+        get_rng_state=lambda device: generator.get_state(),
+        set_rng_state=lambda state, device: generator.set_state(state),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    state, lock = UserCodeState(0, 0), UserCodeLock((), lambda: False)
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch._C._len_torch_dispatch_stack() == (Draws.HOST in draws)
+            assert lock.is_held_by(state) is is_shared
+            return torch.empty(3).uniform_() if Draws.HOST in draws else torch.rand(3, generator=generator)
+
+    device = SimpleNamespace(torch_device=torch.device("cuda", 1), is_shared=is_shared)
+    call = SimpleNamespace(facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None)
+    leaves: list[Any] = []
+    call.structure = trees.flatten_call((torch.zeros(3),), {}, [], leaves)
+    runner = UnitRunner(state, lock, lambda index: 10 + index, torch.zeros(()))
+    before = generator.get_state()
+    (drawn,) = runner.run(call, SimpleNamespace(module=Drawing(), device=device), leaves).leaves
+    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(14)))
+    assert generator.get_state().equal(before)
+    assert not lock.is_held_by(state)

@@ -138,6 +138,13 @@ def test_mapped_changes_tensors_in_containers_of_the_same_kind(value: Any) -> No
     assert trees.mapped(value) is value
 
 
+def test_mapped_changes_model_outputs() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    changed = trees.mapped(output := outputs.CausalLMOutputWithPast(loss=X.sum(), logits=X), torch.clone)
+    assert type(changed) is type(output)
+    assert changed.loss is changed["loss"] is not output.loss
+
+
 def test_mapped_keeps_what_does_not_change() -> None:
     kept = [X, {"y": Y}]
     changed = trees.mapped([kept, [torch.ones(1)]], lambda tensor: tensor if tensor.numel() > 1 else tensor + 1)

@@ -1,10 +1,12 @@
-"""Stray operands, with ``meta`` as the device of the current stage: the logic needs two devices, not a GPU.
+"""Operands on several devices, with ``meta`` as the device of the current stage: the logic needs two devices, not a
+GPU.
 
 Values are checked on virtual devices that have copies of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,17 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from lightning_roundpipe.common.attributes import UnitWrites
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from lightning_roundpipe.usercode import loose_parameters as loose_parameters
-from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
-from lightning_roundpipe.usercode.lock import UnitWrites, UserCodeLock, UserCodeState, entered
-from lightning_roundpipe.usercode.loose_parameters import LooseParameters
-from lightning_roundpipe.weights.gradients import GradientStore
 from tests.support.lazy_link import LazyLink
+from lightning_roundpipe.usercode import loose_parameters as loose_parameters
+from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
+from lightning_roundpipe.usercode.lock import entered
+from tests.usercode.user_code import UserCode
 
 STAGE = torch.device("meta")
 HOST = torch.device("cpu")
@@ -41,35 +44,9 @@ class Gpu(Device):
         return end - start
 
 
-class UserCode:
-    """A micro-batch in user code on a device."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.gradients = GradientStore()
-        self.parameters = LooseParameters(self.gradients)
-        self.state = UserCodeState(0, 0)
-        self.state.lock = UserCodeLock((), lambda: False)
-        self.state.call_unit = lambda *args: None
-        self.flushing = False
-
-    def mode(self) -> ImplicitTransfers:
-        return ImplicitTransfers(lambda: self.device, self.parameters, lambda: self.flushing)
-
-    @property
-    def uploaded(self) -> int:
-        return self.device.h2d.num_bytes
-
-
 def run(user_code: UserCode) -> Iterator[UserCode]:
-    user_code.device.open()
-    assert user_code.state.lock is not None
-    user_code.state.lock.acquire(user_code.state)
-    with entered(user_code.state), user_code.mode():
+    with user_code.running(), entered(user_code.state), user_code.mode:
         yield user_code
-    user_code.state.lock.release(user_code.state)
-    user_code.parameters.drop()
-    user_code.device.close()
 
 
 @pytest.fixture
@@ -100,19 +77,25 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(5, 4))
 
 
-def test_operands_of_several_devices_meet_on_the_stage(on_host: Tensor, on_stage: Tensor) -> None:
-    with pytest.raises(RuntimeError, match="device"):
-        F.mse_loss(on_host, on_stage)
-    for _ in run(UserCode(Gpu())):
-        assert F.mse_loss(on_host, on_stage).device == STAGE
-        assert torch.cat([on_host, on_stage]).device == STAGE
+PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.device]] = {
+    "loss": (F.mse_loss, STAGE),
+    "joined": (lambda host, stage: torch.cat([host, stage]), STAGE),
+    "on the host": (lambda host, stage: host + host, HOST),
+    "moved by the user": (lambda host, stage: host.to(STAGE), STAGE),
+    "index": (lambda host, stage: stage[torch.tensor([0, 2])], STAGE),
+    "scalar": (lambda host, stage: stage * torch.tensor(2.0), STAGE),
+    "scalar of the stage": (lambda host, stage: host * stage.sum(), STAGE),  # torch knows scalars of the host only
+    "stacked scalars": (lambda host, stage: torch.stack([torch.tensor(2.0), stage.sum()]), STAGE),
+    "stacked on the host": (lambda host, stage: torch.stack([torch.tensor(2.0), host.sum()]), HOST),
+}
 
 
-def test_scalars(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    assert (on_stage * torch.tensor(2.0)).device == STAGE
-    assert (on_host * on_stage.sum()).device == STAGE  # other than torch, which knows scalars of the host only
-    assert torch.stack([torch.tensor(2.0), on_stage.sum()]).device == STAGE
-    assert torch.stack([torch.tensor(2.0), on_host.sum()]).device == HOST
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(("function", "device"), PLACES.values(), ids=PLACES)
+def test_a_result_is_where_its_operands_meet(
+    function: Callable[[Tensor, Tensor], Tensor], device: torch.device, on_host: Tensor, on_stage: Tensor
+) -> None:
+    assert function(on_host, on_stage).device == device
 
 
 @pytest.mark.usefixtures("user_code")
@@ -133,17 +116,6 @@ def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_s
 
 
 @pytest.mark.usefixtures("user_code")
-def test_operands_of_one_device_and_explicit_moves_are_left_alone(on_host: Tensor, on_stage: Tensor) -> None:
-    assert (on_host + on_host).device == HOST
-    assert on_host.to(STAGE).device == STAGE
-
-
-@pytest.mark.usefixtures("user_code")
-def test_an_index_follows_what_is_indexed(on_host: Tensor, on_stage: Tensor) -> None:
-    assert on_stage[torch.tensor([0, 2])].device == STAGE
-
-
-@pytest.mark.usefixtures("user_code")
 def test_the_move_is_part_of_the_graph(on_stage: Tensor) -> None:
     assert (on_stage * torch.ones(4, requires_grad=True)).requires_grad
     assert (on_stage * nn.Parameter(torch.ones(4))).requires_grad
@@ -157,21 +129,36 @@ def test_inside_a_unit_nothing_is_moved(user_code: UserCode, on_host: Tensor, on
 
 
 def test_inside_the_engine_nothing_is_moved(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    assert user_code.state.lock is not None
-    with user_code.state.lock.released(user_code.state), pytest.raises(RuntimeError, match="device"):
+    with user_code.lock.released(user_code.state), pytest.raises(RuntimeError, match="device"):
         F.mse_loss(on_host, on_stage)
 
 
-def test_hooks_of_units_are_user_code(user_code: UserCode, on_host: Tensor, on_stage: Tensor) -> None:
-    lock = user_code.state.lock
-    assert lock is not None
-    user_code.state.unit_writes = UnitWrites()
-    with lock.released(user_code.state):
-        with lock.in_user_code(user_code.state):
+@pytest.mark.parametrize("is_exclusive", [False, True])
+def test_in_a_unit_the_mode_is_on_for_hooks_alone(
+    user_code: UserCode, on_host: Tensor, on_stage: Tensor, is_exclusive: bool
+) -> None:
+    lock, state = user_code.lock, user_code.state
+    state.unit_writes = UnitWrites()
+    with lock.released(state), lock.exclusive() if is_exclusive else contextlib.nullcontext():
+        mode = state.mode = take_off_mode()
+        assert mode is user_code.mode
+        assert take_off_mode() is None
+        with lock.in_user_code(state):
             assert F.mse_loss(on_host, on_stage).device == STAGE
-        with lock.borrowed(), lock.in_user_code(user_code.state):
-            assert F.mse_loss(on_host, on_stage).device == STAGE
-    user_code.state.unit_writes = None
+        assert torch._C._len_torch_function_stack() == 0
+        put_on_mode(mode)
+    state.unit_writes = state.mode = None
+    assert F.mse_loss(on_host, on_stage).device == STAGE
+
+
+def test_the_mode_stays_under_modes_of_the_user(user_code: UserCode) -> None:
+    class OfTheUser(TorchFunctionMode):
+        pass
+
+    with OfTheUser():
+        assert take_off_mode() is None
+    assert take_off_mode() is user_code.mode
+    put_on_mode(user_code.mode)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -188,40 +175,41 @@ def test_a_parameter_travels_once(user_code: UserCode, weight: nn.Parameter, vie
     for _ in range(3):
         shown = view(weight)
         assert torch.mul(shown, torch.ones(shown.shape, device=STAGE)).device == STAGE
-    assert user_code.uploaded == 5 * 4 * 4
+    assert user_code.uploaded == [5 * 4 * 4]
 
 
 def test_a_small_part_of_a_parameter_travels_by_itself(user_code: UserCode, weight: nn.Parameter) -> None:
     assert (weight[0] * torch.ones(4, device=STAGE)).device == STAGE
-    assert user_code.uploaded == 0
+    assert user_code.uploaded == [0]
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("order", ["contiguous", "transposed"])
-def test_values_and_gradients(on_copies: UserCode, view: Callable[[Tensor], Tensor], order: str) -> None:
+def test_views_of_a_parameter_have_its_values_and_give_it_their_gradients(
+    on_copies: UserCode, view: Callable[[Tensor], Tensor], order: str
+) -> None:
     values = torch.randn(5, 4) if order == "contiguous" else torch.randn(4, 5).t()
     weight, other = nn.Parameter(values.clone()), values.clone().requires_grad_()
     factor = torch.randn(view(other).shape)
     expected = (view(other) * factor).square().sum()
     expected.backward()
     loss = (view(weight) * factor).square().sum()
-    assert on_copies.uploaded == 5 * 4 * 4
+    assert on_copies.uploaded == [5 * 4 * 4]
     torch.testing.assert_close(loss, expected)
-    on_copies.flushing = True
-    loss.backward()
+    on_copies.backward(loss)
     on_copies.parameters.take_home()
     torch.testing.assert_close(on_copies.gradients.take(), {weight: other.grad})
 
 
-def test_without_gradients(on_copies: UserCode, weight: nn.Parameter) -> None:
+def test_without_a_graph_views_of_a_parameter_use_one_copy(on_copies: UserCode, weight: nn.Parameter) -> None:
     with torch.no_grad():
         out = weight[:4] * torch.ones(4, 4) + weight.t()[:, :4].t() * torch.ones(4, 4)
     assert not out.requires_grad
     torch.testing.assert_close(out, 2 * weight.detach()[:4])
-    assert on_copies.uploaded == 5 * 4 * 4
+    assert on_copies.uploaded == [5 * 4 * 4]
 
 
-def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
+def test_a_hook_on_a_view_of_a_parameter_runs_once(on_copies: UserCode, weight: nn.Parameter) -> None:
     seen: list[Tensor] = []
     view = weight.t()
     view.register_hook(seen.append)
@@ -231,7 +219,7 @@ def test_hooks_on_a_view_run(on_copies: UserCode, weight: nn.Parameter) -> None:
 
 def test_what_only_concerns_parameters_stays_on_the_host(on_copies: UserCode, weight: nn.Parameter) -> None:
     penalty = weight.square().sum() + torch.ones(4).sum()
-    assert on_copies.uploaded == 0
+    assert on_copies.uploaded == [0]
     penalty.backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
 

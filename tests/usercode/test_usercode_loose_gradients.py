@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.usercode.loose_gradients import nested_backwards_followed
-from tests.support.lazy_link import LazyLink
+from tests.support.identical import assert_identical
+from tests.support.steps import Steps
 
 WIDTH, ROWS, COUNT = 4, 2, 6
 
@@ -161,47 +159,13 @@ class NestedUnit(Model):
 
 
 MODELS: list[type[Model]] = [
-    Model,
-    SeveralUses,
-    Tied,
-    OneGradientForTwo,
-    Sparse,
-    SwitchedOff,
-    HiddenInUnit,
-    AddedByHook,
-    AddedByHookLater,
-    Checkpointed,
-    Nested,
-    NestedUnit,
-]
-
-
-def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FUSED, 1, 2), (StageKind.BACKWARD, 0, 1)]
-    return Partition(2, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
-class Run:
-    """Steps of a model on two devices."""
-
-    def __init__(self, model: nn.Module, copies: bool = False) -> None:
-        self.model = model
-        pool = DevicePool([torch.device("cpu")] * 2, link=LazyLink() if copies else None)
-        self.engine = Engine(model, pool, plan, num_threads=1)
-
-    def step(self, batches: list[Tensor], function: Callable[[Tensor], Tensor] | None = None) -> StepResult:
-        weights = [1 / len(batches)] * len(batches)
-        request = StepRequest(function or self.model, batches, weights, "train", 0, loss_of=lambda loss: loss)
-        return self.engine.run(request)
+    Model, SeveralUses, Tied, OneGradientForTwo, Sparse, SwitchedOff, HiddenInUnit, AddedByHook, AddedByHookLater,
+    Checkpointed, Nested, NestedUnit,
+]  # fmt: skip
 
 
 def batches_of(seed: int) -> list[Tensor]:
     return list(torch.randn(COUNT, ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)))
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
@@ -209,10 +173,10 @@ def seeded() -> None:
 def test_gradients_are_those_of_plain_autograd(kind: type[Model], copies: bool) -> None:
     """Parameters without a gradient there have none here."""
     model = kind()
-    run = Run(model, copies)
+    steps = Steps(model, num_devices=2, copies=copies)
     for step in range(3):
         getattr(model, "begin", lambda step: None)(step)
-        found = run.step(batches_of(step)).gradients
+        found = steps.train(batches_of(step)).gradients
         for batch in batches_of(step):
             (model(batch) / COUNT).backward()
         wanted = {p: p.grad for p in model.parameters() if p.grad is not None}
@@ -225,15 +189,14 @@ def test_gradients_are_those_of_plain_autograd(kind: type[Model], copies: bool) 
 @pytest.mark.parametrize("kind", [SeveralUses, Tied, HiddenInUnit], ids=lambda kind: kind.__name__)
 def test_gradients_are_the_same_in_every_run(kind: type[Model]) -> None:
     model = kind()
-    first, second = (Run(model) for _ in range(2))
+    first, second = (Steps(model, num_devices=2) for _ in range(2))
     for step in range(3):
-        found = [run.step(batches_of(step)).gradients for run in (first, second)]
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        assert_identical(first.gradients(batches_of(step)), second.gradients(batches_of(step)))
 
 
 def test_gradients_of_two_parameters_do_not_share_memory() -> None:
     """Scaling and clipping change them in place."""
-    gradients = Run(model := OneGradientForTwo()).step(batches_of(0)).gradients
+    gradients = Steps(model := OneGradientForTwo()).train(batches_of(0)).gradients
     before = gradients[model.scale].clone()
     gradients[model.unused].mul_(7.0)
     torch.testing.assert_close(gradients[model.scale], before, rtol=0, atol=0)
@@ -255,9 +218,9 @@ def test_gradients_and_hooks_of_parameters_are_left_alone(kind: type[Model]) -> 
         seen.append(all(parameter.grad is gradient for parameter, gradient in before.items()))
         return loss  # type: ignore[no-any-return]
 
-    run = Run(model)
+    steps = Steps(model, num_devices=2)
     for step in range(2):
-        run.step(batches_of(step), function)
+        steps.train(batches_of(step), function=function)
     assert seen == [True] * 2 * COUNT
     assert called == []
     for parameter, gradient in before.items():
@@ -278,7 +241,7 @@ def test_leaves_that_are_no_parameters_have_their_gradient() -> None:
     batches = batches_of(0)
     for index, batch in enumerate(batches):
         batch[0, 0] = index
-    Run(model).step(batches, function)
+    Steps(model, num_devices=2).train(batches, function=function)
     found = {index: leaf.grad for index, leaf in leaves.items()} | {COUNT: shared.grad}
     shared.grad = None
     for batch in batches:
@@ -289,8 +252,8 @@ def test_leaves_that_are_no_parameters_have_their_gradient() -> None:
 def test_no_lock_is_held_in_a_backward_between_units() -> None:
     """Two micro-batches are in the middle of one at the same time, between different units."""
     model = Model()
-    run = Run(model)
-    run.step(batches_of(0))
+    steps = Steps(model, num_devices=2)
+    steps.train(batches_of(0))
     both = threading.Barrier(2, timeout=60)
 
     def function(batch: Tensor) -> Tensor:
@@ -309,7 +272,7 @@ def test_no_lock_is_held_in_a_backward_between_units() -> None:
     batches = batches_of(1)
     for index, batch in enumerate(batches):
         batch[0, 0] = index
-    run.step(batches, function)
+    steps.train(batches, function=function)
     assert not both.broken
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,82 +13,33 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from tests.support.lazy_link import LazyLink
+from tests.support.lazy_link import LazyTransfer
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
-from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from lightning_roundpipe.usercode.lock import UserCodeState
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
-from lightning_roundpipe.weights.gradients import GradientStore
-from tests.support.lazy_link import LazyLink, LazyTransfer
+from tests.support.steps import Steps
+from tests.usercode.user_code import UserCode
 
 ROWS, COLUMNS = 4, 3
 NUM_BYTES = ROWS * COLUMNS * 4
 
 
-class Step:
-    """What the runner has of a step, with one micro-batch whose thread is this one."""
+@pytest.fixture
+def make_step() -> Iterator[Callable[..., UserCode]]:
+    """Makes user code on lazy devices, which runs until the test ends."""
+    with contextlib.ExitStack() as stack:
 
-    def __init__(self, num_devices: int = 2, memory_limit: int | None = None) -> None:
-        self.devices = [VirtualDevice(i, link=LazyLink(), memory_limit=memory_limit) for i in range(num_devices)]
-        self.gradients = GradientStore()
-        self.parameters = LooseParameters(self.gradients)
-        self.lock = UserCodeLock((), lambda: False)
-        self.state = UserCodeState(0, 0)
-        self.state.lock = self.lock
-        self.state.call_unit = lambda *args: None
-        self.engine_walks = False
+        def make(num_devices: int = 2, memory_limit: int | None = None) -> UserCode:
+            devices = [VirtualDevice(i, link=LazyLink(), memory_limit=memory_limit) for i in range(num_devices)]
+            return stack.enter_context(UserCode(*devices).running())
 
-    def use(self, master: nn.Parameter, device: int = 0, *, tracks: bool = True) -> Tensor:
-        """A use by user code, which holds the user-code lock."""
-        used = self.parameters.use(master, self.devices[device], self.state, lambda: self.engine_walks, tracks=tracks)
-        assert used is not None
-        return used
-
-    def backward(self, loss: Tensor) -> None:
-        """As the engine does it."""
-        self.engine_walks = True
-        loss.backward()
-        self.engine_walks = False
-
-    @property
-    def uploaded(self) -> list[int]:
-        return [device.h2d.num_bytes for device in self.devices]
-
-    @property
-    def downloaded(self) -> list[int]:
-        return [device.d2h.num_bytes for device in self.devices]
-
-    @property
-    def booked(self) -> list[int]:
-        for device in self.devices:
-            device.memory.try_reserve("other", 0)  # looks what has left
-        return [device.memory.used for device in self.devices]
+        yield make
 
 
 @pytest.fixture
-def make_step() -> Iterator[Callable[..., Step]]:
-    """Makes steps that are open, and closes them."""
-    steps: list[Step] = []
-
-    def make(num_devices: int = 2, memory_limit: int | None = None) -> Step:
-        step = Step(num_devices, memory_limit)
-        steps.append(step)
-        for device in step.devices:
-            device.open()
-        step.lock.acquire(step.state)
-        return step
-
-    yield make
-    for step in steps:
-        step.lock.release(step.state)
-        for device in step.devices:
-            device.close()
-
-
-@pytest.fixture
-def step(make_step: Callable[..., Step]) -> Step:
+def step(make_step: Callable[..., UserCode]) -> UserCode:
     return make_step()
 
 
@@ -102,7 +54,7 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(ROWS, COLUMNS))
 
 
-def test_uses_on_a_device_share_one_copy(step: Step, weight: nn.Parameter) -> None:
+def test_uses_on_a_device_share_one_copy(step: UserCode, weight: nn.Parameter) -> None:
     uses = [step.use(weight), step.use(weight), step.use(weight, tracks=False)]
     assert step.uploaded == [NUM_BYTES, 0]
     for used in uses:
@@ -114,7 +66,7 @@ def test_uses_on_a_device_share_one_copy(step: Step, weight: nn.Parameter) -> No
     assert step.uploaded == [NUM_BYTES, NUM_BYTES]
 
 
-def test_gradients_add_up_on_the_device_and_go_home_once(step: Step, weight: nn.Parameter) -> None:
+def test_gradients_add_up_on_the_device_and_go_home_once(step: UserCode, weight: nn.Parameter) -> None:
     factors = [torch.randn(ROWS, COLUMNS) for _ in range(3)]
     for factor in factors:
         step.backward((step.use(weight) * factor).sum() + (step.use(weight) * factor).sum())
@@ -123,11 +75,15 @@ def test_gradients_add_up_on_the_device_and_go_home_once(step: Step, weight: nn.
     assert step.downloaded == [0, 0]
     step.parameters.take_home()
     assert step.downloaded == [NUM_BYTES, NUM_BYTES]
+    for _ in range(2):  # each of several stage runs brings a sum
+        step.backward(step.use(weight).sum())
+        step.parameters.end_stage_run(step.devices[0])
+    assert step.downloaded == [3 * NUM_BYTES, NUM_BYTES]
     gradients = step.gradients.take()
-    torch.testing.assert_close(gradients, {weight: 2 * sum(factors) + factors[0]})
+    torch.testing.assert_close(gradients, {weight: 2 * sum(factors) + factors[0] + 2})
 
 
-def test_the_sum_does_not_change_a_gradient_that_autograd_holds(step: Step, weight: nn.Parameter) -> None:
+def test_the_sum_does_not_change_a_gradient_that_autograd_holds(step: UserCode, weight: nn.Parameter) -> None:
     """Both uses get the same tensor as their gradient."""
     other = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     step.backward((step.use(weight) + step.use(other) + step.use(weight)).sum())
@@ -137,7 +93,7 @@ def test_the_sum_does_not_change_a_gradient_that_autograd_holds(step: Step, weig
     torch.testing.assert_close(gradients[other], torch.ones(ROWS, COLUMNS))
 
 
-def test_backward_of_the_user_finds_its_gradient_at_the_master(step: Step, weight: nn.Parameter) -> None:
+def test_backward_of_the_user_finds_its_gradient_at_the_master(step: UserCode, weight: nn.Parameter) -> None:
     loss = step.use(weight).square().sum()
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
     torch.testing.assert_close(gradient, 2 * weight)
@@ -147,7 +103,7 @@ def test_backward_of_the_user_finds_its_gradient_at_the_master(step: Step, weigh
     assert step.gradients.take() == {}
 
 
-def test_a_master_changed_in_place_is_uploaded_anew(step: Step, weight: nn.Parameter) -> None:
+def test_a_master_changed_in_place_is_uploaded_anew(step: UserCode, weight: nn.Parameter) -> None:
     before = weight.detach().clone()
     first = step.use(weight)
     step.parameters.before_write(weight)
@@ -156,14 +112,14 @@ def test_a_master_changed_in_place_is_uploaded_anew(step: Step, weight: nn.Param
     second = step.use(weight)
     torch.testing.assert_close(second, weight, rtol=0, atol=0)
     torch.testing.assert_close(first, before, rtol=0, atol=0)  # a graph leads through it: it stays
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     step.backward((first * second).sum())
     step.parameters.take_home()
     torch.testing.assert_close(step.gradients.take(), {weight: before + 2 * before})
     assert step.booked == [0, 0]
 
 
-def test_a_write_waits_for_the_upload_that_reads(step: Step, weight: nn.Parameter) -> None:
+def test_a_write_waits_for_the_upload_that_reads(step: UserCode, weight: nn.Parameter) -> None:
     """On a GPU the wait for an upload holds back the stream, not the host, so the master may still be read."""
     before = weight.detach().clone()
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +132,7 @@ def test_a_write_waits_for_the_upload_that_reads(step: Step, weight: nn.Paramete
     torch.testing.assert_close(used, before, rtol=0, atol=0)
 
 
-def test_a_parameter_that_was_opened_is_not_kept(step: Step, weight: nn.Parameter) -> None:
+def test_a_parameter_that_was_opened_is_not_kept(step: UserCode, weight: nn.Parameter) -> None:
     step.use(weight)
     step.parameters.open(weight)
     weight.data.zero_()
@@ -184,17 +140,17 @@ def test_a_parameter_that_was_opened_is_not_kept(step: Step, weight: nn.Paramete
     assert used is None
 
 
-def test_copies_are_given_up_when_no_graph_leads_through_them(step: Step, weight: nn.Parameter) -> None:
+def test_copies_are_given_up_when_no_graph_leads_through_them(step: UserCode, weight: nn.Parameter) -> None:
     gc.disable()
     try:
         loss = step.use(weight).square().sum()
-        step.parameters.end_slot(step.devices[0])
+        step.parameters.end_stage_run(step.devices[0])
         assert step.booked == [2 * NUM_BYTES, 0]
         step.backward(loss)
         del loss
-        step.parameters.end_slot(step.devices[1])
+        step.parameters.end_stage_run(step.devices[1])
         assert step.booked == [2 * NUM_BYTES, 0]
-        step.parameters.end_slot(step.devices[0])
+        step.parameters.end_stage_run(step.devices[0])
         step.gradients.take()
         assert step.booked == [0, 0]
         step.use(weight)
@@ -204,34 +160,30 @@ def test_copies_are_given_up_when_no_graph_leads_through_them(step: Step, weight
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_copy_stays_while_there_are_views_of_it(step: Step, weight: nn.Parameter, mode: Callable[[], Any]) -> None:
+def test_a_copy_stays_while_there_are_views_of_it(
+    step: UserCode, weight: nn.Parameter, mode: Callable[[], Any]
+) -> None:
     """As ``position.expand_as(h)`` that an evaluation adds in later stages, too."""
     with mode():
         view = step.use(weight, tracks=False).expand(2, ROWS, COLUMNS)
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     torch.testing.assert_close(view[1], weight.detach(), rtol=0, atol=0)
     assert step.booked == [NUM_BYTES, 0]
     del view
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     assert step.booked == [0, 0]
 
 
-def test_what_is_given_up_is_poisoned(step: Step, weight: nn.Parameter) -> None:
+def test_what_is_given_up_is_poisoned(step: UserCode, weight: nn.Parameter) -> None:
     with torch.no_grad():
         kept = step.use(weight, tracks=False).detach()  # shares the memory, and is no view
-    step.parameters.end_slot(step.devices[0])
+    step.parameters.end_stage_run(step.devices[0])
     assert kept.isnan().all()
 
 
-def test_several_slots_bring_several_sums(step: Step, weight: nn.Parameter) -> None:
-    for _ in range(3):
-        step.backward(step.use(weight).sum())
-        step.parameters.end_slot(step.devices[0])
-    torch.testing.assert_close(step.gradients.take(), {weight: torch.full((ROWS, COLUMNS), 3.0)})
-    assert step.downloaded == [3 * NUM_BYTES, 0]
-
-
-def test_books(make_step: Callable[..., Step], weight: nn.Parameter) -> None:
+def test_a_copy_and_the_sum_of_its_gradients_are_on_the_books(
+    make_step: Callable[..., UserCode], weight: nn.Parameter
+) -> None:
     step = make_step(1, 2 * NUM_BYTES)
     step.use(weight, tracks=False)
     assert step.devices[0].memory.peaks["weights"] == NUM_BYTES
@@ -246,28 +198,21 @@ def test_books(make_step: Callable[..., Step], weight: nn.Parameter) -> None:
     step.use(other)
 
 
-def test_a_failed_gradient_reservation_leaves_nothing_behind(
-    make_step: Callable[..., Step], weight: nn.Parameter
+@pytest.mark.parametrize("what", ["upload", "gradients"])
+def test_a_use_that_fails_leaves_nothing_behind(
+    make_step: Callable[..., UserCode], weight: nn.Parameter, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    step = make_step(1, NUM_BYTES)
-    with pytest.raises(DeviceOutOfMemoryError, match="gradients do not fit"):
+    step = make_step(1, NUM_BYTES)  # no room for the sum
+    if what == "upload":
+        monkeypatch.setattr(VirtualDevice, "upload", lambda *args, **kwargs: 1 // 0)
+    with pytest.raises(ZeroDivisionError if what == "upload" else DeviceOutOfMemoryError):
         step.use(weight)
     step.parameters.drop()
     assert step.booked == [0]
 
 
-def test_a_failed_upload_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, step: Step, weight: nn.Parameter
-) -> None:
-    monkeypatch.setattr(VirtualDevice, "upload", lambda *args, **kwargs: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        step.use(weight)
-    step.parameters.drop()
-    assert step.booked == [0, 0]
-
-
 @pytest.mark.parametrize("why", ["no micro-batch", "inside a hook of a unit", "inside a backward"])
-def test_who_must_not_wait_uses_what_is_there(step: Step, weight: nn.Parameter, why: str) -> None:
+def test_a_thread_that_must_not_wait_uses_what_is_there(step: UserCode, weight: nn.Parameter, why: str) -> None:
     device = step.devices[0]
 
     def use() -> Tensor | None:
@@ -284,7 +229,7 @@ def test_who_must_not_wait_uses_what_is_there(step: Step, weight: nn.Parameter, 
         assert use() is not None
 
 
-def test_other_user_code_may_run_during_the_upload(step: Step, weight: nn.Parameter) -> None:
+def test_other_user_code_may_run_during_the_upload(step: UserCode, weight: nn.Parameter) -> None:
     """Who holds the device may want the user-code lock."""
     other = UserCodeState(1, 0)
     seen = []
@@ -304,22 +249,20 @@ def test_other_user_code_may_run_during_the_upload(step: Step, weight: nn.Parame
     step.lock.acquire(step.state)
 
 
-def test_sparse_gradients_go_to_the_master(step: Step, weight: nn.Parameter) -> None:
-    ids = torch.tensor([0, 2, 2])
-    step.backward(nn.functional.embedding(ids, step.use(weight), sparse=True).sum())
+@pytest.mark.parametrize("what", ["sparse", "small"])
+def test_gradients_that_have_no_sum_go_to_the_master_at_once(step: UserCode, weight: nn.Parameter, what: str) -> None:
+    if what == "sparse":
+        step.backward(nn.functional.embedding(torch.tensor([0, 2, 2]), step.use(weight), sparse=True).sum())
+        wanted = torch.tensor([1.0, 0.0, 2.0, 0.0])[:, None].expand(ROWS, COLUMNS)
+    else:
+        weight = nn.Parameter(torch.randn(ROWS))
+        for _ in range(2):
+            step.backward((step.use(weight) * step.use(weight)).sum())
+        wanted = 4 * weight.detach()
+        assert step.devices[0].memory.peaks["gradients"] == 0
     assert weight.grad is not None
-    assert weight.grad.is_sparse
-    torch.testing.assert_close(weight.grad.to_dense()[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
-    step.parameters.take_home()
-    assert step.gradients.take() == {}
-
-
-def test_small_gradients_go_to_the_master_at_once(step: Step) -> None:
-    small = nn.Parameter(torch.randn(ROWS))
-    for _ in range(2):
-        step.backward((step.use(small) * step.use(small)).sum())
-    torch.testing.assert_close(small.grad, 4 * small.detach())
-    assert step.devices[0].memory.peaks["gradients"] == 0
+    assert weight.grad.is_sparse is (what == "sparse")
+    torch.testing.assert_close(weight.grad.to_dense(), wanted)
     step.parameters.take_home()
     assert step.gradients.take() == {}
 
@@ -347,63 +290,48 @@ class Model(nn.Module):
         raise ValueError("after the use")
 
 
-def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    pieces = [(StageKind.FORWARD, 0, 1), (StageKind.FUSED, 1, 2), (StageKind.BACKWARD, 0, 1)]
-    return Partition(2, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
+def steps() -> Steps:
+    """Of a model on one device that has copies of its own."""
+    return Steps(Model(), copies=True)
 
 
-class Run:
-    """Steps of a model on one device that has copies of its own."""
-
-    def __init__(self) -> None:
-        self.model = Model()
-        self.pool = DevicePool([torch.device("cpu")], link=LazyLink())
-        self.engine = Engine(self.model, self.pool, plan, num_threads=1)
-
-    def step(self, function: Callable[[Tensor], Tensor]) -> StepResult:
-        batches = list(torch.randn(6, 2, COLUMNS))
-        return self.engine.run(StepRequest(function, batches, [1 / 6] * 6, "train", 0, loss_of=lambda loss: loss))
-
-    def gradients(self, batches: list[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """As a plain loop computes them."""
-        losses = torch.stack([self.model(batch) for batch in batches])
-        parameters = list(self.model.parameters())
-        return dict(zip(parameters, torch.autograd.grad(losses.mean(), parameters), strict=True))
+def batches(seed: int = 0) -> list[Tensor]:
+    return list(torch.randn(6, 2, COLUMNS, generator=torch.Generator().manual_seed(seed)))
 
 
-def test_a_copy_goes_with_the_slot_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_goes_with_the_stage_run_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    end_slot = LooseParameters.end_slot
+    end_stage_run = LooseParameters.end_stage_run
 
     def noting(parameters: LooseParameters, device: Device) -> None:
         before = len(parameters._copies)
-        end_slot(parameters, device)
+        end_stage_run(parameters, device)
         left.append(before - len(parameters._copies))
 
-    monkeypatch.setattr(LooseParameters, "end_slot", noting)
-    run = Run()
-    run.step(run.model)
+    monkeypatch.setattr(LooseParameters, "end_stage_run", noting)
+    run = steps()
+    run.train(batches())
     left.clear()
-    run.step(run.model)
+    run.train(batches())
     assert left == [0, 1, 0]  # F, fused, B
 
 
 @pytest.mark.parametrize("name", ["forward", "keep_graph"])
-def test_gradients_of_steps(name: str) -> None:
+def test_gradients_of_a_step_are_those_of_a_plain_loop(name: str) -> None:
     """Also if the user keeps the graph that leads through the copy."""
-    run = Run()
+    run = steps()
+    parameters = list(run.model.parameters())
     for seed in range(2):
-        torch.manual_seed(seed)
-        found = run.step(getattr(run.model, name)).gradients
-        torch.manual_seed(seed)
-        torch.testing.assert_close(found, run.gradients(list(torch.randn(6, 2, COLUMNS))))
+        found = run.train(batches(seed), function=getattr(run.model, name)).gradients
+        loss = torch.stack([run.model(batch) for batch in batches(seed)]).mean()
+        torch.testing.assert_close(found, dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True)))
         assert run.pool[0].memory.used == 0
 
 
 def test_a_step_that_fails_leaves_nothing_on_the_books() -> None:
-    run = Run()
-    run.step(run.model)
+    run = steps()
+    run.train(batches())
     with pytest.raises(ValueError, match="after the use"):
-        run.step(run.model.fail)
+        run.train(batches(), function=run.model.fail)
     assert run.pool[0].memory.used == 0
-    run.step(run.model)
+    run.train(batches())

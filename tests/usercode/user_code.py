@@ -1,0 +1,72 @@
+"""A micro-batch in user code, whose thread is that of the test, and what the engine has of its step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from lightning_roundpipe.usercode.loose_parameters import LooseParameters
+from lightning_roundpipe.weights.gradients import GradientStore
+
+
+class UserCode:
+    """User code, which is on the first of the devices."""
+
+    def __init__(self, *devices: Device) -> None:
+        self.devices = devices
+        self.gradients = GradientStore()
+        self.parameters = LooseParameters(self.gradients)
+        self.lock = UserCodeLock((), lambda: False)
+        self.state = UserCodeState(0, 0)
+        self.state.lock = self.lock
+        self.state.call_unit = lambda *args: None
+        self.is_engine = False
+        self.mode = ImplicitTransfers(lambda: devices[0], self.parameters, lambda: self.is_engine)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[UserCode]:
+        """Inside a step, with the user-code lock."""
+        for device in self.devices:
+            device.open()
+        self.lock.acquire(self.state)
+        try:
+            yield self
+        finally:
+            self.lock.release(self.state)
+            self.parameters.drop()
+            for device in self.devices:
+                device.close()
+
+    def use(self, master: nn.Parameter, device: int = 0, *, tracks: bool = True) -> Tensor:
+        """A parameter on a device."""
+        used = self.parameters.use(master, self.devices[device], self.state, lambda: self.is_engine, tracks=tracks)
+        assert used is not None
+        return used
+
+    def backward(self, loss: Tensor) -> None:
+        """As the engine does it."""
+        self.is_engine = True
+        loss.backward()
+        self.is_engine = False
+
+    @property
+    def uploaded(self) -> list[int]:
+        """Bytes, by device."""
+        return [device.h2d.num_bytes for device in self.devices]
+
+    @property
+    def downloaded(self) -> list[int]:
+        """Bytes, by device."""
+        return [device.d2h.num_bytes for device in self.devices]
+
+    @property
+    def booked(self) -> list[int]:
+        """Bytes on the books, by device."""
+        for device in self.devices:
+            device.memory.try_reserve("other", 0)  # finds what has left
+        return [device.memory.used for device in self.devices]
