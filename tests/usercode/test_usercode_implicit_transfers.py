@@ -21,10 +21,10 @@ from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from tests.support.lazy_link import LazyLink
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
 from lightning_roundpipe.usercode.lock import entered
+from tests.support.lazy_link import LazyLink
 from tests.usercode.user_code import UserCode
 
 STAGE = torch.device("meta")

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from tests.support.lazy_link import LazyLink
-from tests.support.lazy_link import LazyTransfer
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.lock import UserCodeState
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
+from tests.support.lazy_link import LazyLink, LazyTransfer
 from tests.support.steps import Steps
 from tests.usercode.user_code import UserCode
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from tests.support.lazy_link import LazyLink
 from lightning_roundpipe.engine.runner import StepRequest
 from lightning_roundpipe.usercode.outputs import Results, brought_home
+from tests.support.lazy_link import LazyLink
 from tests.support.modelled import kept
 from tests.support.steps import Steps, balanced
 
