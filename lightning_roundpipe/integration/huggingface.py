@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from .modules import ModuleScan
 
 _Opened = tuple[list[Tensor], "_Shell"]
 _opened_classes: dict[type, type] = {}
@@ -106,7 +108,7 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def training_settings(root: nn.Module) -> Iterator[None]:
+def training_settings(scan: ModuleScan) -> Iterator[None]:
     """Key-value caches would be appended to twice, and activation checkpointing would recompute twice.
 
     Works on the attributes that ``transformers`` models share (``config.use_cache``, ``gradient_checkpointing``), and
@@ -114,15 +116,15 @@ def training_settings(root: nn.Module) -> Iterator[None]:
     """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for module in root.modules():
-            state = vars(module)
-            if state.get("gradient_checkpointing") is True:
-                _change(state, "gradient_checkpointing", False, changed)
-            config = vars(state["config"]) if hasattr(state.get("config"), "__dict__") else {}
+        for module in scan.checkpointed:
+            if vars(module).get("gradient_checkpointing") is True:
+                _change(vars(module), "gradient_checkpointing", False, changed)
+        for module in scan.cached:
+            config = getattr(vars(module).get("config"), "__dict__", {})
             if config.get("use_cache") is True:
                 _change(config, "use_cache", False, changed)
-            if hasattr(type(module), "get_prompt"):
-                _change(state, "get_prompt", opening(module.get_prompt), changed)  # type: ignore[arg-type]
+        for module in scan.prompted:
+            _change(vars(module), "get_prompt", opening(module.get_prompt), changed)  # type: ignore[arg-type]
         yield
     finally:
         for state, name, value in reversed(changed):

@@ -40,6 +40,8 @@ from ..options import RoundPipeOptions
 from ..usercode.lock import current
 from .batches.splitting import Batches
 from .batches.whole_batches import WholeBatchHints
+from .modules import ModuleScan
+from .notices import Notices
 
 Function = Callable[[Any], Any]
 
@@ -55,11 +57,21 @@ class StepGuard:
     Args:
         root: the user's module.
         options: that say how many micro-batches there are to be.
-        pool: the workers; they compute with the masters themselves, or with copies of them.
+        pool: the devices; they compute with the masters themselves, or with copies of them.
+        scan: of the module.
+        notices: for what is to be said once.
     """
 
-    def __init__(self, root: LightningModule, options: RoundPipeOptions, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        root: LightningModule,
+        options: RoundPipeOptions,
+        pool: DevicePool,
+        scan: ModuleScan,
+        notices: Notices,
+    ) -> None:
         self._root = root
+        self._scan = scan
         self._num_devices = len(pool)
         self._num_microbatches = options.microbatches_for(self._num_devices)
         self._aliases_host = pool[0].aliases_host
@@ -69,7 +81,7 @@ class StepGuard:
         self._before = _Weights([], is_sampled=False)
         self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
-        self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
+        self.hints = WholeBatchHints(scan, notices, has_copies=not self._aliases_host)
 
     @contextlib.contextmanager
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
@@ -327,24 +339,3 @@ class _Shared:
     def changed(self) -> str | None:
         """The path of the first one that was written since."""
         return next(iter(self._versions.written()), None)
-
-
-def check_has_data(root: nn.Module) -> None:
-    """Checks that every weight has memory, before the module is brought to the host.
-
-    Raises:
-        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
-    """
-    for name, module in root.named_modules():
-        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
-            raise MisconfigurationException(
-                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
-                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
-                "example of what it gets: 'with torch.no_grad(): self(example)'"
-            )
-    for name, weight in root.named_parameters():
-        if weight.is_meta:
-            raise MisconfigurationException(
-                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
-                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
-            )

@@ -19,9 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..modules import ModuleScan
+from ..notices import Notices
 
 _FORWARD = inspect.signature(nn.TransformerEncoder.forward)
 
@@ -30,29 +32,23 @@ class WholeBatchHints:
     """Warns once for each of these; see [Note: whole batches].
 
     Args:
-        root: the user's module.
+        scan: of the user's module.
+        notices: for what is to be said once.
         has_copies: whether devices have memory of their own.
     """
 
-    def __init__(self, root: nn.Module, *, has_copies: bool) -> None:
-        self._root = root
+    def __init__(self, scan: ModuleScan, notices: Notices, *, has_copies: bool) -> None:
+        self._scan = scan
+        self._notices = notices
         self._has_copies = has_copies
-        self._given: set[str] = set()
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
-            rank_zero_warn(message)
 
     def look_for_batch_norms(self, num_microbatches: int) -> None:
         """Before a training step with several micro-batches."""
-        if "norms" in self._given:
-            return
-        named = self._root.named_modules()
-        found = [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
-        if found:
+        if self._scan.couples_rows:
+            named = self._scan.named
+            found = [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
             (name, first), others = found[0], len(found) - 1
-            self._warn(
+            self._notices.warn(
                 "norms",
                 f"the batch norm {name!r} ({type(first).__name__}{f', and {others} more' if others else ''}) is in "
                 f"training mode, where it takes its statistics from each of the {num_microbatches} micro-batches, not "
@@ -62,13 +58,13 @@ class WholeBatchHints:
 
     def look_at_losses(self, losses: Iterable[Tensor | None], weights: Sequence[float]) -> None:
         """After a training step: the losses of its micro-batches (scalars), and what weighs them."""
-        if len(weights) < 2 or "losses" in self._given:
+        if len(weights) < 2 or "losses" in self._notices.given:
             return
         pairs = enumerate(zip(losses, weights, strict=True))
         values = {index: loss.item() for index, (loss, weight) in pairs if loss is not None and weight != 0.0}
         wrong = [index for index, value in values.items() if math.isnan(value)]
         if wrong and len(wrong) < len(values):
-            self._warn(
+            self._notices.warn(
                 "losses",
                 f"the loss of micro-batch {wrong[0]} of {len(weights)} is NaN, and that of others is not. A mean over "
                 "labels is NaN where a micro-batch has no label: RoundPipeStrategy(loss_weight='label_tokens'), "
@@ -79,14 +75,14 @@ class WholeBatchHints:
     @contextlib.contextmanager
     def watching_encoders(self) -> Iterator[None]:
         """Around the user's step on a micro-batch, while no other one runs."""
-        if not self._has_copies or "encoders" in self._given or not torch.backends.mha.get_fastpath_enabled():
+        if not self._has_copies or "encoders" in self._notices.given or not torch.backends.mha.get_fastpath_enabled():
             yield
             return
-        encoders = {m: name for name, m in self._root.named_modules() if isinstance(m, nn.TransformerEncoder)}
+        encoders = {m: name for name, m in self._scan.named if isinstance(m, nn.TransformerEncoder)}
 
         def look(encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if _would_pack(encoder, _FORWARD.bind(encoder, *args, **kwargs).arguments):
-                self._warn(
+                self._notices.warn(
                     "encoders",
                     f"the encoder {encoders[encoder]!r} (TransformerEncoder) gets a padding mask. Plain Lightning "
                     "packs the sequences then, which leaves zeros at padded positions. On devices with memory of their "

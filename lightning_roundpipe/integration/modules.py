@@ -1,0 +1,80 @@
+"""The modules that steps treat in a way of their own, found once and again only when modules come or go."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torchmetrics import Metric
+
+
+class ModuleScan:
+    """What a user's model consists of, as far as steps have to know.
+
+    To walk through all modules takes longer than to compare them with those of the step before. So :meth:`refresh`,
+    on the Trainer's thread when a step begins, looks at every module only if they are others.
+
+    Args:
+        root: the user's module.
+
+    Attributes:
+        named: every module with its name, each once.
+        metrics: which all micro-batches share.
+        norms: which keep statistics of batches, or of samples.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._modules: list[nn.Module] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks for modules that have come or gone."""
+        modules = _modules_below(self.root)
+        if len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules)):
+            return
+        self._modules = modules
+        self.named = list(self.root.named_modules())
+        self.metrics = [module for module in modules if isinstance(module, Metric)]
+        self.norms = [module for module in modules if isinstance(module, _NormBase)]
+        # The attributes that models of Hugging Face and PEFT share; classes have them before instances do.
+        self.cached = [module for module in modules if hasattr(vars(module).get("config"), "__dict__")]
+        self.checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+        self.prompted = [module for module in modules if hasattr(type(module), "get_prompt")]
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether a module computes with statistics of all rows of a micro-batch."""
+        return any(module.training for module in self.norms if isinstance(module, _BatchNorm))
+
+    def buffers(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """(name, module, key in the module, tensor) of every buffer, but for the states of metrics."""
+        for prefix, module in self.named:
+            if not isinstance(module, Metric):
+                for key, tensor in module._buffers.items():
+                    if tensor is not None:
+                        yield f"{prefix}.{key}".lstrip("."), module, key, tensor
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter), each parameter once."""
+        known: set[int] = set()
+        for prefix, module in self.named:
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    yield f"{prefix}.{key}".lstrip("."), parameter
+
+
+def _modules_below(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all modules below it, each once, quicker than ``root.modules()``."""
+    found, known = [root], {id(root)}  # by id: the hash of a metric changes with its state
+    for module in found:  # which grows meanwhile
+        children: Any = module._modules.values()
+        for child in children:
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
