@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .modules import ModuleScan
+from .steps.modules import ModuleScan
 
 _Opened = tuple[list[Tensor], "_Shell"]
 _opened_classes: dict[type, type] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_roundpipe.integration.batches.loss_weight import LossWeights
-from lightning_roundpipe.integration.notices import Notices
+from lightning_roundpipe.integration.steps.notices import Notices
 from tests.support.loaders import Loader
 
 
@@ -205,7 +205,9 @@ def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
     if is_frozen:
         models[0].requires_grad_(False)
     labels = torch.tensor([[1, 2, -100]])
-    found = LossWeights(torch.nn.ModuleList(models), "auto", Notices()).decision([{"labels": labels, "input_ids": labels}])
+    found = LossWeights(torch.nn.ModuleList(models), "auto", Notices()).decision(
+        [{"labels": labels, "input_ids": labels}]
+    )
     assert (found.rule, found.is_certain) == (rule, is_certain)
     assert given[-1][0] in found.why
 

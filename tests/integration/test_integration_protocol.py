@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.virtual import LazyLink
-from lightning_roundpipe.integration import misuse, overlap, workers
+from lightning_roundpipe.integration import overlap, workers
+from lightning_roundpipe.integration.steps import misuse
 from lightning_roundpipe.optimizer import shares, update_part
 from lightning_roundpipe.weights import pending
 from tests.support.protocol_checker import Event, ProtocolError, UnitState, following

@@ -17,8 +17,9 @@ from torchmetrics.aggregation import CatMetric
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.integration.batches.microbatches import split_batch
 from lightning_roundpipe.integration.batches.splitting import Batches
-from lightning_roundpipe.integration.modules import ModuleScan
-from lightning_roundpipe.integration.retry import Retry, StepState
+from lightning_roundpipe.integration.steps.modules import ModuleScan
+from lightning_roundpipe.integration.steps.retry import Retry
+from lightning_roundpipe.integration.steps.step_state import StepState
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.trees import tensors_in
-from ..notices import Notices
+from ..steps.notices import Notices
 
 IGNORED_LABEL = -100
 

@@ -13,11 +13,11 @@ import torch
 
 from ...common.trees import mapped, rebuild
 from .merging import merge_batch, merge_outputs
+from .nodes import Node
 from .reading import (
     UNKNOWN,
     BatchSource,
     BatchSplitError,
-    Node,
     Reading,
     Role,
     read_batch,

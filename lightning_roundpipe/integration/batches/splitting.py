@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...options import RoundPipeOptions
 from ...usercode.outputs import brought_home
-from ..modules import ModuleScan
-from ..notices import Notices
+from ..steps.modules import ModuleScan
+from ..steps.notices import Notices
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
 from .microbatches import BatchSource, MicrobatchSplit, batch_rows, merge_outputs, split_batch

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..autograd.recompute import reached_cut
-from ..common.attributes import attribute_set
-from ..engine.barrier import Barrier, Collective, meet
-from ..usercode.lock import current
-from .batches.splitting import Batches
+from ...autograd.recompute import reached_cut
+from ...common.attributes import attribute_set
+from ...engine.barrier import Barrier, Collective, meet
+from ...usercode.lock import current
+from ..batches.splitting import Batches
 from .log_merging import weighted_mean
 from .loss import hand_over
 

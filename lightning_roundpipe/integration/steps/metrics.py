@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
-from ..common.attributes import attribute_set
-from ..common.fingerprints import version_of
-from ..common.trees import mapped
-from ..usercode.lock import UserCodeState, current
+from ...common.attributes import attribute_set
+from ...common.fingerprints import version_of
+from ...common.trees import mapped
+from ...usercode.lock import UserCodeState, current
 from .modules import ModuleScan
 
 

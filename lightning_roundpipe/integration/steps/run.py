@@ -20,17 +20,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from ..common.seeds import derive_seed
-from ..devices.pool import DevicePool
-from ..engine.requests import StepRequest, StepResult
-from ..engine.runner import Engine
-from ..options import RoundPipeOptions
-from ..reporting.host_report import HostReport
-from ..reporting.tracing import Recordings
-from .batches.microbatches import merge_outputs
-from .batches.splitting import Batches, BatchSplitter
-from .checks import check_modes
-from .huggingface import training_settings
+from ...common.seeds import derive_seed
+from ...devices.pool import DevicePool
+from ...engine.requests import StepRequest, StepResult
+from ...engine.runner import Engine
+from ...options import RoundPipeOptions
+from ...reporting.host_report import HostReport
+from ...reporting.tracing import Recordings
+from ..batches.microbatches import merge_outputs
+from ..batches.splitting import Batches, BatchSplitter
+from ..checks import check_modes
+from ..huggingface import training_settings
 from .log_merging import LogCapture
 from .loss import loss_of
 from .manual import ManualOptimization
@@ -38,9 +38,9 @@ from .metrics import StepMetrics
 from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
-from .overlap import OptimizerOverlap
+from ..overlap import OptimizerOverlap
 from .retry import Retry
-from .workers import make_engine
+from ..workers import make_engine
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

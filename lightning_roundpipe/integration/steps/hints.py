@@ -1,6 +1,8 @@
-"""What depends on whole batches and can be seen: one warning per run for each, with the remedy.
+"""What users should know of their batches: one warning per run for each, with the remedy.
 
 [Note: whole batches]
+A first batch that is a single micro-batch keeps the devices from working side by side.
+
 Most of what couples the samples of a batch cannot be noticed: a loss that ranks them looks like any other. These can:
 
 - **batch norms** in training mode, which take their statistics from each micro-batch,
@@ -19,42 +21,61 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..modules import ModuleScan
-from ..notices import Notices
+from ...devices.pool import DevicePool
+from ..batches.splitting import Batches
+from .modules import ModuleScan
+from .notices import Notices
 
 _FORWARD = inspect.signature(nn.TransformerEncoder.forward)
 
 
-class WholeBatchHints:
+class BatchHints:
     """Warns once for each of these; see [Note: whole batches].
 
     Args:
         scan: of the user's module.
         notices: for what is to be said once.
-        has_copies: whether devices have memory of their own.
+        pool: the devices.
+        num_microbatches: that a batch is to be split into.
     """
 
-    def __init__(self, scan: ModuleScan, notices: Notices, *, has_copies: bool) -> None:
+    def __init__(self, scan: ModuleScan, notices: Notices, pool: DevicePool, num_microbatches: int) -> None:
         self._scan = scan
         self._notices = notices
-        self._has_copies = has_copies
+        self._pool = pool
+        self._num_microbatches = num_microbatches
 
-    def look_for_batch_norms(self, num_microbatches: int) -> None:
-        """Before a training step with several micro-batches."""
-        if self._scan.couples_rows:
-            named = self._scan.named
-            found = [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
-            (name, first), others = found[0], len(found) - 1
+    def look_at(self, batches: Batches, *, is_first: bool) -> None:
+        """Before a training step."""
+        count, rows = len(batches.microbatches), batches.batch_size
+        if count > 1 and "norms" not in self._notices.given and self._scan.couples_rows:
+            self._warn_of_batch_norms(count)
+        wanted, num_devices = self._num_microbatches, len(self._pool)
+        if count == 1 and is_first and wanted > 1 and num_devices > 1:
+            why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
+            if rows is not None:
+                why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
             self._notices.warn(
-                "norms",
-                f"the batch norm {name!r} ({type(first).__name__}{f', and {others} more' if others else ''}) is in "
-                f"training mode, where it takes its statistics from each of the {num_microbatches} micro-batches, not "
-                "from the whole batch, and updates its running statistics as often. num_microbatches=1 gives the "
-                "results of plain Lightning, eval() keeps the statistics, and GroupNorm or LayerNorm need no batch",
+                "single micro-batch",
+                f"the first training batch {why}, so that it is a single micro-batch, and the {num_devices} devices "
+                f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
+                category=PossibleUserWarning,
             )
+
+    def _warn_of_batch_norms(self, num_microbatches: int) -> None:
+        found = [(name, m) for name, m in self._scan.named if isinstance(m, _BatchNorm) and m.training]
+        (name, first), others = found[0], len(found) - 1
+        self._notices.warn(
+            "norms",
+            f"the batch norm {name!r} ({type(first).__name__}{f', and {others} more' if others else ''}) is in "
+            f"training mode, where it takes its statistics from each of the {num_microbatches} micro-batches, not "
+            "from the whole batch, and updates its running statistics as often. num_microbatches=1 gives the "
+            "results of plain Lightning, eval() keeps the statistics, and GroupNorm or LayerNorm need no batch",
+        )
 
     def look_at_losses(self, losses: Iterable[Tensor | None], weights: Sequence[float]) -> None:
         """After a training step: the losses of its micro-batches (scalars), and what weighs them."""
@@ -75,7 +96,11 @@ class WholeBatchHints:
     @contextlib.contextmanager
     def watching_encoders(self) -> Iterator[None]:
         """Around the user's step on a micro-batch, while no other one runs."""
-        if not self._has_copies or "encoders" in self._notices.given or not torch.backends.mha.get_fastpath_enabled():
+        if (
+            self._pool[0].aliases_host
+            or "encoders" in self._notices.given
+            or not torch.backends.mha.get_fastpath_enabled()
+        ):
             yield
             return
         encoders = {m: name for name, m in self._scan.named if isinstance(m, nn.TransformerEncoder)}
@@ -107,3 +132,13 @@ def _would_pack(encoder: nn.TransformerEncoder, given: dict[str, Any]) -> bool:
         and encoder.use_nested_tensor
         and not (encoder.layers[0].training or tracks or torch.is_autocast_enabled())
     )
+
+
+def note_single_rows(error: Exception, batches: Batches) -> None:
+    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
+    rows, count = batches.batch_size, len(batches.microbatches)
+    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(
+            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
+            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
+        )

@@ -22,9 +22,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from ..common.attributes import attribute_set
-from ..usercode.lock import current
-from ..usercode.outputs import brought_home
+from ...common.attributes import attribute_set
+from ...usercode.lock import current
+from ...usercode.outputs import brought_home
 from .metrics import StepMetrics
 
 _LIGHTNING_FILE = LightningModule.log.__code__.co_filename

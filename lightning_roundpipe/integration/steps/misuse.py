@@ -27,19 +27,17 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..common.fingerprints import Versions
-from ..common.trees import tensors_in
-from ..devices.pool import DevicePool
-from ..options import RoundPipeOptions
-from ..usercode.lock import current
-from .batches.splitting import Batches
-from .batches.whole_batches import WholeBatchHints
+from ...common.fingerprints import Versions
+from ...common.trees import tensors_in
+from ...devices.pool import DevicePool
+from ...options import RoundPipeOptions
+from ...usercode.lock import current
+from ..batches.splitting import Batches
+from .hints import BatchHints, note_single_rows
 from .modules import ModuleScan
 from .notices import Notices
 
@@ -72,8 +70,6 @@ class StepGuard:
     ) -> None:
         self._root = root
         self._scan = scan
-        self._num_devices = len(pool)
-        self._num_microbatches = options.microbatches_for(self._num_devices)
         self._aliases_host = pool[0].aliases_host
         self._num_steps: dict[str, int] = {}
         self._named: list[tuple[str, nn.Parameter]] = []
@@ -81,7 +77,7 @@ class StepGuard:
         self._before = _Weights([], is_sampled=False)
         self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
-        self.hints = WholeBatchHints(scan, notices, has_copies=not self._aliases_host)
+        self.hints = BatchHints(scan, notices, pool, options.microbatches_for(len(pool)))
 
     @contextlib.contextmanager
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
@@ -101,10 +97,8 @@ class StepGuard:
         if looks_closely:
             self._look_up()
             self._check_places()
-        if step == 0 and kind == "training_step":
-            self._hint(batches)
-        if looks_closely and count > 1 and kind == "training_step":
-            self.hints.look_for_batch_norms(count)
+        if kind == "training_step":
+            self.hints.look_at(batches, is_first=step == 0)
         shared = _Shared(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
@@ -116,7 +110,7 @@ class StepGuard:
             if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
                 self._check_weights(kind)
                 self._check_shared(kind, shared)
-            _note_small(error, batches)
+            note_single_rows(error, batches)
             raise
         if looks_closely:
             self._check_places()
@@ -146,11 +140,12 @@ class StepGuard:
             self._note_gradients("training_step")
 
     def _look_up(self) -> None:
+        self._scan.refresh()
         exempt: set[int] = set()
         if self._aliases_host:  # what is scaled to a maximal norm twice is the same as once
             norms = (nn.Embedding, nn.EmbeddingBag)
-            exempt = {id(m.weight) for m in self._root.modules() if isinstance(m, norms) and m.max_norm is not None}
-        named = [(name, p) for name, p in self._root.named_parameters() if not (is_lazy(p) or p.is_inference())]
+            exempt = {id(m.weight) for _, m in self._scan.named if isinstance(m, norms) and m.max_norm is not None}
+        named = [(name, p) for name, p in self._scan.parameters() if not (is_lazy(p) or p.is_inference())]
         self._named = named
         self._weights = [p for _, p in named if id(p) not in exempt]
 
@@ -212,7 +207,8 @@ class StepGuard:
         count = self._count
         changed = self._before.changed(with_samples=count > 1 or not self._aliases_host)
         if count == 1:  # user code may; the engine notices by the version
-            changed = [weight for weight in changed if self._before.versions.has(weight, weight)]
+            written = set(map(id, self._before.written()))
+            changed = [weight for weight in changed if id(weight) not in written]
         if not changed:
             return
         what = f"{kind}, or code that it calls, changes the weight {self._names(changed)} in place"
@@ -276,42 +272,22 @@ class StepGuard:
         name = repr(next((name for name, weight in self._named if weight is first), "?"))
         return f"{name} (and {len(others)} more)" if others else name
 
-    def _hint(self, batches: Batches) -> None:
-        """Says once that there is nothing to pipeline."""
-        if len(batches.microbatches) > 1 or self._num_microbatches == 1 or self._num_devices == 1:
-            return
-        rows, wanted = batches.batch_size, self._num_microbatches
-        why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
-        if rows is not None:
-            why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
-        rank_zero_warn(
-            f"the first training batch {why}, so that it is a single micro-batch, and the {self._num_devices} devices "
-            f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
-            category=PossibleUserWarning,
-        )
-
-
-def _note_small(error: Exception, batches: Batches) -> None:
-    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
-    rows, count = batches.batch_size, len(batches.microbatches)
-    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(
-            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
-            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
-        )
-
 
 class _Weights:
     """Weights at one moment: versions, and some elements if asked for."""
 
     def __init__(self, weights: Sequence[nn.Parameter], *, is_sampled: bool) -> None:
         self._weights = weights
-        self.versions = Versions((weight, weight) for weight in weights)
+        self._versions = [weight._version for weight in weights]
         self.samples = [_sample(weight) for weight in weights] if is_sampled else None
+
+    def written(self) -> list[nn.Parameter]:
+        """Those with another version now: ``.data`` has none."""
+        return [w for w, version in zip(self._weights, self._versions, strict=True) if w._version != version]
 
     def changed(self, *, with_samples: bool = True) -> list[nn.Parameter]:
         """The weights that are different now."""
-        found = self.versions.written()
+        found = self.written()
         if found or self.samples is None or not with_samples:
             return found
         pairs = zip(self._weights, self.samples, strict=True)
