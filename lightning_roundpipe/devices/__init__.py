@@ -1,1 +1,10 @@
-"""."""
+"""Devices: the one seam between the engine and the hardware.
+
+- :mod:`devices`, :mod:`pool`: the interface, and the devices of a run.
+- :mod:`memory`: the books on a device's memory.
+- :mod:`transfer`, :mod:`chunks`: lanes to and from a device, and the pieces that travel.
+- :mod:`offload`: activations on the host.
+- :mod:`virtual`, :mod:`virtual_lanes`: devices on the host's cores.
+- :mod:`cuda`, :mod:`cuda_lanes`, :mod:`cuda_driver`, :mod:`pinned`: GPUs, their copy streams, page-locked memory.
+- :mod:`runs`: what is noted about each run of a unit.
+"""
