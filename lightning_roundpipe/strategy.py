@@ -27,9 +27,9 @@ from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model
-from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .integration.single_process import SingleProcessStrategy
+from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .integration.workers import make_pool
 from .options import RoundPipeOptions, VirtualLink, read_profile

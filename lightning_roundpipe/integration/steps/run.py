@@ -31,6 +31,8 @@ from ..batches.microbatches import merge_outputs
 from ..batches.splitting import Batches, BatchSplitter
 from ..checks import check_modes
 from ..huggingface import training_settings
+from ..overlap import OptimizerOverlap
+from ..workers import make_engine
 from .log_merging import LogCapture
 from .loss import loss_of
 from .manual import ManualOptimization
@@ -38,9 +40,7 @@ from .metrics import StepMetrics
 from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
-from ..overlap import OptimizerOverlap
 from .retry import Retry
-from ..workers import make_engine
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
