@@ -356,6 +356,7 @@ def test_a_tuple_of_equal_tensors_is_a_container() -> None:
         (Opaque(), ["batch of type Opaque", "rows are unknown"]),
         ({"x": rows(2), "packed": pack_sequence([rows(3), rows(2)])}, ["batch['packed']", "PackedSequence"]),
         (pack_sequence([rows(3), rows(2)]), ["PackedSequence"]),
+        ({"x": rows(2), "words": torch.nested.nested_tensor([rows(2), rows(3)])}, ["batch['words']"]),
         ({"x": rows(9), "pair": [rows(9, 2), rows(7, 2)]}, ["batch['pair'][1] of shape (7, 2)", "9 by"]),
         # batches of two loaders, of different sizes, are not two samples
         ([[rows(8, 3), rows(8)], [rows(5, 3), rows(5)]], ["batch[1][0] of shape (5, 3)", "8 by"]),
