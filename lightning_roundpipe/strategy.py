@@ -28,10 +28,10 @@ from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
+from .integration.pool import make_pool
 from .integration.single_process import SingleProcessStrategy
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
-from .integration.workers import make_pool
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
 from .reporting.host_report import HostReport

@@ -7,5 +7,5 @@ run.
 - :mod:`overlap`: updates behind the pipeline.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of
   models, Lightning's profilers.
-- :mod:`workers`: the pool of devices that the options ask for, and the engine on it.
+- :mod:`pool`: the devices that the options ask for, and the engine on it.
 """

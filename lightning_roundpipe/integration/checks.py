@@ -112,7 +112,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def note_layer_sync(layer_sync: LayerSync | None) -> None:
-    """Warns that there is nobody to synchronize layers with."""
+    """Warns that there is no other process to synchronize layers with."""
     if layer_sync is not None:
         rank_zero_warn(
             f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}, has no effect with "

@@ -4,10 +4,10 @@
 [Note: prefix caches]
 Prefix tuning hands its trained keys and values to the model in a cache of ``transformers``. Every attention layer
 appends its own keys and values to the cache before it reads it. In a training step that fails twice: the recomputation
-appends once more, and the engine does not know that the unit reads trained tensors, since it does not look into
+appends once more, and the engine does not know that the unit reads trained tensors, since it does not open
 objects of unknown kind. So while a training step runs, the cache gets a class of its own, which is registered as a
 pytree with the tensors of the prefix as its leaves. These become arguments of the unit like any others, and every run
-of a unit gets a fresh cache made of them, to which it may append. Nobody reads what was appended: the cache of a
+of a unit gets a fresh cache made of them, to which it may append. What was appended is never read: the cache of a
 training step is not used for a second forward. Where no gradient is recorded (``generate`` in a ``training_step``) the
 cache stays as it is.
 """

@@ -15,7 +15,7 @@ where it runs on a copy. Looked at are
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
 
 A step with a single micro-batch may change weights in user code. Later than in the first steps a mistake is an error as
-well: nobody could tell from which step on the weights are wrong. Changes that belong into a step (optimizers that are
+well: from which step on the weights are wrong could not be told. Changes that belong into a step (optimizers that are
 stepped by hand) are made inside :meth:`StepGuard.allowed`.
 """
 
@@ -177,7 +177,7 @@ class StepGuard:
         return first
 
     def _watched(self, call_unit: Callable[..., Any]) -> Callable[..., Any]:
-        """``call_unit``, with a look at the weights of the unit before and after."""
+        """``call_unit``, with a comparison of the unit's weights before and after."""
         known = set(map(id, self._weights))
 
         def call(unit: Any, *arguments: Any) -> Any:

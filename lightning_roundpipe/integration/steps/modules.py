@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchmetrics import Metric
@@ -15,7 +16,7 @@ class ModuleScan:
     """What a user's model consists of, as far as steps have to know.
 
     To walk through all modules takes longer than to compare them with those of the step before. So :meth:`refresh`,
-    on the Trainer's thread when a step begins, looks at every module only if they are others.
+    on the Trainer's thread when a step begins, searches them only if they are others.
 
     Args:
         root: the user's module.
@@ -24,6 +25,9 @@ class ModuleScan:
         named: every module with its name, each once.
         metrics: which all micro-batches share.
         norms: which keep statistics of batches, or of samples.
+        lightning_modules: with their names.
+        checkpointed, cached, prompted: with activation checkpointing, ``config``, or prompts, as models of Hugging Face
+            and PEFT have them.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,7 +44,7 @@ class ModuleScan:
         self.named = list(self.root.named_modules())
         self.metrics = [module for module in modules if isinstance(module, Metric)]
         self.norms = [module for module in modules if isinstance(module, _NormBase)]
-        # The attributes that models of Hugging Face and PEFT share; classes have them before instances do.
+        self.lightning_modules = [(name, m) for name, m in self.named if isinstance(m, LightningModule)]
         self.cached = [module for module in modules if hasattr(vars(module).get("config"), "__dict__")]
         self.checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.prompted = [module for module in modules if hasattr(type(module), "get_prompt")]

@@ -5,7 +5,7 @@
     training_step(batch)       split the batch                                    batches/
                                run the user's step on every micro-batch           engine.run
                                  hold back what it logs                           log_merging
-                                 look for mistakes                                misuse
+                                 refuse mistakes                                  misuse
                                  manual optimization: meet                        manual
                                again with more micro-batches, if it does not fit  retry
                                log once, give the batch back its entries
@@ -32,7 +32,7 @@ from ..batches.splitting import Batches, BatchSplitter
 from ..checks import check_modes
 from ..huggingface import training_settings
 from ..overlap import OptimizerOverlap
-from ..workers import make_engine
+from ..pool import make_engine
 from .log_merging import LogCapture
 from .loss import loss_of
 from .manual import ManualOptimization
@@ -50,7 +50,7 @@ class Steps:
 
     Args:
         module: the user's, with its Trainer.
-        pool: the workers.
+        pool: the devices.
         options: of the strategy.
         updates: of the optimizers, which steps wait for where they need to.
         recordings: of training steps.
@@ -173,7 +173,7 @@ class Steps:
             self._retry.forbid("manual_backward or an optimizer has been called in it already")
             return self._guard.allowed()
 
-        self.manual = ManualOptimization(self._module, batches, holding, self._updates.wait)
+        self.manual = ManualOptimization(self._module, self._scan, batches, holding, self._updates.wait)
         try:
             with self.manual.followed():
                 yield

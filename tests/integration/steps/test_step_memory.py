@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_roundpipe import DeviceOutOfMemoryError, StageMemoryError, VirtualLink
 from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.integration.batches.microbatches import split_batch
-from lightning_roundpipe.integration.workers import machine_of, make_pool
+from lightning_roundpipe.integration.pool import machine_of, make_pool
 from lightning_roundpipe.options import RoundPipeOptions
 from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind
 from lightning_roundpipe.reporting import host_report
