@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.trees import mapped, rebuild
-from .merging import merge_batch, merge_outputs
+from .merging import merge_outputs
 from .nodes import Node
 from .reading import (
     UNKNOWN,
@@ -28,7 +28,6 @@ __all__ = [
     "BatchSplitError",
     "MicrobatchSplit",
     "batch_rows",
-    "merge_batch",
     "merge_outputs",
     "split_batch",
 ]

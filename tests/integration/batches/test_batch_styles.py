@@ -175,34 +175,6 @@ REFUSED: dict[str, tuple[DataLoader[Any], str]] = {
         ),  # type: ignore[arg-type]
         r"one entry per sample \(batch\['size'\], a list of 2 entries\)",
     ),
-    "points of clouds": (
-        DataLoader(
-            [(vectors(i, 5), vectors(i, 7)) for i in range(4)],
-            batch_size=2,
-            collate_fn=lambda s: tuple(torch.cat(c) for c in zip(*s, strict=True)),
-        ),  # type: ignore[arg-type]
-        r"batch\[1\] of shape \(14, 6\) does not fit",
-    ),
-    "edges": (
-        DataLoader(
-            [torch.randint(9, (2, 5)) for _ in range(8)],
-            batch_size=4,
-            collate_fn=lambda s: torch.cat(s, 1),
-        ),  # type: ignore[arg-type]
-        r"4 samples per batch, but batch of shape \(2, 20\) has 2 rows",
-    ),
-    "time first": (
-        DataLoader([vectors(i, 5) for i in range(8)], batch_size=4, collate_fn=lambda s: torch.stack(s, 1)),  # type: ignore[arg-type]
-        r"4 samples per batch, but batch of shape \(5, 4, 6\) has 5 rows",
-    ),
-    "two columns or two samples": (
-        DataLoader(
-            [(vectors(i), vectors(i)) for i in range(8)],
-            batch_size=2,
-            collate_fn=lambda s: [torch.stack(c) for c in zip(*s, strict=True)],
-        ),  # type: ignore[arg-type]
-        "one entry per sample .*or all samples in every entry",
-    ),
 }
 
 
