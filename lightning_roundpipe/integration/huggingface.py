@@ -124,7 +124,7 @@ def training_settings(scan: ModuleScan) -> Iterator[None]:
             if config.get("use_cache") is True:
                 _change(config, "use_cache", False, changed)
         for module in scan.prompted:
-            _change(vars(module), "get_prompt", opening(module.get_prompt), changed)  # type: ignore[arg-type]
+            _change(vars(module), "get_prompt", opening(module.get_prompt), changed)
         yield
     finally:
         for state, name, value in reversed(changed):

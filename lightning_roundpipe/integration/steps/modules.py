@@ -15,8 +15,8 @@ from torchmetrics import Metric
 class ModuleScan:
     """What a user's model consists of, as far as steps have to know.
 
-    To walk through all modules takes longer than to compare them with those of the step before. So :meth:`refresh`,
-    on the Trainer's thread when a step begins, searches them only if they are others.
+    To walk through all modules takes long: so :meth:`refresh`, on the Trainer's thread when a step begins, only asks
+    every known module whether it has the children that it had. If all have, there are no other modules.
 
     Args:
         root: the user's module.
@@ -32,16 +32,23 @@ class ModuleScan:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._modules: list[nn.Module] = []
-        self.refresh()
+        self._walk()
 
     def refresh(self) -> None:
-        """Looks for modules that have come or gone."""
-        modules = _modules_below(self.root)
-        if len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules)):
-            return
-        self._modules = modules
+        """Finds modules that have come or gone."""
+        if any(_children(leaf) for leaf in self._leaves):
+            self._walk()
+        for parent, children in self._parents:
+            found = _children(parent)
+            if len(found) != len(children) or not all(map(operator.is_, found.values(), children)):
+                self._walk()
+                return
+
+    def _walk(self) -> None:
         self.named = list(self.root.named_modules())
+        modules = [module for _, module in self.named]
+        self._leaves = [module for module in modules if not _children(module)]
+        self._parents = [(module, tuple(_children(module).values())) for module in modules if _children(module)]
         self.metrics = [module for module in modules if isinstance(module, Metric)]
         self.norms = [module for module in modules if isinstance(module, _NormBase)]
         self.lightning_modules = [(name, m) for name, m in self.named if isinstance(m, LightningModule)]
@@ -72,13 +79,5 @@ class ModuleScan:
                     yield f"{prefix}.{key}".lstrip("."), parameter
 
 
-def _modules_below(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all modules below it, each once, quicker than ``root.modules()``."""
-    found, known = [root], {id(root)}  # by id: the hash of a metric changes with its state
-    for module in found:  # which grows meanwhile
-        children: Any = module._modules.values()
-        for child in children:
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                found.append(child)
-    return found
+def _children(module: nn.Module) -> Any:
+    return module._modules
