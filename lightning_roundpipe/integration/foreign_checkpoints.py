@@ -65,8 +65,6 @@ def as_lightning_checkpoint(checkpoint: Any, path: _PATH, *, is_resumed: bool) -
     """What was in a file, in the form in which Lightning takes it.
 
     Args:
-        checkpoint: what was in the file.
-        path: of the file, for messages.
         is_resumed: whether a training is to go on from it; else only weights are needed.
 
     Raises:

@@ -138,9 +138,6 @@ class Recordings:
 
     Args:
         trace, save_profile: files, see :class:`RoundPipeStrategy`.
-
-    Attributes:
-        writers: of the present fit.
     """
 
     def __init__(self, trace: str | Path | None, save_profile: str | Path | None) -> None:

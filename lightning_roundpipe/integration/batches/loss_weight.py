@@ -44,13 +44,7 @@ class Decision(NamedTuple):
 
 
 class LossWeights:
-    """Weights of the micro-batches of one run.
-
-    Args:
-        module: the user's module.
-        loss_weight: the option of :class:`RoundPipeStrategy`.
-        notices: for what is to be said once.
-    """
+    """Weights of the micro-batches of one run."""
 
     def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float], notices: Notices) -> None:
         self._module = module
@@ -59,10 +53,6 @@ class LossWeights:
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
-
-        Args:
-            microbatches: of one batch.
-            sizes: rows of each.
 
         Raises:
             ValueError: if labels that are asked for are missing, or the user's function gives no weights.

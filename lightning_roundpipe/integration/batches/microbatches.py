@@ -37,7 +37,6 @@ class MicrobatchSplit(NamedTuple):
     """A batch cut into micro-batches.
 
     Attributes:
-        microbatches: the micro-batches, in row order.
         sizes: rows of each micro-batch; 1 where the rows are unknown.
         batch_size: rows of the batch; ``None`` when they are unknown.
     """

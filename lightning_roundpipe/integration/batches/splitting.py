@@ -29,8 +29,6 @@ class Batches:
     """Micro-batches of one batch.
 
     Attributes:
-        microbatches: in order.
-        sizes: rows of each; 1 where rows are unknown.
         weights: share of each in means over the batch; they sum to 1.
         loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
         batch_size: rows of the whole batch, None if it was not split.
@@ -70,14 +68,7 @@ class Batches:
 
 
 class BatchSplitter:
-    """Splits the batches of one run as its module and its options want it.
-
-    Args:
-        module: the user's module, with its Trainer.
-        options: of the strategy.
-        scan: of the module.
-        notices: for what is to be said once.
-    """
+    """Splits the batches of one run as its module and its options want it."""
 
     def __init__(
         self, module: pl.LightningModule, options: RoundPipeOptions, scan: ModuleScan, notices: Notices

@@ -34,14 +34,7 @@ _FORWARD = inspect.signature(nn.TransformerEncoder.forward)
 
 
 class BatchHints:
-    """Warns once for each of these; see [Note: whole batches].
-
-    Args:
-        scan: of the user's module.
-        notices: for what is to be said once.
-        pool: the devices.
-        num_microbatches: that a batch is to be split into.
-    """
+    """Warns once for each of these; see [Note: whole batches]."""
 
     def __init__(self, scan: ModuleScan, notices: Notices, pool: DevicePool, num_microbatches: int) -> None:
         self._scan = scan

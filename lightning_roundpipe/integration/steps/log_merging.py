@@ -76,8 +76,6 @@ class LogCapture:
         """Makes the merged calls, on the thread that Lightning expects them on.
 
         Args:
-            weights: of the micro-batches, for means.
-            sizes: rows of the micro-batches.
             batch_size: rows of the whole batch, for calls that give none; None leaves it to Lightning.
         """
         for group in self._grouped():

@@ -116,9 +116,6 @@ def merged_step(
 def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     """``plugin``, for these devices: Lightning takes every accelerator but its own CPU one for CUDA.
 
-    Args:
-        autocast_device: ``"cpu"`` or ``"cuda"``.
-
     Raises:
         MisconfigurationException: if it is a class of the user's own for other devices.
     """

@@ -60,9 +60,6 @@ class ManualOptimization:
     """The barriers of one training step; see [Note: manual optimization].
 
     Args:
-        module: the user's.
-        scan: of it.
-        batches: the micro-batches of the step.
         holding: entered while something is done for the whole batch.
         wait: blocks until no update reads gradients any more.
     """
@@ -95,7 +92,6 @@ class ManualOptimization:
         Args:
             scale: by which gradients are to be multiplied.
             whole: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
-            args, kwargs: of ``Tensor.backward``.
 
         Raises:
             MisconfigurationException: for arguments that cannot be followed through units.

@@ -28,11 +28,7 @@ from .modules import ModuleScan
 
 
 class StepMetrics:
-    """The metrics of a module in its steps.
-
-    Args:
-        scan: the user's module.
-    """
+    """The metrics of a module in its steps."""
 
     def __init__(self, scan: ModuleScan) -> None:
         self._scan = scan

@@ -50,15 +50,7 @@ _HOOKS = "on_train_batch_start, on_train_batch_end or another hook that runs onc
 
 
 class StepGuard:
-    """Watches the steps of one run; see [Note: misuse].
-
-    Args:
-        root: the user's module.
-        options: that say how many micro-batches there are to be.
-        pool: the devices; they compute with the masters themselves, or with copies of them.
-        scan: of the module.
-        notices: for what is to be said once.
-    """
+    """Watches the steps of one run; see [Note: misuse]."""
 
     def __init__(
         self,
@@ -83,10 +75,6 @@ class StepGuard:
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
         """Around an attempt to run a step.
 
-        Args:
-            kind: of the step, such as ``"training_step"``.
-            batches: of the step.
-
         Raises:
             MisconfigurationException: for a mistake, naming what was changed and what to do instead.
         """
@@ -99,7 +87,7 @@ class StepGuard:
             self._check_places()
         if kind == "training_step":
             self.hints.look_at(batches, is_first=step == 0)
-        shared = _Shared(batches.microbatches) if is_early and count > 1 else None
+        shared = _shared_tensors(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
         try:
@@ -196,11 +184,11 @@ class StepGuard:
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_shared(self, kind: str, shared: _Shared | None) -> None:
-        if shared is not None and (name := shared.changed()) is not None:
+    def _check_shared(self, kind: str, shared: Versions[str] | None) -> None:
+        if shared is not None and (names := shared.written()):
             raise MisconfigurationException(
-                f"{kind} changes the tensor {name} in place. All {self._count} micro-batches share it, so that it has "
-                f"been changed {self._count} times: change a copy, for instance x = x.clone()"
+                f"{kind} changes the tensor {names[0]} in place. All {self._count} micro-batches share it, so that it "
+                f"has been changed {self._count} times: change a copy, for instance x = x.clone()"
             )
 
     def _check_weights(self, kind: str) -> None:
@@ -304,14 +292,8 @@ def _sample(weight: Tensor) -> Tensor:
     return data[steps].contiguous().clone().reshape(-1).view(torch.uint8)
 
 
-class _Shared:
-    """Tensors that several micro-batches hold, and their versions."""
-
-    def __init__(self, microbatches: Sequence[Any]) -> None:
-        first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
-        known = set(map(id, second.values()))
-        self._versions = Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)
-
-    def changed(self) -> str | None:
-        """The path of the first one that was written since."""
-        return next(iter(self._versions.written()), None)
+def _shared_tensors(microbatches: Sequence[Any]) -> Versions[str]:
+    """Tensors that several micro-batches hold, by their paths, and their versions."""
+    first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
+    known = set(map(id, second.values()))
+    return Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)

@@ -18,9 +18,6 @@ class ModuleScan:
     To walk through all modules takes long: so :meth:`refresh`, on the Trainer's thread when a step begins, only asks
     every known module whether it has the children that it had. If all have, there are no other modules.
 
-    Args:
-        root: the user's module.
-
     Attributes:
         named: every module with its name, each once.
         metrics: which all micro-batches share.

@@ -44,7 +44,6 @@ class Retry:
     """Runs steps, and runs them again where they do not fit; see [Note: steps that do not fit].
 
     Args:
-        scan: the user's module.
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
         devices: of the pool. None where memory cannot run out: nothing is noted and nothing is run again.
@@ -90,9 +89,7 @@ class Retry:
 
         Args:
             kind: of the step; each has its own number of micro-batches.
-            batch: of the step.
             split: (batch, number of micro-batches) -> micro-batches, at most as many.
-            attempt: runs the step on them.
 
         Raises:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what

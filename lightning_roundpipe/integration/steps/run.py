@@ -49,19 +49,12 @@ class Steps:
     """Runs the steps of one run; everything here ends with it.
 
     Args:
-        module: the user's, with its Trainer.
-        pool: the devices.
-        options: of the strategy.
         updates: of the optimizers, which steps wait for where they need to.
-        recordings: of training steps.
         report: what a training needs on the host; None where there is none.
-        autocast_device: ``"cpu"`` or ``"cuda"``.
         is_trial: whether Lightning is trying a batch size at the moment.
 
     Attributes:
-        engine: that runs them.
         manual: manual optimization of the training step that runs, if it has any.
-        report: as given.
     """
 
     def __init__(
@@ -112,7 +105,6 @@ class Steps:
         """Runs the user's step on every micro-batch of a batch, and logs what they have logged.
 
         Args:
-            name: of the step, such as ``"training_step"``.
             args, kwargs: that Lightning gives it, the batch first.
             loss_scale: by which gradients are multiplied.
 

@@ -28,8 +28,6 @@ class StepState:
     """What a step may change before it fails.
 
     Args:
-        scan: the user's module.
-        batch: of the step.
         devices: whose generators user code may draw from.
         written: names of the buffers that steps have written, which are copied whatever their size.
 
