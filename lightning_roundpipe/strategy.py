@@ -292,8 +292,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
-        if self.lightning_module is not None:
-            self.steps.arrives(batch)
+        if self._steps is not None:
+            self._steps.arrives(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         Raises:
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
-        manual = self.steps.manual
+        manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
