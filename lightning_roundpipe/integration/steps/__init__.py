@@ -1,4 +1,4 @@
-"""What happens in a step around the engine; :mod:`run` puts it together.
+"""What happens in a step around the engine; :mod:`run` puts it together, :mod:`user_step` is what micro-batches call.
 
 - :mod:`log_merging`, :mod:`metrics`: what micro-batches log, once and with the value of the whole batch.
 - :mod:`loss`, :mod:`manual`: the loss with the gradients behind it; manual optimization.

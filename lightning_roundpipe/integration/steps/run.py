@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
-from ...common.seeds import derive_seed
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
@@ -41,8 +39,7 @@ from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
 from .retry import Retry
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+from .user_step import UserStep, seed_of_step
 
 
 class Steps:
@@ -114,7 +111,7 @@ class Steps:
         check_modes()
         self._updates.check()
         self._scan.refresh()
-        step = _UserStep(getattr(self._module, name), args, kwargs)
+        step = UserStep(getattr(self._module, name), args, kwargs)
         with contextlib.ExitStack() as training:
             if name == "training_step":
                 training.enter_context(training_settings(self._scan))
@@ -146,7 +143,7 @@ class Steps:
                 microbatches=batches.microbatches,
                 weights=[weight * loss_scale for weight in batches.loss_weights],
                 key=name,
-                seed=_seed_of_step(self._module.trainer, name),
+                seed=seed_of_step(self._module.trainer, name),
                 loss_of=loss_of if is_training and not is_manual else None,
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
@@ -171,56 +168,3 @@ class Steps:
                 yield
         finally:
             self.manual = None
-
-
-class _UserStep:
-    """``training_step`` or another step, with its arguments.
-
-    One that takes the iterator over the batches may end with a ``StopIteration``. Then it has not failed: what it has
-    logged and written to attributes stays. So the error waits until its only micro-batch has been put together.
-
-    Attributes:
-        batch: the first positional argument, or the first keyword.
-        rest: positional arguments after it.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._function = function
-        self._kwargs = dict(kwargs)
-        self._key = None if args else next(iter(kwargs), None)
-        self.batch = args[0] if args else self._kwargs.get(self._key or "")
-        self.rest = args[1:]
-        self._stopped: StopIteration | None = None
-
-    def __call__(self, microbatch: Any) -> Any:
-        """Runs it, on the thread of the micro-batch."""
-        self._stopped = None
-        try:
-            if self._key is not None:
-                return self._function(**{**self._kwargs, self._key: microbatch})
-            return self._function(microbatch, *self.rest, **self._kwargs)
-        except StopIteration as stopped:
-            if microbatch is not self.batch:  # there are others
-                raise
-            self._stopped = stopped
-            return None
-
-    def end(self) -> None:
-        """All that it has done is where it belongs.
-
-        Raises:
-            StopIteration: if it has raised it.
-        """
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            raise stopped
-
-
-def _seed_of_step(trainer: pl.Trainer, name: str) -> int:
-    """Identifies the step that is about to run by what a resumed run knows as well: epoch and indices."""
-    if name == "training_step":
-        place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
-    else:
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        place = (trainer.global_step, loop.batch_progress.total.ready)
-    return derive_seed(torch.initial_seed(), _STEPS.index(name), *place)
