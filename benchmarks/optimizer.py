@@ -26,7 +26,7 @@ from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
-from lightning_roundpipe.integration.workers import update_threads
+from lightning_roundpipe.integration.pool import update_threads
 from lightning_roundpipe.optimizer import shares as update_shares
 from lightning_roundpipe.optimizer.clipping import clip_factor
 from lightning_roundpipe.optimizer.updates import Updates

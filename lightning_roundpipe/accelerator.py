@@ -30,7 +30,7 @@ class RoundPipeAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Only other strategies call this: workers of RoundPipe are set up by its device pool.
+        """Only other strategies call this: the devices of RoundPipe are set up by its pool.
 
         Raises:
             MisconfigurationException: always; ``Trainer(accelerator="roundpipe")`` alone would train with DDP.
@@ -46,9 +46,10 @@ class RoundPipeAccelerator(Accelerator):
     @staticmethod
     @override
     def parse_devices(devices: int | str | list[int]) -> int | list[int]:
-        """The number of virtual devices, or the list of GPU ordinals, one per worker.
+        """The number of virtual devices, or the list of GPU ordinals, one per device of the pool.
 
-        A GPU may be listed several times, which Lightning's own accelerators refuse: it gets as many workers.
+        A GPU may be listed several times, which Lightning's own accelerators refuse: it gets as many places in the
+        pool.
 
         Raises:
             MisconfigurationException: if the value names no device.
@@ -73,7 +74,7 @@ class RoundPipeAccelerator(Accelerator):
     @staticmethod
     @override
     def get_parallel_devices(devices: int | list[int]) -> list[torch.device]:
-        """One torch device per worker."""
+        """One torch device per device of the pool."""
         if isinstance(devices, int):
             return [torch.device("cpu")] * devices
         return [torch.device("cuda", ordinal) for ordinal in devices]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,21 +22,16 @@ from typing_extensions import override
 
 from .accelerator import host_statistics, pool_statistics
 from .devices.pool import DevicePool
-from .engine.requests import StepRequest, StepResult
+from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
-from .integration.batches.splitting import Batches, BatchSplitter
-from .integration.checks import check_model, check_modes
-from .integration.huggingface import training_settings
-from .integration.log_merging import LogCapture, MetricTwins
-from .integration.loss import checked_precision, expected_scale, hand_over, loss_of, merged_step
-from .integration.manual import ManualOptimization
-from .integration.misuse import StepGuard
+from .integration.batches.splitting import Batches
+from .integration.checks import check_model
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.retry import Retry, make_retry
+from .integration.pool import make_pool
 from .integration.single_process import SingleProcessStrategy
-from .integration.user_step import UserStep, seed_of_step
-from .integration.workers import make_engine, make_pool
+from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
+from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
 from .reporting.host_report import HostReport
@@ -144,16 +138,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
-        self._metric_twins = MetricTwins()
         self._recordings = Recordings(trace, save_profile)
         self._pool: DevicePool | None = None
-        self._engine: Engine | None = None
-        self._retry: Retry | None = None
-        self._splitter: BatchSplitter | None = None
-        self._host_report: HostReport | None = None
-        self._guard: StepGuard | None = None
+        self._steps: Steps | None = None
         self._overlap: OptimizerOverlap | None = None
-        self._manual: ManualOptimization | None = None  # of the training step that runs
         self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
@@ -166,7 +154,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @property
     def pool(self) -> DevicePool:
-        """The workers."""
+        """The devices that run the steps."""
         if self._pool is None:
             self._pool = make_pool(self.parallel_devices or [self.root_device], self.options)
         return self._pool
@@ -204,17 +192,19 @@ class RoundPipeStrategy(SingleProcessStrategy):
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
                 cannot be one update behind (``optimizer_overlap="stale"``).
         """
-        self._close_engine()
+        self._close_steps()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
             self._overlap = make_overlap(self.options, self.pool, lambda: self.engine)
         super().setup(trainer)
+        report = None
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            self._host_report = HostReport(self._module, self.optimizers, stale=stale)
-            self._host_report.check()
+            report = HostReport(self._module, self.optimizers, stale=stale)
+            report.check()
+        self._steps = self._make_steps(report)
         self.engine.open()
 
     @override
@@ -233,23 +223,21 @@ class RoundPipeStrategy(SingleProcessStrategy):
             self._tear_down()
 
     def _tear_down(self) -> None:
-        self._recordings.finish(lambda: None if self._engine is None else self._engine.costs("training_step"))
-        self._close_engine()
+        steps = self._steps
+        self._recordings.finish(lambda: None if steps is None else steps.engine.costs("training_step"))
+        self._close_steps()
         self.pool.dispose()  # stays, for its statistics
         vars(self.accelerator).pop("get_device_stats", None)
         super().teardown()
 
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        self._retry = self._host_report = self._guard = self._splitter = None
-        self._metric_twins = MetricTwins()
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_pool", "_engine", "_retry", "_splitter", "_host_report", "_guard", "_overlap")
-        return {**super().__getstate__(), **dict.fromkeys(forgotten)}
+        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap"))}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -261,11 +249,30 @@ class RoundPipeStrategy(SingleProcessStrategy):
         return self._overlap or NO_OVERLAP
 
     @property
+    def steps(self) -> Steps:
+        """What runs the steps of the connected module."""
+        if self._steps is None:
+            self._steps = self._make_steps(None)
+        return self._steps
+
+    def _make_steps(self, report: HostReport | None) -> Steps:
+        module = self._module
+        return Steps(
+            module,
+            self.pool,
+            self.options,
+            updates=self._updates,
+            recordings=self._recordings,
+            report=report,
+            autocast_device=self._autocast_device,
+            # The finder puts all callbacks aside, itself included, while it tries a size.
+            is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
+        )
+
+    @property
     def engine(self) -> Engine:
         """The engine of the connected module."""
-        if self._engine is None:
-            self._engine = make_engine(self._module, self.pool, self.options, lambda: self._host_report)
-        return self._engine
+        return self.steps.engine
 
     def trace_with(self, writer: TraceWriter) -> None:
         """Lets ``writer`` record steps of the ``fit`` that is being set up.
@@ -282,25 +289,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
             return type(self.accelerator).get_device_stats(self.accelerator, device)
         return {**host_statistics(), **pool_statistics(self.pool)}
 
-    @property
-    def retry(self) -> Retry:
-        """What runs steps that do not fit again."""
-        if self._retry is None:
-            self._retry = make_retry(self._module, self.options, self.pool, self.engine, self._seeks_batch_size)
-        return self._retry
-
-    @property
-    def splitter(self) -> BatchSplitter:
-        """What makes micro-batches."""
-        if self._splitter is None:
-            self._splitter = BatchSplitter(self._module, self.options)
-        return self._splitter
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
-        if self.lightning_module is not None:
-            self.splitter.arrives(batch)
+        if self._steps is not None:
+            self._steps.arrives(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -309,8 +302,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
-        computing = self._updates.computing(self._module)
-        with self.precision_plugin.train_step_context(), training_settings(self._module), computing:
+        with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
@@ -323,7 +315,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         Raises:
             MisconfigurationException: for arguments of ``manual_backward`` that cannot be followed through units.
         """
-        if self._manual is None or current() is None:
+        manual = None if self._steps is None else self._steps.manual
+        if manual is None or current() is None:
             self._updates.wait()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
@@ -331,7 +324,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
             Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
 
-        return self._manual.backward(closure_loss, scale, whole, args, kwargs)
+        return manual.backward(closure_loss, scale, whole, args, kwargs)
 
     @override
     def optimizer_step(
@@ -370,65 +363,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def _run(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scale: float = 1.0
     ) -> tuple[Batches, StepResult]:
-        """Splits the batch, runs the user's step on every micro-batch, replays what it logged.
-
-        Raises:
-            MisconfigurationException: if the precision plugin's context is a mode that micro-batches would not see.
-        """
-        check_modes()
-        self._updates.check()
-        step = UserStep(getattr(self._module, name), args, kwargs)
-        batches, (logs, result) = self.retry.run(
-            name,
-            step.batch,
-            self.splitter.of(name, step.batch, step.rest),
-            lambda b: self._attempt(name, step, b, loss_scale),
-        )
-        batches.bring_back(step.batch)
-        logs.replay(batches.weights, batches.sizes, batches.batch_size)
+        batches, result = self.steps.run(name, args, kwargs, loss_scale)
         self.last_step = replace(result, outputs=[], gradients={})
-        if name == "training_step" and self._host_report is not None:
-            self._host_report.note_step(self.engine.working_copies.expected_bytes)
-        step.end()
         return batches, result
-
-    def _attempt(
-        self, name: str, call: Callable[[Any], Any], batches: Batches, loss_scale: float
-    ) -> tuple[LogCapture, StepResult]:
-        """Runs the step on these micro-batches; what they log is held back."""
-        logs = LogCapture(self._module, len(batches.microbatches), self._metric_twins)
-        is_training = name == "training_step"
-        is_manual = is_training and not self._module.automatic_optimization
-        self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
-        barriers = self._barriers(batches, guard) if is_manual else contextlib.nullcontext()
-        with logs.capturing(), guard.watching(name, batches), barriers:
-            request = StepRequest(
-                function=guard.followed(name, call),
-                microbatches=batches.microbatches,
-                weights=[weight * loss_scale for weight in batches.loss_weights],
-                key=name,
-                seed=seed_of_step(self._module.trainer, name),
-                loss_of=loss_of if is_training and not is_manual else None,
-                merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
-                autocast_device=self._autocast_device,
-                meets=is_manual,
-            )
-            result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
-            if request.loss_of is not None:
-                guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
-        return logs, result
-
-    @contextlib.contextmanager
-    def _barriers(self, batches: Batches, guard: StepGuard) -> Iterator[None]:
-        """Around a step with manual optimization."""
-
-        def holding() -> contextlib.AbstractContextManager[None]:
-            self.retry.forbid("manual_backward or an optimizer has been called in it already")
-            return guard.allowed()
-
-        self._manual = ManualOptimization(self._module, batches, holding, self._updates.wait)
-        try:
-            with self._manual.followed():
-                yield
-        finally:
-            self._manual = None

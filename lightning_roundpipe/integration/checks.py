@@ -38,6 +38,7 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -111,7 +112,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def note_layer_sync(layer_sync: LayerSync | None) -> None:
-    """Warns that there is nobody to synchronize layers with."""
+    """Warns that there is no other process to synchronize layers with."""
     if layer_sync is not None:
         rank_zero_warn(
             f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}, has no effect with "
@@ -138,6 +139,27 @@ def check_modes() -> None:
             "runs them on several: it would see nothing of them. Enter it in the modules whose operators it is for, or "
             "run without it"
         )
+
+
+def check_has_data(root: nn.Module) -> None:
+    """Checks that every weight has memory, before the module is brought to the host.
+
+    Raises:
+        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
+    """
+    for name, module in root.named_modules():
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise MisconfigurationException(
+                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
+                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
+                "example of what it gets: 'with torch.no_grad(): self(example)'"
+            )
+    for name, weight in root.named_parameters():
+        if weight.is_meta:
+            raise MisconfigurationException(
+                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
+                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
+            )
 
 
 _REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"

@@ -25,13 +25,9 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
-
-from .profiling import ThreadedStrategy
 
 _VERSION = "pytorch-lightning_version"
 _MARKS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -69,8 +65,6 @@ def as_lightning_checkpoint(checkpoint: Any, path: _PATH, *, is_resumed: bool) -
     """What was in a file, in the form in which Lightning takes it.
 
     Args:
-        checkpoint: what was in the file.
-        path: of the file, for messages.
         is_resumed: whether a training is to go on from it; else only weights are needed.
 
     Raises:
@@ -163,40 +157,3 @@ def _check_same(own: Iterable[str], saved: Iterable[str]) -> None:
             "the optimizer of the checkpoint has other parameters than the one of configure_optimizers: they differ by "
             f"{different[0]!r}" + (f" and {len(different) - 1} more" if len(different) > 1 else "")
         )
-
-
-class LoadingStrategy(ThreadedStrategy):
-    """A strategy that loads checkpoints of whoever wrote them; see [Note: foreign checkpoints]."""
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint file.
-
-        Raises:
-            IsADirectoryError: for a folder, as FSDP and DeepSpeed write it; the message says how it becomes a file.
-            MisconfigurationException: for files that cannot be used, saying why and what to do.
-        """
-        refuse_folder(checkpoint_path, self.checkpoint_io)
-        # Before Lightning 2.6 there is no such argument.
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **given)
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        is_resumed = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        return as_lightning_checkpoint(checkpoint, checkpoint_path, is_resumed=is_resumed)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights, also under names that wrappers have given them."""
-        assert self.lightning_module is not None
-        state = with_names_of(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of the optimizers, also if parameters have names in it."""
-        module = self.lightning_module
-        assert module is not None
-        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        states = [by_position(state, module, optimizer) for state, optimizer in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

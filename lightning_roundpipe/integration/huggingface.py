@@ -4,10 +4,10 @@
 [Note: prefix caches]
 Prefix tuning hands its trained keys and values to the model in a cache of ``transformers``. Every attention layer
 appends its own keys and values to the cache before it reads it. In a training step that fails twice: the recomputation
-appends once more, and the engine does not know that the unit reads trained tensors, since it does not look into
+appends once more, and the engine does not know that the unit reads trained tensors, since it does not open
 objects of unknown kind. So while a training step runs, the cache gets a class of its own, which is registered as a
 pytree with the tensors of the prefix as its leaves. These become arguments of the unit like any others, and every run
-of a unit gets a fresh cache made of them, to which it may append. Nobody reads what was appended: the cache of a
+of a unit gets a fresh cache made of them, to which it may append. What was appended is never read: the cache of a
 training step is not used for a second forward. Where no gradient is recorded (``generate`` in a ``training_step``) the
 cache stays as it is.
 """
@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from .steps.modules import ModuleScan
 
 _Opened = tuple[list[Tensor], "_Shell"]
 _opened_classes: dict[type, type] = {}
@@ -106,7 +108,7 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def training_settings(root: nn.Module) -> Iterator[None]:
+def training_settings(scan: ModuleScan) -> Iterator[None]:
     """Key-value caches would be appended to twice, and activation checkpointing would recompute twice.
 
     Works on the attributes that ``transformers`` models share (``config.use_cache``, ``gradient_checkpointing``), and
@@ -114,15 +116,15 @@ def training_settings(root: nn.Module) -> Iterator[None]:
     """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for module in root.modules():
-            state = vars(module)
-            if state.get("gradient_checkpointing") is True:
-                _change(state, "gradient_checkpointing", False, changed)
-            config = vars(state["config"]) if hasattr(state.get("config"), "__dict__") else {}
+        for module in scan.checkpointed:
+            if vars(module).get("gradient_checkpointing") is True:
+                _change(vars(module), "gradient_checkpointing", False, changed)
+        for module in scan.cached:
+            config = getattr(vars(module).get("config"), "__dict__", {})
             if config.get("use_cache") is True:
                 _change(config, "use_cache", False, changed)
-            if hasattr(type(module), "get_prompt"):
-                _change(state, "get_prompt", opening(module.get_prompt), changed)  # type: ignore[arg-type]
+        for module in scan.prompted:
+            _change(vars(module), "get_prompt", opening(module.get_prompt), changed)
         yield
     finally:
         for state, name, value in reversed(changed):

@@ -28,7 +28,7 @@ from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
-from .workers import update_threads
+from .pool import update_threads
 
 # Less is updated before a thread has begun.
 MIN_BYTES = 16 * 2**20

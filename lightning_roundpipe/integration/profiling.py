@@ -17,39 +17,13 @@ from typing import cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
-from lightning.pytorch.strategies import Strategy
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
-from typing_extensions import override
 
 from ..usercode.lock import current
-from .checks import check_modes
 
 
-class ThreadedStrategy(Strategy):
-    """A strategy whose steps run on several threads; see [Note: profiled actions]."""
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        """The first hook of a run, before anything is profiled.
-
-        Raises:
-            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
-        """
-        check_modes()
-        if (profiler := _profiler_of(model)) is not None:
-            adapt(profiler)
-        super().connect(model)
-
-    @override
-    def teardown(self) -> None:
-        """Leaves the profiler as it was."""
-        if self.lightning_module is not None and (profiler := _profiler_of(self.lightning_module)) is not None:
-            restore(profiler)
-        super().teardown()
-
-
-def _profiler_of(model: pl.LightningModule) -> Profiler | None:
+def profiler_of(model: pl.LightningModule) -> Profiler | None:
     """That of its trainer; None while it has none, as when a checkpoint is restored without a run."""
     trainer = model._trainer
     return None if trainer is None else cast(Profiler, vars(trainer)["profiler"])  # Lightning sets it outside the class

@@ -139,8 +139,6 @@ def activation_bytes(partition: Partition, profile: CostProfile, num_in_flight: 
     """The most that inputs of calls take on the host while they wait for the backward; an upper bound.
 
     Args:
-        partition: the stages, for training.
-        profile: the costs of the calls.
         num_in_flight: micro-batches whose backward may be awaited at a time.
     """
     waiting: set[int] = set()

@@ -20,8 +20,6 @@ class HostReport:
     """What one ``fit`` needs on the host.
 
     Args:
-        root: the user's module.
-        optimizers: all of them.
         available: gives the bytes that can still be allocated on the host, None if unknown.
         stale: the snapshots that are taken of weights; None if there are none.
 
@@ -66,11 +64,7 @@ class HostReport:
         self.check()
 
     def note_step(self, working_copies: int) -> None:
-        """A training step has ended: reports once.
-
-        Args:
-            working_copies: their bytes on the host.
-        """
+        """A training step has ended: reports once."""
         if self._has_reported:
             return
         self._has_reported = True

@@ -134,27 +134,11 @@ class TraceWriter:
             rank_zero_warn(f"the recorded training steps could not be written: {error}")
 
 
-def run_traced(engine: Engine, request: StepRequest, writers: Sequence[TraceWriter]) -> StepResult:
-    """Runs a training step under the eyes of ``writers``."""
-    before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in writers)
-    started_at = perf_counter()
-    try:
-        result = engine.run(request)
-    finally:
-        engine.trace = before
-    for writer in writers:
-        writer.note(result, started_at)
-    return result
-
-
 class Recordings:
     """What is written about the training steps of a ``fit``: recorded steps, and their costs.
 
     Args:
         trace, save_profile: files, see :class:`RoundPipeStrategy`.
-
-    Attributes:
-        writers: of the present fit.
     """
 
     def __init__(self, trace: str | Path | None, save_profile: str | Path | None) -> None:
@@ -189,7 +173,7 @@ class Recordings:
             writer.start()
 
     def finish(self, costs: Callable[[], CostProfile | None]) -> None:
-        """A fit has ended, on whichever way: an error here must not hide the one that has ended it.
+        """A fit has ended, with or without an error: an error here must not hide the one that has ended it.
 
         Args:
             costs: gives those of the training steps; None if there were none.
@@ -206,8 +190,18 @@ class Recordings:
             rank_zero_warn(f"the cost profile could not be written: {error}")
 
     def run(self, engine: Engine, request: StepRequest) -> StepResult:
-        """Runs a training step, and records it for those that want it."""
-        return run_traced(engine, request, self.writers) if self.writers else engine.run(request)
+        """Runs a training step, and records it for the writers that want it."""
+        if not self.writers:
+            return engine.run(request)
+        before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in self.writers)
+        started_at = perf_counter()
+        try:
+            result = engine.run(request)
+        finally:
+            engine.trace = before
+        for writer in self.writers:
+            writer.note(result, started_at)
+        return result
 
 
 @dataclass(frozen=True)
@@ -233,7 +227,7 @@ class _Recorded:
 
 
 def step_figures(result: StepResult) -> dict[str, float]:
-    """What one wants to know of a training step: bubble and busy share (0 to 1), ms, bytes, stages."""
+    """Figures of a training step: bubble and busy time as fractions, ms, bytes, stages."""
     figures: dict[str, float] = {
         "step_ms": result.step_ms,
         "h2d_bytes": sum(result.bytes_up),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.integration import misuse, overlap, workers
+from lightning_roundpipe.integration import overlap, pool
+from lightning_roundpipe.integration.steps import misuse
 from lightning_roundpipe.optimizer import shares, update_part
 from lightning_roundpipe.weights import pending
 from tests.support.lazy_link import LazyLink
@@ -28,7 +29,7 @@ def every_weight_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates overlap however small they are, unit by unit; devices with copies make them when somebody waits."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
     monkeypatch.setattr(shares, "SHARE_BYTES", 1)
-    monkeypatch.setattr(workers, "TimedLink", LazyLink)
+    monkeypatch.setattr(pool, "TimedLink", LazyLink)
     monkeypatch.setattr(misuse, "_NUM_SAMPLED_STEPS", 0)  # looks at all weights before a step, and so waits for all
 
 

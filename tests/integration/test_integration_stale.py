@@ -437,7 +437,7 @@ def test_the_host_report_counts_both_snapshots(
     found: list[HostMemory] = []
     trainer.callbacks.append(
         L.pytorch.callbacks.LambdaCallback(
-            on_train_batch_end=lambda t, *_: found.append(t.strategy._host_report.memory)
+            on_train_batch_end=lambda t, *_: found.append(t.strategy.steps.report.memory)
         )
     )
     with caplog.at_level("INFO"):

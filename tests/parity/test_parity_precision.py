@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.integration.loss import expected_scale
+from lightning_roundpipe.integration.steps.loss import expected_scale
 from tests.support.rows import compat_each
 
 WIDTH = 8

@@ -1,4 +1,4 @@
-"""What a run needs on the host: compared with what torch really allocates, and what the system says there is."""
+"""What a run needs on the host: compared with what torch really allocates, with what there is, and told to the user."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_roundpipe.reporting.host_memory import (
     model_memory,
     optimizer_state_bytes,
 )
+from lightning_roundpipe.reporting.host_report import HostReport
 
 MIB = 2**20
 
@@ -158,3 +159,59 @@ def test_available_is_what_system_and_container_leave(
     tmp_path: Path, limits: tuple[Any, ...], expected: int | None
 ) -> None:
     assert write_limits(tmp_path, *limits) == expected
+
+
+# --- what the user is told ------------------------------------------------------------------------------------------
+
+COSTS = CostProfile(tuple(CallCost(f"call {i}", 1.0, 2.0, input_bytes=1000) for i in range(2)))
+STAGES = Partition(
+    2, (Stage(0, StageKind.FORWARD, 0, 1), Stage(1, StageKind.FUSED, 1, 2), Stage(2, StageKind.BACKWARD, 0, 1))
+)
+
+
+class Free:
+    """A host with so much memory left."""
+
+    def __init__(self, num_bytes: int | None) -> None:
+        self.num_bytes = num_bytes
+
+    def __call__(self) -> int | None:
+        return self.num_bytes
+
+
+def make_report(free: Free) -> HostReport:
+    """Weights of 440 bytes, which are there already, gradients and AdamW state of 1320, which are not."""
+    model = nn.Linear(10, 10)
+    return HostReport(model, [torch.optim.AdamW(model.parameters())], free)
+
+
+def test_the_host_is_checked_before_it_is_filled(recwarn: pytest.WarningsRecorder) -> None:
+    make_report(Free(1320)).check()
+    make_report(Free(None)).check()
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"may need 1\.72 KiB \(optimizer state 880 B, weights 440 B, gradients 440 B"):
+        make_report(Free(1319)).check()
+
+
+def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.WarningsRecorder) -> None:
+    report = make_report(Free(1320 + 5 * 2000))
+    report.check()
+    report.note_plan(STAGES, COSTS, 5, 8)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="activations 11.7 KiB.* still to be allocated, and 11.1 KiB are available"):
+        report.note_plan(STAGES, COSTS, 6, 8)
+    before = len(recwarn)
+    report.note_plan(STAGES, COSTS, 7, 8)  # once is enough
+    assert len(recwarn) == before
+
+
+def test_what_the_host_needs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    report = make_report(Free(0))
+    with caplog.at_level("INFO"):
+        report.note_step(working_copies=220)
+        report.note_step(working_copies=220)
+    (message,) = [record.message for record in caplog.records if "on the host" in record.message]
+    assert message == (
+        "this run needs up to 1.93 KiB (optimizer state 880 B, weights 440 B, gradients 440 B, working copies 220 B) "
+        "on the host"
+    )

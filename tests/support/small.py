@@ -140,6 +140,18 @@ def fit_both(make_trainer: Callable[..., L.Trainer], make_loader: Callable[..., 
     return fit
 
 
+@pytest.fixture
+def fit_alike(fit_both: Callable[..., tuple[Run, Run]], assert_same_training: Callable[..., None]) -> Any:
+    """As ``fit_both``, and both must have trained the same."""
+
+    def fit(*args: Any, **kwargs: Any) -> tuple[Run, Run]:
+        plain, ours = fit_both(*args, **kwargs)
+        assert_same_training(plain, ours)
+        return plain, ours
+
+    return fit
+
+
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key, entry in value.items() for k, v in _flat(entry, f"{path}.{key}").items()}

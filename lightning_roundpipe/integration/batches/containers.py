@@ -20,7 +20,7 @@ _REPLICATED = (
 
 def is_array(value: Any) -> bool:
     """Tell whether the value is a tensor or a numpy array."""
-    # numpy is optional for torch: an array can only exist if somebody else has imported it.
+    # numpy is optional for torch: there are arrays only if it has been imported.
     numpy: Any = sys.modules.get("numpy")
     return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
 

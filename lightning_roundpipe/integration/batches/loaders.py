@@ -18,11 +18,7 @@ from .reading import UNKNOWN, BatchSource, Role
 
 
 class Readings:
-    """How the batches of one run are read: what is known of each loader, and what its batches have held.
-
-    Args:
-        module: whose Trainer has the loaders.
-    """
+    """How the batches of one run are read: what is known of each loader, and what its batches have held."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
@@ -41,8 +37,6 @@ class Readings:
         """The source of the batch that is under way, and what the batches before it have held.
 
         Args:
-            kind: of the step, such as ``"training_step"``.
-            batch: that the step gets.
             rest: arguments of the step behind the batch. Where loaders are used one after the other, Lightning gives
                 the index of the loader last.
         """

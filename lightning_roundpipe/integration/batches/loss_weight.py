@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from ...common.trees import tensors_in
+from ..steps.notices import Notices
 
 IGNORED_LABEL = -100
 
@@ -44,24 +44,15 @@ class Decision(NamedTuple):
 
 
 class LossWeights:
-    """Weights of the micro-batches of one run.
+    """Weights of the micro-batches of one run."""
 
-    Args:
-        module: the user's module.
-        loss_weight: the option of :class:`RoundPipeStrategy`.
-    """
-
-    def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float]) -> None:
+    def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float], notices: Notices) -> None:
         self._module = module
         self._loss_weight = loss_weight
-        self._is_announced = False
+        self._notices = notices
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
-
-        Args:
-            microbatches: of one batch.
-            sizes: rows of each.
 
         Raises:
             ValueError: if labels that are asked for are missing, or the user's function gives no weights.
@@ -97,13 +88,12 @@ class LossWeights:
             return "samples"
         else:
             decision = self.decision(microbatches)
-        if not self._is_announced:
-            self._is_announced = True
-            announce = rank_zero_info if decision.is_certain else rank_zero_warn
-            announce(
-                f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), "
-                f"because {decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}"
-            )
+        self._notices.warn(
+            "loss weight",
+            f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), "
+            f"because {decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}",
+            is_note=decision.is_certain,
+        )
         return decision.rule
 
     @functools.cached_property
@@ -132,15 +122,15 @@ class LossWeights:
 
     def _look_elsewhere(self, microbatches: Sequence[Any]) -> None:
         """Says once that something else than ``labels`` has -100 in it."""
-        if self._is_announced:
+        if "loss weight" in self._notices.given:
             return
         for path, tensor in tensors_in(microbatches[0], "batch"):
             if _is_integer(tensor) and tensor.dtype is not torch.bool and bool((tensor == IGNORED_LABEL).any()):
-                self._is_announced = True
-                rank_zero_warn(
+                self._notices.warn(
+                    "loss weight",
                     f"{path} holds -100, as labels do that a loss leaves out, but loss_weight='auto' counts samples, "
                     "because it looks at an entry 'labels' of the batch only. If the loss is a mean over the others, "
-                    "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'"
+                    "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'",
                 )
                 return
 

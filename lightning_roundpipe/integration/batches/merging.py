@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from ...common.trees import children_of, rebuild
-from .containers import common_kind, is_array, is_sequence, rows_of
+from .containers import is_array, is_sequence, rows_of
 
 
 @dataclass(frozen=True)
 class _MergeRule:
-    """Rows and share (the shares sum to 1) of each micro-batch, and whether inputs are merged rather than outputs."""
+    """Rows of each micro-batch, and its weight in averages (the weights sum to 1)."""
 
     sizes: tuple[int, ...]
-    shares: tuple[float, ...]
-    is_input: bool = False
+    weights: tuple[float, ...]
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
@@ -49,26 +48,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     if len(outputs) == 1:
         return outputs[0]
     total = math.fsum(numbers)
-    shares = tuple(number / total if total else 1 / len(numbers) for number in numbers)
+    normalized = tuple(number / total if total else 1 / len(numbers) for number in numbers)
     with torch.no_grad():
-        return _merge(list(outputs), _MergeRule(tuple(sizes), shares))
-
-
-def merge_batch(microbatches: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put micro-batches together again, the inverse of ``split_batch``; what they share is kept.
-
-    A list that can be read both ways is read as a container. Tensors are copied, unless there is one micro-batch.
-
-    Raises:
-        ValueError: no micro-batches, or not one size for each.
-    """
-    if not microbatches or len(microbatches) != len(sizes):
-        raise ValueError(f"sizes must have one entry per micro-batch, got {len(sizes)} for {len(microbatches)}")
-    if len(microbatches) == 1:
-        return microbatches[0]
-    shares = tuple(1 / len(sizes) for _ in sizes)
-    with torch.no_grad():
-        return _merge(list(microbatches), _MergeRule(tuple(sizes), shares, is_input=True))
+        return _merge(list(outputs), _MergeRule(tuple(sizes), normalized))
 
 
 def _merge(values: list[Any], rule: _MergeRule) -> Any:
@@ -78,7 +60,7 @@ def _merge(values: list[Any], rule: _MergeRule) -> Any:
     if all(rows_of(value) == size for value, size in zip(values, rule.sizes, strict=True)) and _are_alike(values):
         return _concatenate(values)
     if all(_is_number(value) for value in values) and not all(type(value) is int for value in values):
-        return _mean(values, rule.shares)
+        return _mean(values, rule.weights)
     if children_of(first) is not None and all(type(value) is type(first) for value in values):
         return _merge_containers(values, rule)
     return first if all(_equal(first, value) for value in values) else values
@@ -97,14 +79,10 @@ def _merge_containers(values: list[Any], rule: _MergeRule) -> Any:
 
 
 def _are_per_sample(values: list[Any], rule: _MergeRule) -> bool:
-    if isinstance(values[0], tuple) and not rule.is_input:
+    if isinstance(values[0], tuple) or any(len(v) != size for v, size in zip(values, rule.sizes, strict=True)):
         return False
-    if any(len(value) != size for value, size in zip(values, rule.sizes, strict=True)):
-        return False
-    if len(set(rule.sizes)) > 1 and not rule.is_input:
+    if len(set(rule.sizes)) > 1:
         return True  # as containers they would have the same length in every micro-batch
-    if rule.is_input and any(common_kind(value) is None for value in values):
-        return all(entry is None for value in values for entry in value)
     return not any(_holds_rows(entry, size) for value, size in zip(values, rule.sizes, strict=True) for entry in value)
 
 
@@ -135,18 +113,18 @@ def _is_number(value: Any) -> bool:
     return type(value) is int or isinstance(value, float) or (numpy is not None and isinstance(value, numpy.floating))
 
 
-def _mean(values: list[Any], shares: Sequence[float]) -> Any:
+def _mean(values: list[Any], weights: Sequence[float]) -> Any:
     """Return the weighted mean: a tensor of the first tensor's dtype and device, or a float if there is no tensor."""
-    weighted = [(value, share) for value, share in zip(values, shares, strict=True) if share]
+    weighted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     template = next((value for value in values if isinstance(value, torch.Tensor)), None)
     if template is None:
-        # Equal values stay as they are: shares like 1/3 would move the last digit.
+        # Equal values stay as they are: weights like 1/3 would move the last digit.
         if all(value == values[0] for value in values):
             return float(values[0])
-        return math.fsum(float(value) * share for value, share in weighted)
+        return math.fsum(float(value) * weight for value, weight in weighted)
     # Half precision would lose digits with every term.
     dtype = torch.float32 if template.dtype.itemsize < 4 else template.dtype
-    terms = [torch.as_tensor(value).to(template.device, dtype) * share for value, share in weighted]
+    terms = [torch.as_tensor(value).to(template.device, dtype) * weight for value, weight in weighted]
     return torch.stack(terms).sum().to(template.dtype)
 
 

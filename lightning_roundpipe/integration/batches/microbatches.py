@@ -6,19 +6,18 @@ Which parts of a batch are cut, and where, is decided in :mod:`reading`; here th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_roundpipe.common.trees import mapped, rebuild
-from lightning_roundpipe.integration.batches.merging import merge_batch, merge_outputs
-from lightning_roundpipe.integration.batches.reading import (
+from ...common.trees import mapped, rebuild
+from .merging import merge_outputs
+from .nodes import Node
+from .reading import (
     UNKNOWN,
     BatchSource,
     BatchSplitError,
-    Node,
     Reading,
     Role,
     read_batch,
@@ -29,20 +28,17 @@ __all__ = [
     "BatchSplitError",
     "MicrobatchSplit",
     "batch_rows",
-    "merge_batch",
     "merge_outputs",
     "split_batch",
 ]
 
 
-@dataclass(frozen=True)
-class MicrobatchSplit:
-    """What :func:`split_batch` returns.
+class MicrobatchSplit(NamedTuple):
+    """A batch cut into micro-batches.
 
     Attributes:
-        microbatches: the micro-batches, in row order.
-        sizes: rows of each micro-batch; ``(1,)`` when the rows are unknown.
-        batch_size: rows of the batch; ``None`` when nothing in it could be split.
+        sizes: rows of each micro-batch; 1 where the rows are unknown.
+        batch_size: rows of the batch; ``None`` when they are unknown.
     """
 
     microbatches: tuple[Any, ...]

@@ -34,15 +34,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ...common.trees import children_of
-from .containers import common_kind, is_array, is_sequence, rows_of, why_not_split
+from .containers import is_array, is_sequence
+from .nodes import Node, are_alike, describe, is_floating, node_of, rows_seen, walk
 
 _WAYS_OUT = (
     "Split such batches yourself with RoundPipeStrategy(split_batch=fn), or with a method "
     "roundpipe_split_batch(self, batch, num_microbatches) on the LightningModule that returns a list of "
     "micro-batches; or set num_microbatches=1."
 )
-
 
 # A tuple of so many numbers may be a size, a shape or a box.
 _MOST_NUMBERS = 4
@@ -84,25 +83,6 @@ class BatchSource:
 UNKNOWN = BatchSource()
 
 
-@dataclass(slots=True)
-class Node:
-    """One value of a batch.
-
-    Attributes:
-        path: the way to it, such as ``batch['labels'][0]``.
-        rows: leading size of an array, None for everything else.
-        kind: what the entries of a sequence have in common, as :func:`common_kind` gives it; None if they differ.
-        problem: why the value can be neither cut nor shared.
-    """
-
-    path: str
-    value: Any
-    rows: int | None = None
-    children: tuple[Node, ...] = ()
-    kind: str | None = None
-    problem: str = ""
-
-
 @dataclass
 class Reading:
     """How a batch is read.
@@ -142,11 +122,11 @@ def read_batch(batch: Any, source: BatchSource = UNKNOWN, held: dict[str, Role] 
     Raises:
         BatchSplitError: if no reading is certain.
     """
-    root = _node(batch)
+    root = node_of(batch)
     if isinstance(batch, Iterator):
         return Reading(root, None)
     if source.sizes == (1,):
-        return Reading(root, 1 if _rows_seen(root) == {1} else None)
+        return Reading(root, 1 if rows_seen(root) == {1} else None)
     held = {} if held is None else held
     for rows in source.sizes:
         fit = _Fitting(rows, source, held, is_known=True).fit(root)
@@ -157,7 +137,7 @@ def read_batch(batch: Any, source: BatchSource = UNKNOWN, held: dict[str, Role] 
 
 def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
     """The reading by what all rows agree on, where the number of samples is not known."""
-    if 1 in _rows_seen(root) and isinstance(_Fitting(1, source, held, is_known=False).fit(root), _Fit):
+    if 1 in rows_seen(root) and isinstance(_Fitting(1, source, held, is_known=False).fit(root), _Fit):
         return Reading(root, 1)  # one row is right in any case
     found = {}
     for rows in _candidates(root, held):
@@ -169,16 +149,16 @@ def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
             return Reading(root, None)
         raise BatchSplitError(_conflict(root, source, held))
     if len(found) > 1:
-        raise _undecided([f"{rows} rows ({_describe(fit.cut[0])})" for rows, fit in found.items()])
+        raise _undecided([f"{rows} rows ({describe(fit.cut[0])})" for rows, fit in found.items()])
     rows, fit = next(iter(found.items()))
     _check_source(rows, fit, source, held)
     for node in root.children if source.is_joined else (root,):
         if isinstance(node.value, list) and node.kind in ("array", "container") and node.path not in held:
             if len(node.value) == 1:  # a sample or a column: uncut it is right in both readings
                 return Reading(root, None)
-            if _are_alike(node):
-                samples = f"{len(node.value)} rows ({_describe(node)})"
-                raise _undecided([samples, f"{rows} rows ({_describe(fit.cut[0])})"])
+            if are_alike(node):
+                samples = f"{len(node.value)} rows ({describe(node)})"
+                raise _undecided([samples, f"{rows} rows ({describe(fit.cut[0])})"])
     if source.is_item and _may_be_sample(root, fit.cut):
         return Reading(root, None)
     return _settled(root, rows, fit, held)
@@ -190,11 +170,11 @@ def _settled(root: Node, rows: int, fit: _Fit, held: dict[str, Role]) -> Reading
     if fit.open:
         node = fit.open[0]
         other = Role.SHARED if node.kind == "scalar" else Role.COLUMNS
-        raise _undecided([f"{role.value} ({_describe(node)})" for role in (Role.SAMPLES, other)])
+        raise _undecided([f"{role.value} ({describe(node)})" for role in (Role.SAMPLES, other)])
     arrays = [node.value for node in fit.cut if is_array(node.value)]
-    is_data = any(array.ndim > 1 or _is_floating(array) for array in arrays)
+    is_data = any(array.ndim > 1 or is_floating(array) for array in arrays)
     shapes = {tuple(array.shape[1:]) for array in arrays}
-    tokens = [node for node in fit.single if node.value.ndim > 1 and not _is_floating(node.value)]
+    tokens = [node for node in fit.single if node.value.ndim > 1 and not is_floating(node.value)]
     if (fit.single and not is_data) or any(tuple(node.value.shape[1:]) not in shapes for node in tokens):
         return Reading(root, 1)  # data of one row beside what belongs to it: lengths, images in a text
     if rows > 1:
@@ -209,7 +189,7 @@ def _decide_by_siblings(root: Node, fit: _Fit) -> None:
     kinds = {type(columns[path].value) for path in certain}
     for node in [node for node in fit.open if node.path in columns and type(node.value) in kinds]:
         fit.open.remove(node)
-        inside = {id(part) for part in _walk(node)}
+        inside = {id(part) for part in walk(node)}
         fit.roles = {path: role for path, role in fit.roles.items() if not path.startswith(f"{node.path}[")}
         fit.roles[node.path] = Role.SAMPLES
         fit.cut = [*(part for part in fit.cut if id(part) not in inside), node]
@@ -224,14 +204,14 @@ def _check_source(rows: int, fit: _Fit, source: BatchSource, held: Mapping[str, 
     if not source.sizes or rows <= 1 or source.is_collated:
         return
     size = max(source.sizes)
-    named = f"its DataLoader gives {size} samples per batch, but {_describe(fit.cut[0])} has {rows} rows"
+    named = f"its DataLoader gives {size} samples per batch, but {describe(fit.cut[0])} has {rows} rows"
     if rows > size or (len(fit.cut) == 1 and rows < size and fit.cut[0].path not in held):
         raise BatchSplitError(f"cannot split the batch into micro-batches: {named}. {_WAYS_OUT}")
     for node in fit.cut:
         if is_array(node.value) and node.value.ndim > 1 and node.value.shape[1] == size:
             raise BatchSplitError(
                 f"cannot split the batch into micro-batches: its DataLoader gives {size} samples per batch, and "
-                f"{_describe(node)} may have them in its second dimension. {_WAYS_OUT}"
+                f"{describe(node)} may have them in its second dimension. {_WAYS_OUT}"
             )
 
 
@@ -290,7 +270,7 @@ class _Fitting:
             return columns
         if isinstance(columns, Node) or not columns.cut:
             return samples
-        if not _are_alike(node):
+        if not are_alike(node):
             return columns
         if (is_tuple or is_root or self._source.may_be_collated) and self._are_columns(node, depth):
             columns.open.insert(0, node)
@@ -303,50 +283,16 @@ class _Fitting:
         return all(isinstance(part, _Fit) and part.cut for part in parts)
 
 
-def _node(value: Any, path: str = "batch") -> Node:
-    children = children_of(value)
-    if children is None:
-        return Node(path, value, rows=rows_of(value), problem=why_not_split(value))
-    kind = common_kind(value) if is_sequence(value) else None
-    if is_sequence(value) and all(type(entry) in (str, int, float) for entry in value):
-        children = []  # long lists of labels and texts need no node for each entry
-    return Node(path, value, children=tuple(_node(entry, path + suffix) for suffix, entry in children), kind=kind)
-
-
-def _walk(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from _walk(child)
-
-
-def _rows_seen(root: Node) -> set[int]:
-    return {node.rows for node in _walk(root) if node.rows is not None}
-
-
 def _candidates(root: Node, held: Mapping[str, Role]) -> list[int]:
     """Every number of rows that a part of the batch speaks for, in order."""
     found: dict[int, None] = {}
-    for node in _walk(root):
+    for node in walk(root):
         if node.rows is not None and node.rows != 1:
             found[node.rows] = None
         speaks = node is not root or node.kind not in ("array", "container") or held.get(node.path) is Role.SAMPLES
         if node.kind is not None and speaks:
             found[len(node.value)] = None
     return list(found)
-
-
-def _are_alike(node: Node) -> bool:
-    """Whether the entries of a sequence look like samples of one data set."""
-    return len({_signature(child) for child in node.children if child.value is not None}) <= 1
-
-
-def _signature(node: Node) -> Any:
-    value = node.value
-    if is_array(value):
-        return ("array", str(value.dtype), value.ndim)
-    if is_sequence(value):
-        return (type(value), frozenset(_signature(child) for child in node.children))
-    return (type(value), tuple(_signature(child) for child in node.children))
 
 
 def _may_be_sample(root: Node, cut: list[Node]) -> bool:
@@ -359,31 +305,19 @@ def _may_be_sample(root: Node, cut: list[Node]) -> bool:
     return len(cut) == 1 and any(leaf.rows is None and leaf.value is not None for leaf in leaves)
 
 
-def _is_floating(array: Any) -> bool:
-    return "float" in str(array.dtype) or "complex" in str(array.dtype)
-
-
 def _undecided(readings: list[str]) -> BatchSplitError:
     return BatchSplitError(
         f"cannot split the batch into micro-batches: it can be read as {' or '.join(readings)}. {_WAYS_OUT}"
     )
 
 
-def _describe(node: Node) -> str:
-    if is_array(node.value) and not getattr(node.value, "is_nested", False):
-        return f"{node.path} of shape {tuple(node.value.shape)}"
-    if is_sequence(node.value):
-        return f"{node.path}, a {type(node.value).__name__} of {len(node.value)} entries"
-    return f"{node.path} of type {type(node.value).__name__}"
-
-
 def _conflict(root: Node, source: BatchSource, held: Mapping[str, Role]) -> str:
     """What does not fit, in words."""
     votes: dict[int, list[Node]] = {}
-    for node in _walk(root):
+    for node in walk(root):
         if node.rows is not None and node.rows != 1:
             votes.setdefault(node.rows, []).append(node)
-    nested = {id(leaf) for node in _walk(root) if node is not root and node.kind for leaf in _walk(node)}
+    nested = {id(leaf) for node in walk(root) if node is not root and node.kind for leaf in walk(node)}
 
     def weight(rows: int) -> tuple[int, bool, int]:
         """Arrays by themselves tell more than those in lists, which may be samples."""
@@ -392,21 +326,21 @@ def _conflict(root: Node, source: BatchSource, held: Mapping[str, Role]) -> str:
     rows = max(votes, key=weight, default=-1)
     found = _Fitting(rows, source, held, is_known=rows in source.sizes).fit(root)
     offender = found if isinstance(found, Node) else root
-    text = f"cannot split the batch into micro-batches: {_describe(offender)}"
+    text = f"cannot split the batch into micro-batches: {describe(offender)}"
     text += f" cannot be split ({offender.problem})" if offender.problem else " does not fit"
     if (was := _reading_before(root, offender, rows, held)) is not None:
         text += f" the reading of earlier batches, in which {was} held {held[was].value}"
     if votes:
-        text += f", and the batch size is {rows} by {_describe(votes[rows][0])}"
+        text += f", and the batch size is {rows} by {describe(votes[rows][0])}"
     return f"{text}. {_WAYS_OUT}"
 
 
 def _reading_before(root: Node, offender: Node, rows: int, held: Mapping[str, Role]) -> str | None:
     """The path of what earlier batches have settled, and this one contradicts."""
-    for node in _walk(root):
+    for node in walk(root):
         role = held.get(node.path)
         if node is offender and role in (Role.ROWS, Role.SAMPLES):
             return node.path
-        if role is Role.COLUMNS and len(node.value) == rows and any(part is offender for part in _walk(node)):
+        if role is Role.COLUMNS and len(node.value) == rows and any(part is offender for part in walk(node)):
             return node.path
     return None

@@ -9,15 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...options import RoundPipeOptions
 from ...usercode.outputs import brought_home
+from ..steps.modules import ModuleScan
+from ..steps.notices import Notices
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
-from .microbatches import BatchSource, batch_rows, merge_outputs, split_batch
+from .microbatches import BatchSource, MicrobatchSplit, batch_rows, merge_outputs, split_batch
 from .packed import find_packed, sizes_of, split_packed
 from .reading import Role
 
@@ -29,8 +29,6 @@ class Batches:
     """Micro-batches of one batch.
 
     Attributes:
-        microbatches: in order.
-        sizes: rows of each; 1 where rows are unknown.
         weights: share of each in means over the batch; they sum to 1.
         loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
         batch_size: rows of the whole batch, None if it was not split.
@@ -70,22 +68,19 @@ class Batches:
 
 
 class BatchSplitter:
-    """Splits the batches of one run as its module and its options want it.
+    """Splits the batches of one run as its module and its options want it."""
 
-    Args:
-        module: the user's module, with its Trainer.
-        options: of the strategy.
-    """
-
-    def __init__(self, module: pl.LightningModule, options: RoundPipeOptions) -> None:
-        self._module = module
+    def __init__(
+        self, module: pl.LightningModule, options: RoundPipeOptions, scan: ModuleScan, notices: Notices
+    ) -> None:
+        self._scan = scan
+        self._notices = notices
         self._readings = Readings(module)
-        self._weights = LossWeights(module, options.loss_weight)
+        self._weights = LossWeights(module, options.loss_weight, notices)
         self._cuts_packed = options.split_batch == "packed"
         given = options.split_batch if callable(options.split_batch) else None
         self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
         self._loss_weight = options.loss_weight
-        self._warned: set[str] = set()
 
     def arrives(self, batch: Any) -> None:
         """See :meth:`Readings.arrives`."""
@@ -104,50 +99,42 @@ class BatchSplitter:
                 negative or not a number.
         """
         if self._split is not None:
-            return self._weighed(*self._split_by_user(self._split, batch, num_microbatches, source))
+            return self._weighed(self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
             parts = split_packed(batch, packed, num_microbatches, predicts_next=self._weights.predicts_next)
             # A mean over a row is over its tokens; where labels tell, they weigh.
-            return self._weighed(tuple(parts), sizes_of(parts, in_tokens=self._loss_weight == "auto"), 1)
+            sizes = sizes_of(parts, in_tokens=self._loss_weight == "auto")
+            return self._weighed(MicrobatchSplit(tuple(parts), sizes, 1))
         if packed is not None:
-            self._warn(
+            self._notices.warn(
                 "packed",
                 f"the batch is one row of {packed.num_sequences} packed sequences, and runs whole, as one micro-batch: "
                 "that is exact, but devices work one after the other. With RoundPipeStrategy(split_batch='packed') it "
                 "is cut between sequences. Models of Hugging Face keep packed sequences apart only where use_cache is "
                 "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
+                category=PossibleUserWarning,
             )
-            return self._weighed((batch,), (1,), 1)
-        # Batch norm refuses a single row.
-        norms = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
-        min_rows = 2 if norms else 1
-        done = split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held)
-        return self._weighed(done.microbatches, done.sizes, done.batch_size)
+            return self._weighed(MicrobatchSplit((batch,), (1,), 1))
+        min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
+        return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
 
-    def _weighed(self, microbatches: tuple[Any, ...], sizes: tuple[int, ...], batch_size: int | None) -> Batches:
-        weights, loss_weights = self._weights.of(microbatches, sizes)
-        return Batches(microbatches, sizes, weights, loss_weights, batch_size)
+    def _weighed(self, split: MicrobatchSplit) -> Batches:
+        weights, loss_weights = self._weights.of(split.microbatches, split.sizes)
+        return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size)
 
-    def _split_by_user(
-        self, split: Split, batch: Any, num_microbatches: int, source: BatchSource
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int | None]:
+    def _split_by_user(self, split: Split, batch: Any, num_microbatches: int, source: BatchSource) -> MicrobatchSplit:
         microbatches = _checked(split, split(batch, num_microbatches), batch)
         sizes, is_certain = _sizes_of(microbatches, source)
         if not is_certain and self._loss_weight in ("auto", "samples") and len(microbatches) > 1:
-            self._warn(
+            self._notices.warn(
                 "rows",
                 f"how many samples the {len(microbatches)} micro-batches of {name_of(split)} have cannot be told, and "
                 f"they weigh as if it were {', '.join(map(str, sizes))}. If that is wrong, give the number: "
                 "RoundPipeStrategy(loss_weight=function from a micro-batch to its number of samples)",
+                category=PossibleUserWarning,
             )
-        return microbatches, sizes, sum(sizes) if is_certain else None
-
-    def _warn(self, name: str, text: str) -> None:
-        """Says it once per run."""
-        if name not in self._warned:
-            self._warned.add(name)
-            rank_zero_warn(text, category=PossibleUserWarning)
+        return MicrobatchSplit(microbatches, sizes, sum(sizes) if is_certain else None)
 
 
 def _checked(split: Split, parts: Any, batch: Any) -> tuple[Any, ...]:
@@ -174,11 +161,3 @@ def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource) -> tuple[tuple
     if None in rows:
         return (1,) * len(microbatches), False
     return complete[0], not source.sizes or sum(complete[0]) <= source.sizes[0]
-
-
-def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str | None, Any], tuple[Any, ...]]:
-    """The batch among the arguments of a step: the first positional argument, or the first keyword."""
-    if args:
-        return (None, args[0]), args[1:]
-    key = next(iter(kwargs), None)
-    return (key, None if key is None else kwargs[key]), ()

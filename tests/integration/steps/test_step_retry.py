@@ -17,7 +17,9 @@ from torchmetrics.aggregation import CatMetric
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.integration.batches.microbatches import split_batch
 from lightning_roundpipe.integration.batches.splitting import Batches
-from lightning_roundpipe.integration.retry import Retry, StepState, WrittenBuffers
+from lightning_roundpipe.integration.steps.modules import ModuleScan
+from lightning_roundpipe.integration.steps.retry import Retry
+from lightning_roundpipe.integration.steps.step_state import StepState
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
 
@@ -56,7 +58,7 @@ def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
         options: dict[str, Any] = {"is_auto": True, "devices": [HOST], "forget": forgotten.append}
         options |= {"costs": lambda kind: None, **kwargs}
-        return Retry(root or nn.Linear(1, 1), num_microbatches, **options)
+        return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 
     return make
 
@@ -259,9 +261,9 @@ class Changed:
     def __init__(self) -> None:
         self.root = Statistics()
         self.batch = {"x": torch.arange(8.0), "more": [torch.ones(8), "text"]}
-        self.written = WrittenBuffers()
+        self.written: set[str] = set()
         self.change(1.0)
-        self.state = StepState(self.root, self.batch, [HOST], self.written)
+        self.state = StepState(ModuleScan(self.root), self.batch, [HOST], self.written)
 
     def change(self, value: float) -> None:
         self.root.mean += value
@@ -280,7 +282,7 @@ def test_everything_is_as_before_the_step() -> None:
     before, mean = changed.facts(), changed.root.mean
     random.setstate(random_before[0])
     np.random.set_state(random_before[1])
-    changed.state = StepState(changed.root, changed.batch, [HOST], changed.written)
+    changed.state = StepState(ModuleScan(changed.root), changed.batch, [HOST], changed.written)
     changed.change(5.0)
     random.random()
     np.random.rand()
@@ -314,7 +316,7 @@ def test_a_large_buffer_is_copied_once_a_step_has_written_it() -> None:
     changed.root.table[0] = 1.0
     assert changed.state.lost() == "the buffer 'table'"
     changed.state.note_written()
-    changed.state = StepState(changed.root, changed.batch, [HOST], changed.written)
+    changed.state = StepState(ModuleScan(changed.root), changed.batch, [HOST], changed.written)
     changed.root.table[0] = 2.0
     assert changed.state.lost() is None
     changed.state.restore()
@@ -376,7 +378,7 @@ def test_evaluation_in_inference_mode_leaves_tensors_to_training_that_it_may_cha
     root.seen.update(torch.ones(1))
     root.metrics.update(torch.ones(1))
     with torch.inference_mode():
-        state = StepState(root, None, [HOST], WrittenBuffers())
+        state = StepState(ModuleScan(root), None, [HOST], set())
         root.mean += 1.0
         root.metrics.update(torch.ones(1))
         state.restore()

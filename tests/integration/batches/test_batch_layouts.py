@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from transformers import BatchEncoding
 
-from lightning_roundpipe import BatchSplitError
 from tests.support.loaders import Loader
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -84,7 +81,7 @@ def batches_of(loader: Any, build: Callable[[Tensor, Tensor], Any]) -> Loader:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, layout: str) -> None:
+def test_layouts(small: Any, fit_alike: Any, make_loader: Any, layout: str) -> None:
     build, take = LAYOUTS[layout]
 
     sizes: list[int] = []
@@ -99,43 +96,9 @@ def test_layouts(small: Any, fit_both: Any, make_loader: Any, assert_same_traini
             rows = len(take(batch)[0])
             assert rows in (8, 4), "hooks see the whole batch"
 
-    plain, ours = fit_both(Takes, batches_of(make_loader(), build))
-    assert_same_training(plain, ours)
+    fit_alike(Takes, batches_of(make_loader(), build))
     assert sizes[:3] == [8, 8, 4]
     assert sorted(sizes[3:]) == sorted([3, 3, 2] * 2 + [2, 1, 1])
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_fewer_rows_than_microbatches(
-    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, rows: int
-) -> None:
-    plain, ours = fit_both(small, make_loader(5, rows), ours={"num_microbatches": 4})
-    assert_same_training(plain, ours)
-
-
-@compat_each("LightningModule hook", "on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer")
-def test_transfer_hooks_run_once_on_the_whole_batch(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    class Hooks(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls: list[Any] = []
-
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.calls.append(("before", len(batch[0])))
-            return [batch[0] * 2, batch[1]]
-
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            self.calls.append(("transfer", len(batch[0]), device.type))
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.calls.append(("after", len(batch[0])))
-            return [batch[0] + 1, batch[1]]
-
-    plain, ours = fit_both(Hooks)
-    assert ours.module.calls == plain.module.calls
-    assert len(plain.module.calls) == 9
-    assert_same_training(plain, ours)
 
 
 def _samples(loader: Any) -> list[tuple[Tensor, Tensor]]:
@@ -176,7 +139,7 @@ PREMADE: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 @pytest.mark.parametrize("name", PREMADE)
 def test_samples_and_batches_that_the_loader_does_not_make(
-    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
+    small: Any, fit_alike: Any, make_loader: Any, assert_alike: Any, name: str
 ) -> None:
     """Entries of a data set as they are, be they samples without a batch dimension, or whole batches; in training, and
     in two loaders of the evaluation after each other."""
@@ -197,8 +160,7 @@ def test_samples_and_batches_that_the_loader_does_not_make(
             counts.append(getattr(self.trainer.strategy, "last_step", None))
 
     counts: list[Any] = []
-    plain, ours = fit_both(Takes, make(make_loader()), val_loader=[make(make_loader(12)), make(make_loader(24))])
-    assert_same_training(plain, ours)
+    plain, ours = fit_alike(Takes, make(make_loader()), val_loader=[make(make_loader(12)), make(make_loader(24))])
     assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
     assert len(plain.trainer.callback_metrics) == 2
     assert {step.num_microbatches for step in counts if step is not None} == {num_microbatches}
@@ -228,38 +190,6 @@ def test_loaders_of_single_rows_after_each_other(
     assert_alike(results[1], results[0])
 
 
-UNSPLITTABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "two sizes": (lambda x, y: {"x": x, "other": torch.zeros(3 + len(x)), "y": y}, r"batch\['other'\]"),
-    "object": (lambda x, y: {"pair": Opaque(x, y), "y": y}, r"batch\['pair'\]"),
-    "bare object": (Opaque, "batch"),
-    "two readings": (
-        lambda x, y: [{"x": a, "y": k} for a, k in zip(x, y, strict=True)],
-        r"8 rows.*or 6 rows.*batch\[0\]",
-    ),
-    "nested tensor": (
-        lambda x, y: {"x": x, "words": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "y": y},
-        r"batch\['words'\]",
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", UNSPLITTABLE)
-def test_unsplittable_batches_name_the_leaf_and_the_ways_out(
-    small: Any, make_trainer: Any, make_loader: Any, kind: str
-) -> None:
-    build, leaf = UNSPLITTABLE[kind]
-
-    class Never(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError("the step must not run")
-
-    with pytest.raises(BatchSplitError, match=leaf) as caught:
-        make_trainer().fit(Never(), batches_of(make_loader(), build))
-    for way_out in ("split_batch", "roundpipe_split_batch", "num_microbatches=1"):
-        assert way_out in str(caught.value)
-
-
 def split_opaque(batch: Opaque, num_microbatches: int) -> list[Opaque]:
     parts = zip(batch.x.chunk(num_microbatches), batch.y.chunk(num_microbatches), strict=True)
     return [Opaque(x, y) for x, y in parts]
@@ -282,47 +212,42 @@ class TakesOpaque:
 
 
 # Micro-batches whose rows the engine cannot know are of equal size here: 8 rows in 2.
-def test_way_out_by_option(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_way_out_by_option(small: Any, fit_alike: Any, make_loader: Any) -> None:
     class Takes(TakesOpaque, small):
         pass
 
     loader = batches_of(make_loader(16), Opaque)
-    plain, ours = fit_both(Takes, loader, ours={"num_microbatches": 2, "options": {"split_batch": split_opaque}})
-    assert_same_training(plain, ours)
+    _, ours = fit_alike(Takes, loader, ours={"num_microbatches": 2, "options": {"split_batch": split_opaque}})
     assert list(ours.module.sizes) == [4, 4] * 2
 
 
-def test_way_out_by_hook(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_way_out_by_hook(small: Any, fit_alike: Any, make_loader: Any) -> None:
     class Takes(TakesOpaque, small):
         def roundpipe_split_batch(self, batch: Any, num_microbatches: int) -> Any:
             return split_opaque(batch, num_microbatches)
 
     loader = batches_of(make_loader(16), Opaque)
-    plain, ours = fit_both(Takes, loader, ours={"num_microbatches": 2})
-    assert_same_training(plain, ours)
+    _, ours = fit_alike(Takes, loader, ours={"num_microbatches": 2})
     assert list(ours.module.sizes) == [4, 4] * 2
 
 
-def test_way_out_with_unequal_parts(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_way_out_with_unequal_parts(small: Any, fit_alike: Any, make_loader: Any) -> None:
     """Rows that can be read from the micro-batches weigh them; a function weighs those that cannot."""
     by_rows = {"split_batch": lambda batch, n: [tuple(part[:1] for part in batch), tuple(part[1:] for part in batch)]}
-    plain, ours = fit_both(small, ours={"options": by_rows})
-    assert_same_training(plain, ours)
+    fit_alike(small, ours={"options": by_rows})
 
     class Takes(TakesOpaque, small):
         pass
 
     weighed = {"split_batch": split_opaque, "loss_weight": lambda batch: len(batch.x)}
-    plain, ours = fit_both(Takes, batches_of(make_loader(), Opaque), ours={"options": weighed})
-    assert_same_training(plain, ours)
+    fit_alike(Takes, batches_of(make_loader(), Opaque), ours={"options": weighed})
 
 
-def test_one_microbatch_takes_any_batch(small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_one_microbatch_takes_any_batch(small: Any, fit_alike: Any, make_loader: Any) -> None:
     class Takes(TakesOpaque, small):
         pass
 
-    plain, ours = fit_both(Takes, batches_of(make_loader(), Opaque), ours={"num_microbatches": 1})
-    assert_same_training(plain, ours)
+    fit_alike(Takes, batches_of(make_loader(), Opaque), ours={"num_microbatches": 1})
 
 
 @pytest.mark.parametrize(
@@ -356,38 +281,11 @@ def test_rows_that_cannot_be_told_are_warned_of(small: Any, make_trainer: Any, m
         trainer.fit(Takes(), batches_of(make_loader(16), Opaque))
 
 
-@compat("LightningModule hook", "training_step (dataloader_iter)")
-def test_step_that_pulls_from_the_loader(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    class Pulls(small):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    plain, ours = fit_both(Pulls, max_epochs=2)
-    assert plain.trainer.global_step == 6
-    assert_same_training(plain, ours)
-
-
 # --- what training_step returns ----------------------------------------------------------------------------------
 
 
-@compat("LightningModule hook", "training_step (returns None)")
-def test_none_skips_the_step(
-    small: Any, fit_both: Any, assert_same_training: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # else warned of once per process
-
-    class Skips(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else self.loss(batch)
-
-    with pytest.warns(UserWarning, match="returned `None`"):
-        plain, ours = fit_both(Skips, max_epochs=2)
-    assert_same_training(plain, ours)
-
-
 @compat("LightningModule hook", "training_step")
-def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any) -> None:
+def test_dict_with_more_than_the_loss(small: Any, fit_alike: Any, assert_alike: Any) -> None:
     class Returns(small):
         def __init__(self) -> None:
             super().__init__()
@@ -408,8 +306,7 @@ def test_dict_with_more_than_the_loss(small: Any, fit_both: Any, assert_same_tra
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.given.append({name: outputs[name] for name in sorted(outputs)})
 
-    plain, ours = fit_both(Returns)
-    assert_same_training(plain, ours)
+    plain, ours = fit_alike(Returns)
     assert plain.module.given[0]["logits"].shape == (8, 3)
     assert_alike(ours.module.given, plain.module.given)
 
@@ -429,13 +326,12 @@ WRONG_RETURNS: dict[str, Callable[[Tensor], Any]] = {
 WRONG_MANUAL_RETURNS = [name for name in WRONG_RETURNS if name.split()[0] not in ("dict", "loss", "empty")]
 
 
-@pytest.mark.parametrize("rows", [8, 1], ids=["several micro-batches", "one micro-batch"])
 @pytest.mark.parametrize(
     ("is_automatic", "kind"),
     [*((True, kind) for kind in WRONG_RETURNS), *((False, kind) for kind in WRONG_MANUAL_RETURNS)],
 )
 def test_wrong_returns_raise_as_in_plain(
-    small: Any, make_trainer: Any, make_loader: Any, kind: str, is_automatic: bool, rows: int
+    small: Any, make_trainer: Any, make_loader: Any, kind: str, is_automatic: bool
 ) -> None:
     """The same error with the same words."""
 
@@ -450,7 +346,7 @@ def test_wrong_returns_raise_as_in_plain(
     said = []
     for trainer in (make_trainer("plain"), make_trainer()):
         with pytest.raises(MisconfigurationException, match="training_step") as raised:
-            trainer.fit(Returns(), make_loader(8, rows))
+            trainer.fit(Returns(), make_loader(8))
         said.append(str(raised.value))
     assert said[0] == said[1]
 
@@ -468,12 +364,11 @@ def test_a_loss_in_a_dict_that_is_no_tensor(small: Any, make_trainer: Any, make_
         make_trainer().fit(Returns(), make_loader())
 
 
-def test_loss_of_one_element(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+def test_loss_of_one_element(small: Any, fit_alike: Any) -> None:
     """Plain Lightning takes a loss of shape [1]."""
 
     class Returns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch).reshape(1)
 
-    plain, ours = fit_both(Returns)
-    assert_same_training(plain, ours)
+    fit_alike(Returns)

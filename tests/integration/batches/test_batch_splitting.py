@@ -1,9 +1,12 @@
+"""How a batch is cut into micro-batches: sizes, leaves, containers, and what is refused."""
+
 from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,14 +17,14 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
+from lightning_roundpipe.common.trees import children_of
 from lightning_roundpipe.integration.batches.microbatches import (
     BatchSplitError,
     MicrobatchSplit,
     batch_rows,
-    merge_batch,
-    merge_outputs,
     split_batch,
 )
+from tests.support.identical import assert_identical
 
 
 class Pair(NamedTuple):
@@ -56,28 +59,26 @@ def rows(count: int, *shape: int) -> torch.Tensor:
     return torch.arange(count * max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(count, *shape)
 
 
-def assert_same(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        if left.is_sparse:
-            left, right = left.to_dense(), right.to_dense()
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, Mapping):
-        assert list(left) == list(right)
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_same(a, b)
-    elif type(left).__module__ == "numpy":
-        assert left.dtype == right.dtype
-        assert (left == right).all()
-    elif isinstance(left, (Frozen, Derived)):
-        assert_same(vars(left), vars(right))
-    else:
-        assert left == right
+def assert_cut(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
+    """The parts are the batch, cut into these sizes: nothing is lost, and what has no rows is in every part."""
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
+    if isinstance(batch, torch.Tensor) and batch.is_sparse:
+        batch, parts = batch.to_dense(), [part.to_dense() for part in parts]
+    has_rows = bool(getattr(batch, "ndim", 0)) or (isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"))
+    if has_rows and len(batch) == bounds[-1][1] and [len(part) for part in parts] == list(sizes):
+        for part, (start, stop) in zip(parts, bounds, strict=True):
+            assert_identical(part, batch[start:stop])
+        return
+    assert all(type(part) is type(batch) for part in parts)
+    entries = children_of(batch)
+    if entries is None:
+        for part in parts:
+            assert_identical(part, batch)
+        return
+    for index, (suffix, entry) in enumerate(entries):
+        found = [(children_of(part) or [])[index] for part in parts]
+        assert {name for name, _ in found} == {suffix}
+        assert_cut(entry, [value for _, value in found], sizes)
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_numpy_arrays_are_sliced_as_views() -> None:
     x = np.arange(12).reshape(6, 2)
     split = split_batch({"x": x, "scale": np.float32(2), "point": np.array(3)}, 2)
     assert all(np.shares_memory(part["x"], x) for part in split.microbatches)
-    assert_same(merge_batch(split.microbatches, split.sizes)["x"], x)
+    assert_cut(x, [part["x"] for part in split.microbatches], split.sizes)
 
 
 def test_mappings_of_shared_leaves_belong_to_their_microbatch() -> None:
@@ -189,7 +190,7 @@ def test_sparse_tensors() -> None:
     split = split_batch([x.to_sparse(), x], 4)
     for sparse, dense in split.microbatches:
         assert torch.equal(sparse.to_dense(), dense)
-    assert_same(merge_batch(split.microbatches, split.sizes), [x.to_sparse(), x])
+    assert_cut([x.to_sparse(), x], split.microbatches, split.sizes)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -245,12 +246,12 @@ CONTAINERS = [
 
 
 @pytest.mark.parametrize("make", CONTAINERS)
-def test_containers_keep_their_type_and_are_merged_back(make: Any) -> None:
+def test_containers_keep_their_type_and_lose_nothing(make: Any) -> None:
     batch = make({"x": rows(7, 2), "y": rows(7)})
     split = split_batch(batch, 3)
     assert split.sizes == (3, 2, 2)
     assert all(type(part) is type(batch) for part in split.microbatches)
-    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+    assert_cut(batch, split.microbatches, split.sizes)
 
 
 def test_subclasses_keep_what_they_carry() -> None:
@@ -274,21 +275,8 @@ def test_batch_encoding() -> None:
     assert split.sizes == (3, 2)
     assert all(type(part) is transformers.BatchEncoding for part in split.microbatches)
     assert split.microbatches[1].input_ids.shape == (2, 3)
-    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+    assert_cut(batch, split.microbatches, split.sizes)
     assert batch.input_ids.shape == (5, 3)
-
-
-def test_model_output() -> None:
-    output_type = pytest.importorskip("transformers.modeling_outputs").CausalLMOutput
-    outputs = [
-        output_type(loss=torch.tensor(1.0), logits=rows(2, 4)),
-        output_type(loss=torch.tensor(4.0), logits=rows(1, 4)),
-    ]
-    merged = merge_outputs(outputs, (2, 1), (2, 1))
-    assert type(merged) is output_type
-    torch.testing.assert_close(merged.loss, torch.tensor(2.0))
-    assert merged["logits"] is merged.logits
-    assert torch.equal(merged.logits, torch.cat([rows(2, 4), rows(1, 4)]))
 
 
 @pytest.mark.parametrize(
@@ -305,9 +293,9 @@ def test_default_collate(samples: list[Any]) -> None:
     batch = default_collate(samples)
     split = split_batch(batch, 4)
     assert split.sizes == (2, 2, 1, 1)
-    assert_same(split.microbatches[0], default_collate(samples[:2]))
-    assert_same(split.microbatches[3], default_collate(samples[5:]))
-    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+    assert_identical(split.microbatches[0], default_collate(samples[:2]))
+    assert_identical(split.microbatches[3], default_collate(samples[5:]))
+    assert_cut(batch, split.microbatches, split.sizes)
 
 
 def detection_samples(count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -356,6 +344,7 @@ def test_a_tuple_of_equal_tensors_is_a_container() -> None:
         (Opaque(), ["batch of type Opaque", "rows are unknown"]),
         ({"x": rows(2), "packed": pack_sequence([rows(3), rows(2)])}, ["batch['packed']", "PackedSequence"]),
         (pack_sequence([rows(3), rows(2)]), ["PackedSequence"]),
+        ({"x": rows(2), "words": torch.nested.nested_tensor([rows(2), rows(3)])}, ["batch['words']"]),
         ({"x": rows(9), "pair": [rows(9, 2), rows(7, 2)]}, ["batch['pair'][1] of shape (7, 2)", "9 by"]),
         # batches of two loaders, of different sizes, are not two samples
         ([[rows(8, 3), rows(8)], [rows(5, 3), rows(5)]], ["batch[1][0] of shape (5, 3)", "8 by"]),
@@ -376,128 +365,7 @@ def test_what_cannot_be_split_is_refused_with_the_leaf_and_the_ways_out(batch: A
     assert split_batch(batch, 1).microbatches[0] is batch
 
 
-# Merging -------------------------------------------------------------------------------------------------------------
-
-
-def merge2(*outputs: Any, sizes: tuple[int, ...] = (3, 2), weights: tuple[float, ...] = (3.0, 2.0)) -> Any:
-    return merge_outputs(outputs, sizes, weights)
-
-
-def test_a_single_output_is_returned_unchanged() -> None:
-    output = {"loss": torch.ones((), requires_grad=True)}
-    assert merge_outputs([output], [4], [0.0]) is output
-
-
-@pytest.mark.parametrize(
-    ("outputs", "sizes", "weights"),
-    [([], [], []), ([1, 2], [1], [1.0, 1.0]), ([1, 2], [1, 1], [1.0, -1.0]), ([1, 2], [1, 1], [1.0, float("nan")])],
-)
-def test_bad_merge_arguments(outputs: list[Any], sizes: list[int], weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"must have one entry|must be finite"):
-        merge_outputs(outputs, sizes, weights)
-    with pytest.raises(ValueError, match="must have one entry"):
-        merge_batch([1, 2], [1])
-
-
-def test_rows_are_concatenated_and_scalars_averaged() -> None:
-    merged = merge2(
-        {"loss": torch.tensor(1.0, dtype=torch.bfloat16), "logits": rows(3, 2), "texts": ["a", "b", "c"], "acc": 0.5},
-        {"acc": 1.0, "loss": torch.tensor(2.0, dtype=torch.bfloat16), "logits": rows(2, 2), "texts": ["d", "e"]},
-    )
-    assert list(merged) == ["loss", "logits", "texts", "acc"]
-    assert merged["loss"].dtype == torch.bfloat16
-    torch.testing.assert_close(merged["loss"], torch.tensor(1.4, dtype=torch.bfloat16))
-    assert torch.equal(merged["logits"], torch.cat([rows(3, 2), rows(2, 2)]))
-    assert merged["texts"] == ["a", "b", "c", "d", "e"]
-    assert merged["acc"] == pytest.approx(0.7)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (None, None, None),
-        (7, 7, 7),
-        (7, 8, [7, 8]),
-        (True, False, [True, False]),
-        ("a", "a", "a"),
-        ("a", "b", ["a", "b"]),
-        (None, 1.0, [None, 1.0]),
-        (0, 1.0, 0.4),
-        (torch.tensor(3), torch.tensor(3), torch.tensor(3)),
-        (torch.tensor(3), torch.tensor(4), [torch.tensor(3), torch.tensor(4)]),
-        (torch.tensor(1.0), 2.0, torch.tensor(1.4)),
-        (rows(4, 4), rows(4, 4), rows(4, 4)),
-        (rows(4), rows(4) + 1, [rows(4), rows(4) + 1]),
-        (rows(3, 5), rows(2, 6), [rows(3, 5), rows(2, 6)]),
-        ({"a": 1}, {"b": 1}, [{"a": 1}, {"b": 1}]),
-        ([1.0], [2.0], [1.4]),
-        ([rows(3), rows(3)], [rows(2), rows(2)], [torch.cat([rows(3), rows(2)])] * 2),
-        ((rows(3), 1.0), (rows(2), 2.0), (torch.cat([rows(3), rows(2)]), 1.4)),
-        (Pair(rows(3), rows(3)), Pair(rows(2), rows(2)), Pair(*[torch.cat([rows(3), rows(2)])] * 2)),
-        (Frozen(rows(3)), Frozen(rows(2)), Frozen(torch.cat([rows(3), rows(2)]))),
-        (
-            [{"boxes": rows(1, 4)}] * 3,
-            [{"boxes": rows(4, 4)}] * 2,
-            [{"boxes": rows(1, 4)}] * 3 + [{"boxes": rows(4, 4)}] * 2,
-        ),
-    ],
-)
-def test_merge_rules(first: Any, second: Any, expected: Any) -> None:
-    merged = merge2(first, second)
-    if isinstance(expected, (torch.Tensor, float)):
-        torch.testing.assert_close(merged, expected)
-    else:
-        assert_same(merged, expected)
-
-
-def test_averages_of_equal_values_are_exact() -> None:
-    assert merge_outputs([0.1, 0.1, 0.1], [1, 1, 1], [1, 1, 1]) == 0.1
-
-
-def test_a_microbatch_of_no_weight_does_not_count() -> None:
-    assert merge2(1.0, float("nan"), weights=(2.0, 0.0)) == 1.0
-    merged = merge2(torch.tensor(1.0), torch.tensor(float("nan")), weights=(2.0, 0.0))
-    assert merged == 1.0
-    assert merge2(1.0, 3.0, weights=(0.0, 0.0)) == 2.0
-
-
-def test_the_same_object_everywhere_is_kept() -> None:
-    names, table = ["a", "b"], rows(2, 2)
-    merged = merge2({"names": names, "table": table}, {"names": names, "table": table}, sizes=(2, 2))
-    assert merged["names"] is names
-    assert merged["table"] is table
-
-
-def test_objects_that_cannot_be_compared_become_a_list() -> None:
-    class Incomparable:
-        def __eq__(self, other: object) -> bool:
-            raise RuntimeError("no")
-
-        __hash__ = None
-
-    first, second = Incomparable(), Incomparable()
-    merged = merge2(first, second)
-    assert merged[0] is first
-    assert merged[1] is second
-
-
-def test_inference_tensors_and_graphs() -> None:
-    with torch.inference_mode():
-        outputs = [{"x": rows(3), "loss": torch.tensor(1.0)}, {"x": rows(2), "loss": torch.tensor(2.0)}]
-    merged = merge2(*outputs)
-    assert torch.equal(merged["x"], torch.cat([rows(3), rows(2)]))
-    with_graph = merge2(rows(3).requires_grad_() * 2, rows(2).requires_grad_() * 2)
-    assert not with_graph.requires_grad
-
-
-def test_numpy_outputs() -> None:
-    np = pytest.importorskip("numpy")
-    assert merge2(np.ones((3, 2)), np.zeros((2, 2))).shape == (5, 2)
-    assert merge2(np.float32(1.0), np.float32(2.0)) == pytest.approx(1.4)
-    assert_same(merge2(np.ones(4), np.ones(4)), np.ones(4))
-
-
-# Split, then merge ---------------------------------------------------------------------------------------------------
+# Any batch -----------------------------------------------------------------------------------------------------------
 
 
 def _leaves(batch: int) -> st.SearchStrategy[Any]:
@@ -525,11 +393,11 @@ def _nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @given(st.data(), st.integers(5, 12), st.integers(2, 6))
 @settings(derandomize=True, deadline=None, max_examples=200)
-def test_split_then_merge_is_the_identity(data: st.DataObject, batch_size: int, count: int) -> None:
+def test_any_batch_is_cut_without_loss(data: st.DataObject, batch_size: int, count: int) -> None:
     tree = st.recursive(_leaves(batch_size), _nested, max_leaves=8)
     batch = data.draw(st.tuples(st.just(rows(batch_size, 2)), tree).map(lambda pair: {"x": pair[0], "rest": pair[1]}))
     split = split_batch(batch, count)
     assert split.batch_size == batch_size
     assert len(split.microbatches) == min(count, batch_size)
     assert all(type(part["rest"]) is type(batch["rest"]) for part in split.microbatches)
-    assert_same(merge_batch(split.microbatches, split.sizes), batch)
+    assert_cut(batch, split.microbatches, split.sizes)

@@ -27,8 +27,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
-from .batches.microbatches import merge_outputs
-from .batches.splitting import Batches
+from ..batches.microbatches import merge_outputs
+from ..batches.splitting import Batches
 
 
 class _MasterGradients(torch.autograd.Function):
@@ -116,9 +116,6 @@ def merged_step(
 def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     """``plugin``, for these devices: Lightning takes every accelerator but its own CPU one for CUDA.
 
-    Args:
-        autocast_device: ``"cpu"`` or ``"cuda"``.
-
     Raises:
         MisconfigurationException: if it is a class of the user's own for other devices.
     """
@@ -136,7 +133,7 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
 
 def expected_scale(plugin: Precision, accumulate_grad_batches: int) -> float:
     """What the loss of a training step is going to be multiplied by before its backward, as far as it should be
-    anticipated; see [Note: loss scaling] in :mod:`integration.loss`. 1 where nothing is scaled against underflow.
+    anticipated; see [Note: loss scaling]. 1 where nothing is scaled against underflow.
     """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is None or not scaler.is_enabled():

@@ -15,7 +15,7 @@ where it runs on a copy. Looked at are
 - **the place of the weights**: user code that moves a module takes the masters away from the host.
 
 A step with a single micro-batch may change weights in user code. Later than in the first steps a mistake is an error as
-well: nobody could tell from which step on the weights are wrong. Changes that belong into a step (optimizers that are
+well: from which step on the weights are wrong could not be told. Changes that belong into a step (optimizers that are
 stepped by hand) are made inside :meth:`StepGuard.allowed`.
 """
 
@@ -27,19 +27,19 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..common.fingerprints import Versions
-from ..common.trees import tensors_in
-from ..devices.pool import DevicePool
-from ..options import RoundPipeOptions
-from ..usercode.lock import current
-from .batches.splitting import Batches
-from .batches.whole_batches import WholeBatchHints
+from ...common.fingerprints import Versions
+from ...common.trees import tensors_in
+from ...devices.pool import DevicePool
+from ...options import RoundPipeOptions
+from ...usercode.lock import current
+from ..batches.splitting import Batches
+from .hints import BatchHints, note_single_rows
+from .modules import ModuleScan
+from .notices import Notices
 
 Function = Callable[[Any], Any]
 
@@ -50,18 +50,18 @@ _HOOKS = "on_train_batch_start, on_train_batch_end or another hook that runs onc
 
 
 class StepGuard:
-    """Watches the steps of one run; see [Note: misuse].
+    """Watches the steps of one run; see [Note: misuse]."""
 
-    Args:
-        root: the user's module.
-        options: that say how many micro-batches there are to be.
-        pool: the workers; they compute with the masters themselves, or with copies of them.
-    """
-
-    def __init__(self, root: LightningModule, options: RoundPipeOptions, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        root: LightningModule,
+        options: RoundPipeOptions,
+        pool: DevicePool,
+        scan: ModuleScan,
+        notices: Notices,
+    ) -> None:
         self._root = root
-        self._num_devices = len(pool)
-        self._num_microbatches = options.microbatches_for(self._num_devices)
+        self._scan = scan
         self._aliases_host = pool[0].aliases_host
         self._num_steps: dict[str, int] = {}
         self._named: list[tuple[str, nn.Parameter]] = []
@@ -69,15 +69,11 @@ class StepGuard:
         self._before = _Weights([], is_sampled=False)
         self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
-        self.hints = WholeBatchHints(root, has_copies=not self._aliases_host)
+        self.hints = BatchHints(scan, notices, pool, options.microbatches_for(len(pool)))
 
     @contextlib.contextmanager
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
         """Around an attempt to run a step.
-
-        Args:
-            kind: of the step, such as ``"training_step"``.
-            batches: of the step.
 
         Raises:
             MisconfigurationException: for a mistake, naming what was changed and what to do instead.
@@ -89,11 +85,9 @@ class StepGuard:
         if looks_closely:
             self._look_up()
             self._check_places()
-        if step == 0 and kind == "training_step":
-            self._hint(batches)
-        if looks_closely and count > 1 and kind == "training_step":
-            self.hints.look_for_batch_norms(count)
-        shared = _Shared(batches.microbatches) if is_early and count > 1 else None
+        if kind == "training_step":
+            self.hints.look_at(batches, is_first=step == 0)
+        shared = _shared_tensors(batches.microbatches) if is_early and count > 1 else None
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
         try:
@@ -104,7 +98,7 @@ class StepGuard:
             if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
                 self._check_weights(kind)
                 self._check_shared(kind, shared)
-            _note_small(error, batches)
+            note_single_rows(error, batches)
             raise
         if looks_closely:
             self._check_places()
@@ -134,11 +128,12 @@ class StepGuard:
             self._note_gradients("training_step")
 
     def _look_up(self) -> None:
+        self._scan.refresh()
         exempt: set[int] = set()
         if self._aliases_host:  # what is scaled to a maximal norm twice is the same as once
             norms = (nn.Embedding, nn.EmbeddingBag)
-            exempt = {id(m.weight) for m in self._root.modules() if isinstance(m, norms) and m.max_norm is not None}
-        named = [(name, p) for name, p in self._root.named_parameters() if not (is_lazy(p) or p.is_inference())]
+            exempt = {id(m.weight) for _, m in self._scan.named if isinstance(m, norms) and m.max_norm is not None}
+        named = [(name, p) for name, p in self._scan.parameters() if not (is_lazy(p) or p.is_inference())]
         self._named = named
         self._weights = [p for _, p in named if id(p) not in exempt]
 
@@ -170,7 +165,7 @@ class StepGuard:
         return first
 
     def _watched(self, call_unit: Callable[..., Any]) -> Callable[..., Any]:
-        """``call_unit``, with a look at the weights of the unit before and after."""
+        """``call_unit``, with a comparison of the unit's weights before and after."""
         known = set(map(id, self._weights))
 
         def call(unit: Any, *arguments: Any) -> Any:
@@ -189,18 +184,19 @@ class StepGuard:
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_shared(self, kind: str, shared: _Shared | None) -> None:
-        if shared is not None and (name := shared.changed()) is not None:
+    def _check_shared(self, kind: str, shared: Versions[str] | None) -> None:
+        if shared is not None and (names := shared.written()):
             raise MisconfigurationException(
-                f"{kind} changes the tensor {name} in place. All {self._count} micro-batches share it, so that it has "
-                f"been changed {self._count} times: change a copy, for instance x = x.clone()"
+                f"{kind} changes the tensor {names[0]} in place. All {self._count} micro-batches share it, so that it "
+                f"has been changed {self._count} times: change a copy, for instance x = x.clone()"
             )
 
     def _check_weights(self, kind: str) -> None:
         count = self._count
         changed = self._before.changed(with_samples=count > 1 or not self._aliases_host)
         if count == 1:  # user code may; the engine notices by the version
-            changed = [weight for weight in changed if self._before.versions.has(weight, weight)]
+            written = set(map(id, self._before.written()))
+            changed = [weight for weight in changed if id(weight) not in written]
         if not changed:
             return
         what = f"{kind}, or code that it calls, changes the weight {self._names(changed)} in place"
@@ -264,42 +260,22 @@ class StepGuard:
         name = repr(next((name for name, weight in self._named if weight is first), "?"))
         return f"{name} (and {len(others)} more)" if others else name
 
-    def _hint(self, batches: Batches) -> None:
-        """Says once that there is nothing to pipeline."""
-        if len(batches.microbatches) > 1 or self._num_microbatches == 1 or self._num_devices == 1:
-            return
-        rows, wanted = batches.batch_size, self._num_microbatches
-        why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
-        if rows is not None:
-            why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
-        rank_zero_warn(
-            f"the first training batch {why}, so that it is a single micro-batch, and the {self._num_devices} devices "
-            f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
-            category=PossibleUserWarning,
-        )
-
-
-def _note_small(error: Exception, batches: Batches) -> None:
-    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
-    rows, count = batches.batch_size, len(batches.microbatches)
-    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(
-            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
-            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
-        )
-
 
 class _Weights:
     """Weights at one moment: versions, and some elements if asked for."""
 
     def __init__(self, weights: Sequence[nn.Parameter], *, is_sampled: bool) -> None:
         self._weights = weights
-        self.versions = Versions((weight, weight) for weight in weights)
+        self._versions = [weight._version for weight in weights]
         self.samples = [_sample(weight) for weight in weights] if is_sampled else None
+
+    def written(self) -> list[nn.Parameter]:
+        """Those with another version now: ``.data`` has none."""
+        return [w for w, version in zip(self._weights, self._versions, strict=True) if w._version != version]
 
     def changed(self, *, with_samples: bool = True) -> list[nn.Parameter]:
         """The weights that are different now."""
-        found = self.versions.written()
+        found = self.written()
         if found or self.samples is None or not with_samples:
             return found
         pairs = zip(self._weights, self.samples, strict=True)
@@ -316,35 +292,8 @@ def _sample(weight: Tensor) -> Tensor:
     return data[steps].contiguous().clone().reshape(-1).view(torch.uint8)
 
 
-class _Shared:
-    """Tensors that several micro-batches hold, and their versions."""
-
-    def __init__(self, microbatches: Sequence[Any]) -> None:
-        first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
-        known = set(map(id, second.values()))
-        self._versions = Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)
-
-    def changed(self) -> str | None:
-        """The path of the first one that was written since."""
-        return next(iter(self._versions.written()), None)
-
-
-def check_has_data(root: nn.Module) -> None:
-    """Checks that every weight has memory, before the module is brought to the host.
-
-    Raises:
-        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
-    """
-    for name, module in root.named_modules():
-        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
-            raise MisconfigurationException(
-                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
-                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
-                "example of what it gets: 'with torch.no_grad(): self(example)'"
-            )
-    for name, weight in root.named_parameters():
-        if weight.is_meta:
-            raise MisconfigurationException(
-                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
-                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
-            )
+def _shared_tensors(microbatches: Sequence[Any]) -> Versions[str]:
+    """Tensors that several micro-batches hold, by their paths, and their versions."""
+    first, second = (dict(tensors_in(microbatch, "batch")) for microbatch in microbatches[:2])
+    known = set(map(id, second.values()))
+    return Versions((name, tensor) for name, tensor in first.items() if id(tensor) in known)

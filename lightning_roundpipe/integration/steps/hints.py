@@ -1,6 +1,8 @@
-"""What depends on whole batches and can be seen: one warning per run for each, with the remedy.
+"""What users should know of their batches: one warning per run for each, with the remedy.
 
 [Note: whole batches]
+A first batch that is a single micro-batch keeps the devices from working side by side.
+
 Most of what couples the samples of a batch cannot be noticed: a loss that ranks them looks like any other. These can:
 
 - **batch norms** in training mode, which take their statistics from each micro-batch,
@@ -19,56 +21,64 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...devices.pool import DevicePool
+from ..batches.splitting import Batches
+from .modules import ModuleScan
+from .notices import Notices
 
 _FORWARD = inspect.signature(nn.TransformerEncoder.forward)
 
 
-class WholeBatchHints:
-    """Warns once for each of these; see [Note: whole batches].
+class BatchHints:
+    """Warns once for each of these; see [Note: whole batches]."""
 
-    Args:
-        root: the user's module.
-        has_copies: whether devices have memory of their own.
-    """
+    def __init__(self, scan: ModuleScan, notices: Notices, pool: DevicePool, num_microbatches: int) -> None:
+        self._scan = scan
+        self._notices = notices
+        self._pool = pool
+        self._num_microbatches = num_microbatches
 
-    def __init__(self, root: nn.Module, *, has_copies: bool) -> None:
-        self._root = root
-        self._has_copies = has_copies
-        self._given: set[str] = set()
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
-            rank_zero_warn(message)
-
-    def look_for_batch_norms(self, num_microbatches: int) -> None:
-        """Before a training step with several micro-batches."""
-        if "norms" in self._given:
-            return
-        named = self._root.named_modules()
-        found = [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
-        if found:
-            (name, first), others = found[0], len(found) - 1
-            self._warn(
-                "norms",
-                f"the batch norm {name!r} ({type(first).__name__}{f', and {others} more' if others else ''}) is in "
-                f"training mode, where it takes its statistics from each of the {num_microbatches} micro-batches, not "
-                "from the whole batch, and updates its running statistics as often. num_microbatches=1 gives the "
-                "results of plain Lightning, eval() keeps the statistics, and GroupNorm or LayerNorm need no batch",
+    def look_at(self, batches: Batches, *, is_first: bool) -> None:
+        """Before a training step."""
+        count, rows = len(batches.microbatches), batches.batch_size
+        if count > 1 and "norms" not in self._notices.given and self._scan.couples_rows:
+            self._warn_of_batch_norms(count)
+        wanted, num_devices = self._num_microbatches, len(self._pool)
+        if count == 1 and is_first and wanted > 1 and num_devices > 1:
+            why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
+            if rows is not None:
+                why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more"
+            self._notices.warn(
+                "single micro-batch",
+                f"the first training batch {why}, so that it is a single micro-batch, and the {num_devices} devices "
+                f"work one after the other. A batch of the DataLoader is what all devices work on together: {remedy}",
+                category=PossibleUserWarning,
             )
+
+    def _warn_of_batch_norms(self, num_microbatches: int) -> None:
+        found = [(name, m) for name, m in self._scan.named if isinstance(m, _BatchNorm) and m.training]
+        (name, first), others = found[0], len(found) - 1
+        self._notices.warn(
+            "norms",
+            f"the batch norm {name!r} ({type(first).__name__}{f', and {others} more' if others else ''}) is in "
+            f"training mode, where it takes its statistics from each of the {num_microbatches} micro-batches, not "
+            "from the whole batch, and updates its running statistics as often. num_microbatches=1 gives the "
+            "results of plain Lightning, eval() keeps the statistics, and GroupNorm or LayerNorm need no batch",
+        )
 
     def look_at_losses(self, losses: Iterable[Tensor | None], weights: Sequence[float]) -> None:
         """After a training step: the losses of its micro-batches (scalars), and what weighs them."""
-        if len(weights) < 2 or "losses" in self._given:
+        if len(weights) < 2 or "losses" in self._notices.given:
             return
         pairs = enumerate(zip(losses, weights, strict=True))
         values = {index: loss.item() for index, (loss, weight) in pairs if loss is not None and weight != 0.0}
         wrong = [index for index, value in values.items() if math.isnan(value)]
         if wrong and len(wrong) < len(values):
-            self._warn(
+            self._notices.warn(
                 "losses",
                 f"the loss of micro-batch {wrong[0]} of {len(weights)} is NaN, and that of others is not. A mean over "
                 "labels is NaN where a micro-batch has no label: RoundPipeStrategy(loss_weight='label_tokens'), "
@@ -79,14 +89,18 @@ class WholeBatchHints:
     @contextlib.contextmanager
     def watching_encoders(self) -> Iterator[None]:
         """Around the user's step on a micro-batch, while no other one runs."""
-        if not self._has_copies or "encoders" in self._given or not torch.backends.mha.get_fastpath_enabled():
+        if (
+            self._pool[0].aliases_host
+            or "encoders" in self._notices.given
+            or not torch.backends.mha.get_fastpath_enabled()
+        ):
             yield
             return
-        encoders = {m: name for name, m in self._root.named_modules() if isinstance(m, nn.TransformerEncoder)}
+        encoders = {m: name for name, m in self._scan.named if isinstance(m, nn.TransformerEncoder)}
 
         def look(encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if _would_pack(encoder, _FORWARD.bind(encoder, *args, **kwargs).arguments):
-                self._warn(
+                self._notices.warn(
                     "encoders",
                     f"the encoder {encoders[encoder]!r} (TransformerEncoder) gets a padding mask. Plain Lightning "
                     "packs the sequences then, which leaves zeros at padded positions. On devices with memory of their "
@@ -111,3 +125,13 @@ def _would_pack(encoder: nn.TransformerEncoder, given: dict[str, Any]) -> bool:
         and encoder.use_nested_tensor
         and not (encoder.layers[0].training or tracks or torch.is_autocast_enabled())
     )
+
+
+def note_single_rows(error: Exception, batches: Batches) -> None:
+    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
+    rows, count = batches.batch_size, len(batches.microbatches)
+    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(
+            f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
+            f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
+        )

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_roundpipe.integration.workers import update_threads
+from lightning_roundpipe.integration.pool import update_threads
 
 
 class Pool:

@@ -8,8 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from ..common.seeds import derive_seed
-from .batches.splitting import first_argument
+from ...common.seeds import derive_seed
 
 
 class UserStep:
@@ -19,14 +18,16 @@ class UserStep:
     logged and written to attributes stays. So the error waits until its only micro-batch has been put together.
 
     Attributes:
-        batch: among the arguments.
+        batch: the first positional argument, or the first keyword.
         rest: positional arguments after it.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._function = function
         self._kwargs = dict(kwargs)
-        (self._key, self.batch), self.rest = first_argument(args, self._kwargs)
+        self._key = None if args else next(iter(kwargs), None)
+        self.batch = args[0] if args else self._kwargs.get(self._key or "")
+        self.rest = args[1:]
         self._stopped: StopIteration | None = None
 
     def __call__(self, microbatch: Any) -> Any:
@@ -57,12 +58,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def seed_of_step(trainer: pl.Trainer, name: str) -> int:
-    """Identifies the step that is about to run by what a resumed run knows as well: epoch and indices.
-
-    Args:
-        trainer: which runs it.
-        name: of the step, such as ``"training_step"``.
-    """
+    """Identifies the step that is about to run by what a resumed run knows as well: epoch and indices."""
     if name == "training_step":
         place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
     else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_roundpipe.integration.batches.loss_weight import LossWeights
+from lightning_roundpipe.integration.steps.notices import Notices
 from tests.support.loaders import Loader
 
 
@@ -41,39 +42,34 @@ def token_loader() -> Loader:
 
 
 @pytest.mark.parametrize("num_microbatches", [3, 8])
-def test_label_tokens(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, num_microbatches: int
-) -> None:
+def test_label_tokens(small: Any, fit_alike: Any, token_loader: Loader, num_microbatches: int) -> None:
     """With 8 micro-batches of one row the first has no label at all: its loss is NaN and weighs nothing."""
 
     class Learns(Tokens, small):
         pass
 
-    plain, ours = fit_both(
+    fit_alike(
         Learns, token_loader, ours={"num_microbatches": num_microbatches, "options": {"loss_weight": "label_tokens"}}
     )
-    assert_same_training(plain, ours)
 
 
-def test_causal_label_tokens(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+def test_causal_label_tokens(small: Any, fit_alike: Any, token_loader: Loader) -> None:
     class Learns(Tokens, small):
         def token_loss(self, batch: Any) -> Tensor:
             logits = self(batch["x"])[:, :-1]
             return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
-    assert_same_training(plain, ours)
+    fit_alike(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
 
 
-def test_weights_by_a_function(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+def test_weights_by_a_function(small: Any, fit_alike: Any, token_loader: Loader) -> None:
     class Learns(Tokens, small):
         pass
 
     def count(batch: Any) -> int:
         return int((batch["labels"] >= 0).sum())
 
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": count}})
-    assert_same_training(plain, ours)
+    fit_alike(Learns, token_loader, ours={"options": {"loss_weight": count}})
 
 
 def test_weights_matter(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
@@ -100,14 +96,13 @@ def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, wei
 
 @pytest.mark.parametrize("num_microbatches", [3, 8])
 def test_auto_counts_labels_where_some_are_ignored(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any, caplog: Any, num_microbatches: int
+    small: Any, fit_alike: Any, token_loader: Loader, caplog: Any, num_microbatches: int
 ) -> None:
     class Learns(Tokens, small):
         pass
 
     with caplog.at_level("INFO"):
-        plain, ours = fit_both(Learns, token_loader, ours={"num_microbatches": num_microbatches})
-    assert_same_training(plain, ours)
+        fit_alike(Learns, token_loader, ours={"num_microbatches": num_microbatches})
     said = [record.message for record in caplog.records if "loss_weight=" in record.message]
     assert len(said) == 1
     assert "loss_weight='label_tokens'" in said[0]
@@ -115,7 +110,7 @@ def test_auto_counts_labels_where_some_are_ignored(
 
 
 def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any
+    small: Any, fit_alike: Any, token_loader: Loader
 ) -> None:
     class Learns(Tokens, small):
         def token_loss(self, batch: Any) -> Tensor:
@@ -125,12 +120,11 @@ def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
     for batch in token_loader.batches:
         batch["input_ids"] = batch["labels"].clamp(min=0)
     with pytest.warns(UserWarning, match=r"without the first of each row \(loss_weight='causal_label_tokens'\)"):
-        plain, ours = fit_both(Learns, token_loader)
-    assert_same_training(plain, ours)
+        fit_alike(Learns, token_loader)
 
 
 def test_auto_counts_samples_where_no_label_is_ignored(
-    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, caplog: Any
+    small: Any, fit_alike: Any, make_loader: Any, caplog: Any
 ) -> None:
     class Learns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -138,13 +132,12 @@ def test_auto_counts_samples_where_no_label_is_ignored(
 
     loader = Loader([{"x": x, "labels": y} for x, y in make_loader()])
     with caplog.at_level("INFO"):
-        plain, ours = fit_both(Learns, loader)
-    assert_same_training(plain, ours)
+        fit_alike(Learns, loader)
     assert "loss_weight" not in caplog.text
 
 
 def test_auto_adds_up_losses_that_are_divided_by_the_items_of_the_batch(
-    small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any
+    small: Any, fit_alike: Any, token_loader: Loader
 ) -> None:
     class Learns(Tokens, small):
         def token_loss(self, batch: Any) -> Tensor:
@@ -153,8 +146,7 @@ def test_auto_adds_up_losses_that_are_divided_by_the_items_of_the_batch(
 
     for batch in token_loader.batches:
         batch["num_items_in_batch"] = int((batch["labels"] >= 0).sum())
-    plain, ours = fit_both(Learns, token_loader)
-    assert_same_training(plain, ours)
+    fit_alike(Learns, token_loader)
 
 
 def test_a_function_that_gives_zero_everywhere_is_an_error(small: Any, make_trainer: Any, make_loader: Any) -> None:
@@ -204,7 +196,9 @@ def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
     if is_frozen:
         models[0].requires_grad_(False)
     labels = torch.tensor([[1, 2, -100]])
-    found = LossWeights(torch.nn.ModuleList(models), "auto").decision([{"labels": labels, "input_ids": labels}])
+    found = LossWeights(torch.nn.ModuleList(models), "auto", Notices()).decision(
+        [{"labels": labels, "input_ids": labels}]
+    )
     assert (found.rule, found.is_certain) == (rule, is_certain)
     assert given[-1][0] in found.why
 

@@ -59,7 +59,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
 
 
 @pytest.mark.parametrize("limit", [None, "1MiB"])
-def test_a_fit_on_two_workers_of_a_gpu(
+def test_a_fit_on_a_gpu_that_is_in_the_pool_twice(
     driver: StubDriver, small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, limit: str | None
 ) -> None:
     """Everything but the kernels is what runs on a GPU: lanes, streams, events, page-locked memory, books."""
@@ -78,7 +78,7 @@ def test_a_fit_on_two_workers_of_a_gpu(
     module.on_train_batch_end = on_train_batch_end
     trainer.fit(module, make_loader())
     assert len(used) == 2
-    assert all(used), "a worker had nothing to do"
+    assert all(used), "a device of the pool had nothing to do"
     assert driver.locked == {}, "page-locked memory was left behind"
     assert driver.user_fraction == 1.0
     assert set(fractions) == ({1.0} if limit is None else {2 * 2**20 / driver.state.total})

@@ -4,7 +4,7 @@
 Whether a step fits is only known when it runs: the planner, the books of a device or the driver of a GPU say that it
 does not. Nothing is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step
 changes before it succeeds (buffers, metrics that user code updates, generators) is noted before it and put back
-(:class:`StepState`). Then the same batch is split into twice as many micro-batches, and planned for anew.
+(:mod:`step_state`). Then the same batch is split into twice as many micro-batches, and planned for anew.
 
 - ``num_microbatches="auto"``: again and again, as long as there are rows.
 - A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
@@ -23,28 +23,18 @@ step has written before, the step is not run again.
 from __future__ import annotations
 
 import gc
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torchmetrics import Metric
 
-from ..common.fingerprints import Versions, version_of
-from ..common.sizes import num_bytes_of
-from ..common.trees import mapped, tensors_in
-from ..devices.memory import DeviceOutOfMemoryError
-from ..devices.pool import DevicePool
-from ..engine.runner import Engine
-from ..options import RoundPipeOptions
-from ..planning.costs import CostProfile
-from ..planning.plan import StageMemoryError, describe_need, needed_bytes
-from .batches.splitting import Batches
+from ...devices.memory import DeviceOutOfMemoryError
+from ...planning.costs import CostProfile
+from ...planning.plan import StageMemoryError, describe_need, needed_bytes
+from ..batches.splitting import Batches
+from .modules import ModuleScan
+from .step_state import StepState
 
 T = TypeVar("T")
 _OUT_OF_MEMORY = (DeviceOutOfMemoryError, torch.OutOfMemoryError, StageMemoryError)
@@ -54,7 +44,6 @@ class Retry:
     """Runs steps, and runs them again where they do not fit; see [Note: steps that do not fit].
 
     Args:
-        root: the user's module.
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
         devices: of the pool. None where memory cannot run out: nothing is noted and nothing is run again.
@@ -68,7 +57,7 @@ class Retry:
 
     def __init__(
         self,
-        root: nn.Module,
+        scan: ModuleScan,
         num_microbatches: int,
         *,
         is_auto: bool,
@@ -77,7 +66,7 @@ class Retry:
         costs: Callable[[str], CostProfile | None],
         is_trial: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._root = root
+        self._scan = scan
         self._start = num_microbatches
         self._is_auto = is_auto
         self._devices = devices
@@ -85,7 +74,7 @@ class Retry:
         self._costs = costs
         self._is_trial = is_trial
         self._tried_rows: int | None = None
-        self._written = WrittenBuffers()
+        self._written: set[str] = set()
         self._final: str | None = None
         self.num_microbatches: dict[str, int] = {}
 
@@ -100,9 +89,7 @@ class Retry:
 
         Args:
             kind: of the step; each has its own number of micro-batches.
-            batch: of the step.
             split: (batch, number of micro-batches) -> micro-batches, at most as many.
-            attempt: runs the step on them.
 
         Raises:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
@@ -116,7 +103,7 @@ class Retry:
         if self._is_trial() and batches.batch_size != self._tried_rows:
             self._tried_rows = batches.batch_size
             self._forget(kind)
-        state = StepState(self._root, batch, self._devices, self._written)
+        state = StepState(self._scan, batch, self._devices, self._written)
         num_retries = 0
         while True:
             try:
@@ -159,7 +146,7 @@ class Retry:
             return "smaller micro-batches would not help, because weights and gradients alone take too much"
         if not self._is_auto and self._start == 1:
             return "num_microbatches=1 is kept, because the loss may depend on all rows of the batch together"
-        if not self._is_auto and any(isinstance(m, _NormBase) and m.training for m in self._root.modules()):
+        if not self._is_auto and any(module.training for module in self._scan.norms):
             return "num_microbatches is kept, because the statistics of batch norm depend on it"
         if (lost := state.lost()) is not None:
             return f"it cannot be run again, because {lost} has changed meanwhile"
@@ -193,26 +180,6 @@ class Retry:
         )
 
 
-def make_retry(
-    root: pl.LightningModule, options: RoundPipeOptions, pool: DevicePool, engine: Engine, seeks_batch_size: bool
-) -> Retry:
-    """What runs steps of ``engine`` again that do not fit on ``pool``.
-
-    Args:
-        seeks_batch_size: whether there is a batch size finder among the callbacks.
-    """
-    return Retry(
-        root,
-        options.microbatches_for(len(pool)),
-        is_auto=options.num_microbatches == "auto",
-        devices=None if pool.memory_limit is None else [device.torch_device for device in pool.devices],
-        forget=engine.forget,
-        costs=engine.costs,
-        # The finder puts all callbacks aside, itself included, while it tries a size.
-        is_trial=lambda: seeks_batch_size and not root.trainer.callbacks,  # type: ignore[attr-defined]
-    )
-
-
 def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:
     """The error that lets Lightning's batch size finder go on with a smaller batch: it goes by type and words."""
     count = _microbatches(num_microbatches)
@@ -221,135 +188,3 @@ def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> Devic
 
 def _microbatches(count: int) -> str:
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"
-
-
-# Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
-_MAX_COPIED_BYTES = 2**20
-
-
-class StepState:
-    """The state before a step, so that the step can be run again; see [Note: steps that do not fit] in
-    :mod:`integration.retry`.
-
-    Weights, gradients, optimizer state and attributes are not in it: the engine gives them back as they were.
-
-    Args:
-        root: the user's module.
-        batch: of the step.
-        devices: whose generators user code may draw from.
-        written: what buffers earlier steps have written.
-
-    Attributes:
-        batch: with containers of its own: user code may take entries out of the one that was given.
-    """
-
-    def __init__(self, root: nn.Module, batch: Any, devices: Sequence[torch.device], written: WrittenBuffers) -> None:
-        self.batch = mapped(batch, anew=object)
-        self._written = written
-        self._buffers = [_Buffer(*found, written) for found in _buffers_of(root)]
-        self._weights = Versions(root.named_parameters())
-        self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
-        self._put_back = [_metric_state(module) for module in root.modules() if isinstance(module, Metric)]
-        self._put_back += _generator_states(devices)
-
-    def lost(self) -> str | None:
-        """What has changed since and cannot be put back, in words; None if everything can."""
-        for name in self._weights.written():
-            return f"the weight {name!r}"
-        if self._batch_tensors.written():
-            return "a tensor of the batch"
-        for buffer in self._buffers:
-            if buffer.has_changed() and buffer.copy is None:
-                return f"the buffer {buffer.name!r}"
-        return None
-
-    def restore(self) -> None:
-        """Puts back everything that is not :meth:`lost`."""
-        for buffer in self._buffers:
-            if buffer.copy is not None and buffer.has_changed():
-                buffer.put_back(buffer.copy)
-        for put_back in self._put_back:
-            put_back()
-
-    def note_written(self) -> None:
-        """The step has succeeded: what it has written, the next steps will write as well."""
-        self._written.names.update(buffer.name for buffer in self._buffers if buffer.has_changed())
-
-
-class WrittenBuffers:
-    """Names of the buffers that steps have written; those are copied before a step, whatever their size."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-class _Buffer:
-    """A buffer before a step."""
-
-    def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor, written: WrittenBuffers) -> None:
-        self.name = name
-        self._module, self._key, self._tensor = module, key, tensor
-        self._version = version_of(tensor)
-        is_copied = name in written.names or num_bytes_of([tensor]) <= _MAX_COPIED_BYTES
-        self.copy = _clone(tensor) if is_copied else None
-
-    def has_changed(self) -> bool:
-        """Whether it is another tensor now, or was written in place."""
-        return self._module._buffers.get(self._key) is not self._tensor or version_of(self._tensor) != self._version
-
-    def put_back(self, values: Tensor) -> None:
-        """The same tensor again, with these values."""
-        self._module._buffers[self._key] = self._tensor
-        if version_of(self._tensor) != self._version:
-            with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
-                self._tensor.copy_(values)
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    """A copy for the same modes: evaluation in inference mode must not leave its tensors to training."""
-    with torch.inference_mode(tensor.is_inference()):
-        return tensor.detach().clone()
-
-
-def _buffers_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for prefix, module in root.named_modules():
-        if not isinstance(module, Metric):
-            for key, tensor in module._buffers.items():
-                if tensor is not None:
-                    yield f"{prefix}.{key}".lstrip("."), module, key, tensor
-
-
-def _metric_state(metric: Metric) -> Callable[[], None]:
-    """Puts back what updates change: the states (tensors in place, lists by appending) and counters beside them."""
-
-    names = list(metric._defaults)
-
-    def states(values: dict[str, Any]) -> dict[str, Any]:
-        own = ((name, values[name]) for name in names)
-        return {name: _clone(value) if isinstance(value, Tensor) else list(value) for name, value in own}
-
-    before = {**metric.__dict__, **states(metric.__dict__)}
-
-    def put_back() -> None:
-        metric.__dict__.clear()
-        metric.__dict__.update({**before, **states(before)})  # the step may fail once more
-
-    return put_back
-
-
-def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None]]:
-    """Generators that user code may draw from. The engine itself restores torch's generator of the host."""
-    python = random.getstate()
-    states: list[Callable[[], None]] = [lambda: random.setstate(python)]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        states.append(lambda: numpy.random.set_state(state))
-    for device in {device for device in devices if device.type == "cuda"}:
-        states.append(_restorer_of(device))
-    return states
-
-
-def _restorer_of(device: torch.device) -> Callable[[], None]:
-    state = torch.cuda.get_rng_state(device)
-    return lambda: torch.cuda.set_rng_state(state, device)

@@ -14,12 +14,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 
@@ -73,30 +72,6 @@ def test_parameters_replaced_while_training(small: Any, fit_both: Any, assert_al
     assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
 
 
-@compat("LightningModule hook", "configure_model")
-def test_module_built_in_configure_model(fit_both: Any, assert_alike: Any) -> None:
-    class Late(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net: Any = None
-
-        def configure_model(self) -> None:
-            if self.net is None:
-                torch.manual_seed(5)
-                self.net = nn.Sequential(
-                    *[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], nn.Linear(6, 3)
-                )
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    plain, ours = fit_both(Late)
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
-
-
 def test_module_is_left_as_it_was(small: Any, make_trainer: Any, make_loader: Any) -> None:
     class Own(small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -123,7 +98,7 @@ def test_module_is_left_as_it_was(small: Any, make_trainer: Any, make_loader: An
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("roundpipe")]
 
 
-def test_a_forward_set_on_an_instance_survives(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+def test_a_forward_set_on_an_instance_survives(small: Any, fit_alike: Any) -> None:
     def make() -> Any:
         module = small()
         layer = module.body[1][0]
@@ -132,8 +107,7 @@ def test_a_forward_set_on_an_instance_survives(small: Any, fit_both: Any, assert
         layer.kept = layer.forward
         return module
 
-    plain, ours = fit_both(make)
-    assert_same_training(plain, ours)
+    _, ours = fit_alike(make)
     layer = ours.module.body[1][0]
     assert layer.forward is layer.kept
 
@@ -181,24 +155,6 @@ def test_deepcopy_while_training(small: Any, fit_both: Any, assert_alike: Any, m
     x, _ = next(iter(make_loader()))
     torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-6)
     assert not torch.equal(ours.head.weight, runs[1].module.head.weight)
-
-
-@pytest.mark.parametrize("is_used", [False, True], ids=["before a run", "after a run"])
-def test_a_pickled_trainer_trains(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, is_used: bool
-) -> None:
-    results = []
-    for kind in ("plain", "roundpipe"):
-        trainer = make_trainer(kind)
-        if is_used:
-            trainer.fit(small(), make_loader())
-            trainer.fit_loop.max_epochs = 2
-        trainer = pickle.loads(pickle.dumps(trainer))
-        module = small()
-        trainer.fit(module, make_loader())
-        assert trainer.global_step == (6 if is_used else 3)
-        results.append(dict(module.state_dict()))
-    assert_alike(results[1], results[0])
 
 
 class Validates(Small):
@@ -269,92 +225,7 @@ def test_strategy_pickles_and_copies() -> None:
         assert other.options == strategy.options
 
 
-def test_modules_pickle_while_training(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    pickled: list[bytes] = []
-
-    class Pickles(L.Callback):
-        def on_before_zero_grad(self, *args: Any) -> None:  # the pipelined step is just over
-            pickled.append(pickle.dumps(module.body))
-
-    module = small()
-    make_trainer(callbacks=[Pickles()]).fit(module, make_loader())
-    assert len(pickled) == 3
-    loaded = pickle.loads(pickle.dumps(module.body))
-    for left, right in zip(loaded.parameters(), module.body.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
-FLAGS: dict[str, dict[str, Any]] = {
-    "fast_dev_run": {"fast_dev_run": 2},
-    "overfit_batches": {"overfit_batches": 2, "max_epochs": 2},
-    "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 2},
-    "fractions": {"limit_train_batches": 0.67, "limit_val_batches": 0.5},
-    "max_steps": {"max_epochs": -1, "max_steps": 5},
-    "min_steps": {"max_epochs": 1, "min_steps": 2},
-    "max_time": {"max_time": "00:01:00:00"},
-    "max_time over": {"max_time": {"seconds": 0}},
-    "barebones": {"barebones": True, "logger": None, "enable_checkpointing": None},
-    "sanity check": {"num_sanity_val_steps": 2},
-    "reload": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
-    "no distributed sampler": {"use_distributed_sampler": False},
-    "benchmark": {"benchmark": False},
-}
-
-
-@compat_each(
-    "Trainer argument",
-    "fast_dev_run overfit_batches limit_train_batches limit_val_batches max_epochs max_steps min_steps max_time "
-    "barebones num_sanity_val_steps reload_dataloaders_every_n_epochs use_distributed_sampler benchmark",
-)
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.filterwarnings("ignore:You are running with `Trainer\\(barebones=True")
-@pytest.mark.parametrize("name", FLAGS)
-def test_flags(
-    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
-) -> None:
-    class Validates(small):
-        validated = 0
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-        def on_validation_batch_end(self, *args: Any) -> None:
-            self.validated += 1
-
-    flags = dict(FLAGS[name])
-    if name == "barebones":
-        flags.update(enable_progress_bar=None, enable_model_summary=None, num_sanity_val_steps=None)
-    plain, ours = fit_both(Validates, val_loader=make_loader(10, 4), **flags)
-    assert ours.module.validated == plain.module.validated
-    assert ours.trainer.current_epoch == plain.trainer.current_epoch
-    if name == "max_time over":
-        assert ours.trainer.global_step == plain.trainer.global_step
-    else:
-        assert_same_training(plain, ours)
-    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
-
-
-def test_simple_profiler(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    trainer = make_trainer(profiler="simple")
-    trainer.fit(small(), make_loader())
-    assert "[Strategy]RoundPipeStrategy.training_step" in trainer.profiler.summary()
-
-
-@pytest.mark.parametrize("accelerator", ["cpu", "roundpipe"])
-def test_model_summary_and_device_stats(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, accelerator: str
-) -> None:
-    trainer = make_trainer(
-        accelerator=accelerator,
-        enable_model_summary=True,
-        callbacks=[DeviceStatsMonitor()],
-        logger=CSVLogger(tmp_path),
-    )
-    trainer.fit(small(), make_loader())
-    assert trainer.global_step == 3
-
-
-def test_teacher_in_the_module_keeps_its_mode(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+def test_teacher_in_the_module_keeps_its_mode(small: Any, fit_alike: Any) -> None:
     class Distils(small):
         def __init__(self) -> None:
             super().__init__()
@@ -367,8 +238,7 @@ def test_teacher_in_the_module_keeps_its_mode(small: Any, fit_both: Any, assert_
                 target = self.teacher(batch[0]).softmax(-1)
             return nn.functional.cross_entropy(self(batch[0]), target)
 
-    plain, ours = fit_both(Distils)
-    assert_same_training(plain, ours)
+    fit_alike(Distils)
 
 
 def test_attributes_written_in_a_step(small: Any, fit_both: Any) -> None:
@@ -403,9 +273,8 @@ CLOCK_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("options", CLOCK_OPTIONS)
 def test_a_replaced_clock(
-    fit_both: Any,
+    fit_alike: Any,
     make_loader: Any,
-    assert_same_training: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: str,
@@ -416,23 +285,4 @@ def test_a_replaced_clock(
     for name in ("perf_counter", "perf_counter_ns", "sleep"):
         monkeypatch.setattr(time, name, CLOCKS[clock])
     monkeypatch.setattr(time, "monotonic", CLOCKS["stands still"])  # Lightning's loops ask it
-    plain, ours = fit_both(Validates, val_loader=make_loader(), ours={"options": CLOCK_OPTIONS[options]})
-    assert_same_training(plain, ours)
-
-
-def test_a_module_can_be_copied_and_pickled_between_steps(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
-) -> None:
-    """Between two steps threads wait and methods of classes are replaced; copies and pickles know nothing of it."""
-    copies: list[Any] = []
-
-    class Copies(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            copies.append((copy.deepcopy(module.body), pickle.loads(pickle.dumps(module.body))))
-
-    module = small()
-    make_trainer(callbacks=[Copies()]).fit(module, make_loader())
-    assert len(copies) > 1
-    for one in copies[-1]:
-        assert_alike(dict(one.state_dict()), dict(module.body.state_dict()))
-        assert all("forward" not in child.__dict__ for child in one.modules())
+    fit_alike(Validates, val_loader=make_loader(), ours={"options": CLOCK_OPTIONS[options]})

@@ -31,35 +31,35 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..autograd.recompute import reached_cut
-from ..common.attributes import attribute_set
-from ..engine.barrier import Barrier, Collective, meet
-from ..usercode.lock import current
-from .batches.splitting import Batches
+from ...autograd.recompute import reached_cut
+from ...common.attributes import attribute_set
+from ...engine.barrier import Barrier, Collective, meet
+from ...usercode.lock import current
+from ..batches.splitting import Batches
 from .log_merging import weighted_mean
 from .loss import hand_over
+from .modules import ModuleScan
 
+# Methods and functions that concern the whole batch.
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 _SCHEDULER_METHODS = ("step",)
-_MAX_ENTRIES = 64  # of lists and dicts that are looked into; longer ones hold data
 _SCALER_METHODS = ("unscale_", "step", "update")
 _MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 _CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-
-
 _OWN_KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((torch.optim.Optimizer,), _OPTIMIZER_METHODS),
     ((LRScheduler, ReduceLROnPlateau), _SCHEDULER_METHODS),
     ((torch.amp.GradScaler,), _SCALER_METHODS),
 )
+_MAX_ENTRIES = 64  # of lists and dicts that are opened; longer ones hold data
+
+_Followed = tuple[Any, tuple[str, ...], tuple[Hashable, ...]]
 
 
 class ManualOptimization:
     """The barriers of one training step; see [Note: manual optimization].
 
     Args:
-        module: the user's.
-        batches: the micro-batches of the step.
         holding: entered while something is done for the whole batch.
         wait: blocks until no update reads gradients any more.
     """
@@ -67,11 +67,13 @@ class ManualOptimization:
     def __init__(
         self,
         module: pl.LightningModule,
+        scan: ModuleScan,
         batches: Batches,
         holding: Callable[[], contextlib.AbstractContextManager[None]],
         wait: Callable[[], None],
     ) -> None:
         self._module = module
+        self._scan = scan
         self._loss_weights = batches.loss_weights
         self._weights = batches.weights
         self._holding = holding
@@ -90,7 +92,6 @@ class ManualOptimization:
         Args:
             scale: by which gradients are to be multiplied.
             whole: called once, with the loss of the batch (scalar, host) and the gradients that belong to it.
-            args, kwargs: of ``Tensor.backward``.
 
         Raises:
             MisconfigurationException: for arguments that cannot be followed through units.
@@ -116,30 +117,27 @@ class ManualOptimization:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """While open, calls that micro-batches make for the whole batch are made together."""
-        trainer = self._module.trainer
-        strategy = trainer.strategy
         with self._backward_followed(), contextlib.ExitStack() as stack:
-            for index, optimizer in enumerate(strategy.optimizers):
-                for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
-                    for name in _OPTIMIZER_METHODS:
-                        stack.enter_context(self._together(owner, name, (type(optimizer).__name__, index)))
-            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-            for index, scheduler in enumerate(schedulers):
-                for name in _SCHEDULER_METHODS:
-                    stack.enter_context(self._together(scheduler, name, (type(scheduler).__name__, index)))
-            followed = {id(one) for one in (*strategy.optimizers, *schedulers)}
-            for path, owner, names in _own_helpers(self._module, followed):
+            for owner, names, key in self._followed():
                 for name in names:
-                    stack.enter_context(self._together(owner, name, (type(owner).__name__, path)))
-            for module in self._module.modules():
-                if isinstance(module, pl.LightningModule):
-                    for name in _MODULE_METHODS:
-                        stack.enter_context(self._together(module, name, (type(module).__name__,)))
-            for place in (clip_grad, torch.nn.utils):
-                for name in _CLIP_FUNCTIONS:
-                    if hasattr(place, name):
-                        stack.enter_context(self._together(place, name, ("torch.nn.utils",)))
+                    stack.enter_context(attribute_set(owner, name, self._replacement(getattr(owner, name), name, key)))
             yield
+
+    def _followed(self) -> Iterator[_Followed]:
+        """All that a step may call: (object, its methods that concern the whole batch, what tells it from others)."""
+        strategy = self._module.trainer.strategy
+        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+        for index, optimizer in enumerate(strategy.optimizers):
+            for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
+                yield owner, _OPTIMIZER_METHODS, (type(optimizer).__name__, index)
+        for index, scheduler in enumerate(schedulers):
+            yield scheduler, _SCHEDULER_METHODS, (type(scheduler).__name__, index)
+        known = {id(one) for one in (*strategy.optimizers, *schedulers)}
+        for path, module in self._scan.lightning_modules:
+            yield module, _MODULE_METHODS, (type(module).__name__,)
+            yield from _own_helpers(path, module, known)
+        for place in (clip_grad, torch.nn.utils):
+            yield place, tuple(name for name in _CLIP_FUNCTIONS if hasattr(place, name)), ("torch.nn.utils",)
 
     @contextlib.contextmanager
     def _backward_followed(self) -> Iterator[None]:
@@ -162,10 +160,6 @@ class ManualOptimization:
             yield
         finally:
             setattr(Tensor, "backward", original)  # noqa: B010
-
-    def _together(self, owner: Any, name: str, key: tuple[Hashable, ...]) -> contextlib.AbstractContextManager[None]:
-        """Replaces a method or function for a while."""
-        return attribute_set(owner, name, self._replacement(getattr(owner, name), name, key))
 
     def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -209,25 +203,21 @@ class ManualOptimization:
         return values[0]
 
 
-def _own_helpers(root: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Optimizers, schedulers and gradient scalers that are attributes of modules, alone or in lists and dicts:
-    (where, the object, its methods that concern the whole batch).
+def _own_helpers(path: str, module: pl.LightningModule, known: set[int]) -> Iterator[_Followed]:
+    """Optimizers, schedulers and gradient scalers that are attributes of a module, alone or in lists and dicts.
 
     Args:
-        known: ids of objects to be left out.
+        known: ids of objects to be left out; those that are found are added.
     """
-    for path, module in root.named_modules():
-        if not isinstance(module, pl.LightningModule):
-            continue
-        for name, value in vars(module).items():
-            entries = (value,)
-            if type(value) in (list, tuple, dict) and len(value) <= _MAX_ENTRIES:
-                entries = tuple(value.values() if type(value) is dict else value)
-            for index, entry in enumerate(entries):
-                methods = next((names for kinds, names in _OWN_KINDS if isinstance(entry, kinds)), None)
-                if methods is not None and id(entry) not in known:
-                    known.add(id(entry))
-                    yield f"{path}.{name}[{index}]", entry, methods
+    for name, value in vars(module).items():
+        entries = (value,)
+        if type(value) in (list, tuple, dict) and len(value) <= _MAX_ENTRIES:
+            entries = tuple(value.values() if type(value) is dict else value)
+        for index, entry in enumerate(entries):
+            methods = next((names for kinds, names in _OWN_KINDS if isinstance(entry, kinds)), None)
+            if methods is not None and id(entry) not in known:
+                known.add(id(entry))
+                yield entry, methods, (type(entry).__name__, f"{path}.{name}[{index}]")
 
 
 def _without_closure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable
@@ -21,11 +20,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_roundpipe import DeviceOutOfMemoryError, StageMemoryError, VirtualLink
 from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.integration.batches.microbatches import split_batch
-from lightning_roundpipe.integration.workers import machine_of, make_pool
+from lightning_roundpipe.integration.pool import machine_of, make_pool
 from lightning_roundpipe.options import RoundPipeOptions
-from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind
+from lightning_roundpipe.planning import Machine
 from lightning_roundpipe.reporting import host_report
-from lightning_roundpipe.reporting.host_report import HostReport
 
 HOST = torch.device("cpu")
 GIB = 2**30
@@ -80,60 +78,6 @@ def test_the_defaults_of_a_link_are_a_gpu_s() -> None:
 def test_impossible_links_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"VirtualLink\({field}={value!r}\): pass a number"):
         VirtualLink(**{field: value})
-
-
-COSTS = CostProfile(tuple(CallCost(f"call {i}", 1.0, 2.0, input_bytes=1000) for i in range(2)))
-STAGES = Partition(
-    2, (Stage(0, StageKind.FORWARD, 0, 1), Stage(1, StageKind.FUSED, 1, 2), Stage(2, StageKind.BACKWARD, 0, 1))
-)
-
-
-class Free:
-    """A host with so much memory left."""
-
-    def __init__(self, num_bytes: int | None) -> None:
-        self.num_bytes = num_bytes
-
-    def __call__(self) -> int | None:
-        return self.num_bytes
-
-
-def make_report(free: Free) -> HostReport:
-    """Weights of 440 bytes, which are there already, gradients and AdamW state of 1320, which are not."""
-    model = nn.Linear(10, 10)
-    return HostReport(model, [torch.optim.AdamW(model.parameters())], free)
-
-
-def test_the_host_is_checked_before_it_is_filled(recwarn: pytest.WarningsRecorder) -> None:
-    make_report(Free(1320)).check()
-    make_report(Free(None)).check()
-    assert not recwarn
-    with pytest.warns(UserWarning, match=r"may need 1\.72 KiB \(optimizer state 880 B, weights 440 B, gradients 440 B"):
-        make_report(Free(1319)).check()
-
-
-def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.WarningsRecorder) -> None:
-    report = make_report(Free(1320 + 5 * 2000))
-    report.check()
-    report.note_plan(STAGES, COSTS, 5, 8)
-    assert not recwarn
-    with pytest.warns(UserWarning, match="activations 11.7 KiB.* still to be allocated, and 11.1 KiB are available"):
-        report.note_plan(STAGES, COSTS, 6, 8)
-    before = len(recwarn)
-    report.note_plan(STAGES, COSTS, 7, 8)  # once is enough
-    assert len(recwarn) == before
-
-
-def test_what_the_host_needs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    report = make_report(Free(0))
-    with caplog.at_level("INFO"):
-        report.note_step(working_copies=220)
-        report.note_step(working_copies=220)
-    (message,) = [record.message for record in caplog.records if "on the host" in record.message]
-    assert message == (
-        "this run needs up to 1.93 KiB (optimizer state 880 B, weights 440 B, gradients 440 B, working copies 220 B) "
-        "on the host"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,12 +202,6 @@ def test_enough_memory_changes_nothing(train: Any) -> None:
     assert_equal_runs(ours, train(Watched(), None, 4))
 
 
-def test_a_given_number_is_doubled_with_a_warning(train: Any) -> None:
-    with pytest.warns(UserWarning, match="with 4 micro-batches per batch, and is run again with 8"):
-        ours = train(Watched(), FITS_4_ROWS, 4)
-    assert_equal_runs(ours, train(Watched(), None, 8))
-
-
 def test_gradients_that_wait_are_not_lost(train: Any) -> None:
     """A later, larger batch does not fit: gradients accumulated before it, momentum and metrics must survive."""
     batches = [range(16), range(26, 90), range(64, 80), range(70, 90)]
@@ -277,18 +215,6 @@ def test_gradients_that_wait_are_not_lost(train: Any) -> None:
     reference.roundpipe_split_batch = lambda batch, num: split_batch(batch, next(counts)).microbatches
     # The step that was run again has recorded its first micro-batch, whose gradient is added to that of the others.
     assert_equal_runs(ours, train(reference, None, 4, loaders[1], **settings), rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("norm", "num_microbatches", "why"),
-    [(True, 4, "the statistics of batch norm depend on it"), (False, 1, "the loss may depend on all rows")],
-)
-def test_a_number_that_decides_about_results_is_kept(train: Any, norm: bool, num_microbatches: int, why: str) -> None:
-    module = Watched(norm)
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(TOO_LITTLE, match=rf"does not fit on the devices with {num_microbatches} micro-batch.*{why}"):
-        train(module, FITS_4_ROWS, num_microbatches)
-    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_training_goes_on_after_the_error(train: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -20,10 +20,10 @@ from ..reporting.host_report import HostReport
 
 
 def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) -> DevicePool:
-    """The workers on ``torch_devices``, as ``options`` want them.
+    """The devices on ``torch_devices``, as ``options`` want them.
 
     Raises:
-        ValueError: for devices that cannot be workers.
+        ValueError: for devices that cannot be used.
     """
     limit = options.device_memory_bytes
     if limit is not None and not options.virtual_copies and any(device.type == "cpu" for device in torch_devices):
@@ -54,21 +54,19 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
     )
 
 
-def make_engine(
-    root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: Callable[[], HostReport | None]
-) -> Engine:
+def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: HostReport | None) -> Engine:
     """The engine that trains ``root`` on ``pool``.
 
     Args:
-        report: gives who wants to know of plans for training.
+        report: that is to know of plans for training.
     """
     machine, round_size = machine_of(pool, options), options.round_size_for(len(pool))
 
     def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
         search = plan_training if training else plan_evaluation
         partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
-        if training and (reporter := report()) is not None:
-            reporter.note_plan(partition, costs, num_microbatches, round_size)
+        if training and report is not None:
+            report.note_plan(partition, costs, num_microbatches, round_size)
         return partition
 
     num_threads = options.threads_per_device

@@ -138,7 +138,7 @@ STYLES: dict[str, tuple[Callable[[int], Any], Any, Loss]] = {
 @pytest.mark.parametrize("batch_size", [2, 3, 4])
 @pytest.mark.parametrize("style", STYLES)
 def test_a_style_trains_as_in_plain_lightning_or_is_refused(
-    small: Any, fit_both: Any, assert_same_training: Any, style: str, batch_size: int
+    small: Any, fit_alike: Any, style: str, batch_size: int
 ) -> None:
     """Batches as large as a sample has boxes, channels or columns are the ones that can be mistaken."""
     sample, collate, loss = STYLES[style]
@@ -149,8 +149,7 @@ def test_a_style_trains_as_in_plain_lightning_or_is_refused(
 
     data = [sample(index) for index in range(2 * batch_size + 1)]
     loader: Any = DataLoader(data, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
-    plain, ours = fit_both(Learns, loader)
-    assert_same_training(plain, ours)
+    fit_alike(Learns, loader)
 
 
 def graphs(samples: list[Any]) -> Any:
@@ -175,34 +174,6 @@ REFUSED: dict[str, tuple[DataLoader[Any], str]] = {
             collate_fn=lambda s: torch.utils.data.default_collate(s),
         ),  # type: ignore[arg-type]
         r"one entry per sample \(batch\['size'\], a list of 2 entries\)",
-    ),
-    "points of clouds": (
-        DataLoader(
-            [(vectors(i, 5), vectors(i, 7)) for i in range(4)],
-            batch_size=2,
-            collate_fn=lambda s: tuple(torch.cat(c) for c in zip(*s, strict=True)),
-        ),  # type: ignore[arg-type]
-        r"batch\[1\] of shape \(14, 6\) does not fit",
-    ),
-    "edges": (
-        DataLoader(
-            [torch.randint(9, (2, 5)) for _ in range(8)],
-            batch_size=4,
-            collate_fn=lambda s: torch.cat(s, 1),
-        ),  # type: ignore[arg-type]
-        r"4 samples per batch, but batch of shape \(2, 20\) has 2 rows",
-    ),
-    "time first": (
-        DataLoader([vectors(i, 5) for i in range(8)], batch_size=4, collate_fn=lambda s: torch.stack(s, 1)),  # type: ignore[arg-type]
-        r"4 samples per batch, but batch of shape \(5, 4, 6\) has 5 rows",
-    ),
-    "two columns or two samples": (
-        DataLoader(
-            [(vectors(i), vectors(i)) for i in range(8)],
-            batch_size=2,
-            collate_fn=lambda s: [torch.stack(c) for c in zip(*s, strict=True)],
-        ),  # type: ignore[arg-type]
-        "one entry per sample .*or all samples in every entry",
     ),
 }
 
@@ -268,9 +239,8 @@ def packed_loader(lengths: list[int], batch_size: int) -> Any:
 LENGTHS = [5, 3, 7, 2, 4, 6, 3, 8]
 
 
-def test_packed_rows_run_whole_with_one_warning(fit_both: Any, assert_same_training: Any, recwarn: Any) -> None:
-    plain, ours = fit_both(Packed, packed_loader(LENGTHS, 4), max_epochs=2)
-    assert_same_training(plain, ours)
+def test_packed_rows_run_whole_with_one_warning(fit_alike: Any, recwarn: Any) -> None:
+    fit_alike(Packed, packed_loader(LENGTHS, 4), max_epochs=2)
     said = [str(w.message) for w in recwarn.list if "packed sequences" in str(w.message)]
     assert len(said) == 1
     assert "one row of 4 packed sequences" in said[0]
@@ -278,12 +248,9 @@ def test_packed_rows_run_whole_with_one_warning(fit_both: Any, assert_same_train
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 3, 8])
-def test_packed_rows_are_cut_between_sequences(
-    fit_both: Any, assert_same_training: Any, assert_alike: Any, num_microbatches: int
-) -> None:
+def test_packed_rows_are_cut_between_sequences(fit_alike: Any, assert_alike: Any, num_microbatches: int) -> None:
     ours_only = {"num_microbatches": num_microbatches, "options": {"split_batch": "packed"}}
-    plain, ours = fit_both(Packed, packed_loader(LENGTHS, 4), ours=ours_only)
-    assert_same_training(plain, ours)
+    plain, ours = fit_alike(Packed, packed_loader(LENGTHS, 4), ours=ours_only)
     assert_alike(ours.module.losses, plain.module.losses)
     assert len(plain.module.losses) == 2
 
@@ -313,7 +280,7 @@ def test_parts_of_a_packed_row_are_what_the_collator_makes_of_their_sequences(le
 @pytest.mark.parametrize("shape", [(3,), (1, 3)])
 @pytest.mark.parametrize("split", [None, "packed"])
 def test_boundaries_may_have_a_dimension_for_the_batch(
-    small: Any, fit_both: Any, assert_same_training: Any, shape: tuple[int, ...], split: Any
+    small: Any, fit_alike: Any, shape: tuple[int, ...], split: Any
 ) -> None:
     """And without labels every token weighs."""
 
@@ -328,8 +295,7 @@ def test_boundaries_may_have_a_dimension_for_the_batch(
         "cu_seqlens": torch.tensor([0, 7, 9]).reshape(shape),
     }
     loader: Any = DataLoader([batch] * 2, batch_size=None)  # type: ignore[arg-type]
-    plain, ours = fit_both(Learns, loader, ours={"options": {"split_batch": split}})
-    assert_same_training(plain, ours)
+    fit_alike(Learns, loader, ours={"options": {"split_batch": split}})
 
 
 def test_a_label_that_crosses_a_cut_is_refused(make_trainer: Any) -> None:
@@ -455,9 +421,7 @@ def test_a_transfer_hook_that_keeps_the_layout_keeps_the_reading(
     assert_same_training(plain, ours)
 
 
-def test_a_transfer_hook_may_change_what_the_collate_function_made(
-    small: Any, fit_both: Any, assert_same_training: Any
-) -> None:
+def test_a_transfer_hook_may_change_what_the_collate_function_made(small: Any, fit_alike: Any) -> None:
     class Stacks(small):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return {"x": list(batch[0]), "y": batch[1]}
@@ -465,8 +429,7 @@ def test_a_transfer_hook_may_change_what_the_collate_function_made(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((torch.stack(batch["x"]), batch["y"]))
 
-    plain, ours = fit_both(Stacks)
-    assert_same_training(plain, ours)
+    fit_alike(Stacks)
 
 
 @pytest.mark.parametrize("given", ["rows", 3])

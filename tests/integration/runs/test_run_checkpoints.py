@@ -9,10 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 
 
 class SavesAt(L.Callback):
@@ -196,91 +195,6 @@ def test_checkpoint_files_have_plain_keys(small: Any, make_trainer: Any, make_lo
     loaded = small.load_from_checkpoint(tmp_path / "roundpipe.ckpt")
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, files["roundpipe"]["state_dict"][name])
-
-
-@compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
-def test_checkpoint_hooks_of_the_module(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    class Hooks(small):
-        note = "unset"
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["note"] = "saved"
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.note = checkpoint["note"]
-
-    trainer = make_trainer()
-    trainer.fit(Hooks(), make_loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    module = Hooks()
-    make_trainer(max_epochs=2).fit(module, make_loader(), ckpt_path=tmp_path / "a.ckpt")
-    assert module.note == "saved"
-
-
-@compat("Callback", "ModelCheckpoint")
-@compat("Trainer argument", "enable_checkpointing")
-def test_model_checkpoint_keeps_what_plain_keeps(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
-) -> None:
-    class Logs(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    found = {}
-    for kind in ("plain", "roundpipe"):
-        folder = tmp_path / kind
-        best = ModelCheckpoint(folder, "best-{epoch}", monitor="val", save_top_k=2, save_last=True)
-        steps = ModelCheckpoint(folder, "step-{step}", every_n_train_steps=2, save_top_k=-1)
-        trainer = make_trainer(kind, max_epochs=3, enable_checkpointing=True, callbacks=[best, steps])
-        trainer.fit(Logs(), make_loader(), make_loader(10, 4))
-        names = sorted(path.name for path in folder.iterdir())
-        found[kind] = (names, Path(best.best_model_path).name, float(best.best_model_score))
-        again = make_trainer(kind).validate(Logs(), make_loader(10, 4), ckpt_path=best.best_model_path, verbose=False)
-        assert again[0]["val"] == pytest.approx(float(best.best_model_score), rel=1e-5)
-    assert len(found["plain"][0]) == 7
-    assert found["roundpipe"][:2] == found["plain"][:2]
-    assert found["roundpipe"][2] == pytest.approx(found["plain"][2], rel=1e-4)
-
-
-@compat("Callback", "EarlyStopping")
-def test_early_stopping_stops_where_plain_stops(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Worsens(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch) + 10.0 * max(0, self.current_epoch - 2))
-
-    epochs = []
-    for kind in ("plain", "roundpipe"):
-        trainer = make_trainer(kind, max_epochs=10, callbacks=[EarlyStopping("val", patience=1)])
-        trainer.fit(Worsens(), make_loader(), make_loader(10, 4))
-        epochs.append((trainer.current_epoch, trainer.global_step))
-    assert epochs[0] == epochs[1]
-    assert epochs[0][0] < 10
-
-
-def test_stopping_from_inside_a_step(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    class Stops(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1:
-                self.trainer.should_stop = True
-            return self.loss(batch)
-
-    plain, ours = fit_both(Stops, max_epochs=5)
-    assert plain.trainer.global_step == 2
-    assert_same_training(plain, ours)
-
-
-@compat("Callback", "StochasticWeightAveraging")
-def test_weight_averaging_callback(small: Any, fit_both: Any, make_loader: Any, assert_alike: Any) -> None:
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-
-    runs = fit_both(small, max_epochs=4, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=2)])
-    plain, ours = (dict(run.module.state_dict()) for run in runs)
-    assert_alike(ours, plain)
 
 
 class Remembers(L.Callback):

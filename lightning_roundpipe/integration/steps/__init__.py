@@ -1,0 +1,8 @@
+"""What happens in a step around the engine; :mod:`run` puts it together, :mod:`user_step` is what micro-batches call.
+
+- :mod:`log_merging`, :mod:`metrics`: what micro-batches log, once and with the value of the whole batch.
+- :mod:`loss`, :mod:`manual`: the loss with the gradients behind it; manual optimization.
+- :mod:`retry`, :mod:`step_state`: a step that does not fit is put back, and run with smaller micro-batches.
+- :mod:`misuse`, :mod:`hints`, :mod:`notices`: mistakes that are refused, what users should know, said once per run.
+- :mod:`modules`: the modules that steps treat in a way of their own.
+"""

@@ -1,0 +1,183 @@
+"""``self.log`` calls of M micro-batches become one call with the value of the whole batch.
+
+[Note: held logs]
+All ways to log end in the ``log`` of Lightning's collection of results: ``self.log`` and ``log_dict``, ``log`` of
+callbacks, ``super().log``, and bound methods that code was given before the step. So that is what is held back. By then
+Lightning has checked the value and made a tensor of it, on the thread and the line of the user. What it checks later,
+when the call is replayed, gets a note that says where the call was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+
+from ...common.attributes import attribute_set
+from ...usercode.lock import current
+from ...usercode.outputs import brought_home
+from .metrics import StepMetrics
+
+_LIGHTNING_FILE = LightningModule.log.__code__.co_filename
+
+
+@dataclass
+class _LogCall:
+    index: int  # of the micro-batch
+    fx: str
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+    place: str
+
+
+class LogCapture:
+    """Holds back what micro-batch threads log, and logs it once; see [Note: held logs].
+
+    Lightning's logging is not thread-safe, and M calls would count M times. A replayed call has the arguments of the
+    first micro-batch that made it; its value is the mean over the micro-batches weighted like the loss (or by the
+    ``batch_size`` given to the calls), or their sum, minimum or maximum where ``reduce_fx`` says so. ``Metric``
+    objects are logged as themselves. What the recomputation of a unit logs has been logged by its forward.
+    """
+
+    def __init__(self, root: LightningModule, num_microbatches: int, metrics: StepMetrics) -> None:
+        self._results = root.trainer._results  # None while predicting: there ``log`` raises
+        self._metrics = metrics
+        self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, what is logged on micro-batch threads is held back."""
+        results = self._results
+        log = contextlib.nullcontext() if results is None else attribute_set(results, "log", self._capture(results.log))
+        with log, self._metrics.following(len(self._calls)):
+            yield
+
+    def _capture(self, original: Callable[..., None]) -> Callable[..., None]:
+        def log(fx: str, name: str, value: Any, **kwargs: Any) -> None:
+            state = current()
+            if state is None:
+                original(fx, name, value, **kwargs)
+            elif not state.is_recomputing:
+                self._calls[state.index].append(_LogCall(state.index, fx, name, value, kwargs, _place_of_call()))
+
+        return log
+
+    def replay(self, weights: Sequence[float], sizes: Sequence[int], batch_size: int | None) -> None:
+        """Makes the merged calls, on the thread that Lightning expects them on.
+
+        Args:
+            batch_size: rows of the whole batch, for calls that give none; None leaves it to Lightning.
+        """
+        for group in self._grouped():
+            assert self._results is not None
+            first, kwargs = group[0], dict(group[0].kwargs)
+            if len(self._calls) == 1:
+                merged = brought_home(first.value)
+            else:
+                if isinstance(first.value, Metric):
+                    self._metrics.show_batch_value(first.value)
+                given = [call.kwargs["batch_size"] for call in group if call.kwargs.get("batch_size") is not None]
+                own = [weights[call.index] for call in group]
+                if len(given) == len(group) and not _is_of_the_batch(given, sizes, batch_size):
+                    kwargs["batch_size"] = sum(given)
+                    own = [float(size) for size in given]
+                elif len(given) < len(group):
+                    kwargs["batch_size"] = batch_size
+                    self._warn_of_count(group, weights, batch_size)
+                merged = _merge(group, own)
+            try:
+                self._results.log(first.fx, first.name, merged, **kwargs)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"{first.name!r} was logged in {first.place}")
+                raise
+
+    def _warn_of_count(self, group: list[_LogCall], weights: Sequence[float], batch_size: int | None) -> None:
+        """A count is logged as the mean of the counts of the micro-batches; said once, when the name is new."""
+        name, values = group[0].name, [call.value for call in group]
+        if _reduction_of(group[0]) != "mean" or not all(isinstance(value, Tensor) for value in values):
+            return
+        assert self._results is not None
+        if any(result.meta.name == name for result in self._results.values()):
+            return
+        counts = [float(value) for value in values]  # of new names only: on a GPU this waits
+        if not all(count.is_integer() for count in counts) or max(counts) <= 1.0:
+            return
+        rows = [round(weights[call.index] * (batch_size or 0)) for call in group]
+        if len(set(counts)) > 1 or counts == rows:
+            shown = ", ".join(f"{count:.0f}" for count in counts)
+            rank_zero_warn(
+                f"{name!r}, logged in {group[0].place}, looks like a count: the micro-batches logged {shown}, and "
+                "the mean of that is shown. If it is a count, log it with reduce_fx='sum', which Lightning also "
+                "applies over the steps of an epoch."
+            )
+
+    def _grouped(self) -> list[list[_LogCall]]:
+        """Calls that belong together: the n-th call with a name in every micro-batch; in order of appearance."""
+        groups: dict[tuple[str, int], list[_LogCall]] = {}
+        for calls in self._calls:
+            seen: dict[str, int] = {}
+            for call in calls:
+                seen[call.name] = seen.get(call.name, 0) + 1
+                groups.setdefault((call.name, seen[call.name]), []).append(call)
+        return list(groups.values())
+
+
+def _is_of_the_batch(given: Sequence[int], sizes: Sequence[int], batch_size: int | None) -> bool:
+    """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows."""
+    if batch_size is None or len(set(given)) > 1:
+        return False
+    return given[0] >= batch_size > max(sizes) or given[0] == 1 < max(sizes)
+
+
+def _place_of_call() -> str:
+    """Where the user logs: the innermost line outside Lightning and this file."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == _LIGHTNING_FILE:
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _merge(group: list[_LogCall], weights: Sequence[float]) -> Any:
+    values = [call.value for call in group]
+    if not all(isinstance(value, Tensor) for value in values):
+        return brought_home(values[0])
+    stacked = torch.stack([_on_host(value) for value in values])
+    how = _reduction_of(group[0])
+    if how == "mean":
+        return weighted_mean(stacked, weights)
+    merge: Callable[[Tensor], Tensor] = getattr(torch, {"min": "amin", "max": "amax"}.get(how, how))
+    return merge(stacked)
+
+
+def _reduction_of(call: _LogCall) -> str:
+    """``"sum"``, ``"min"``, ``"max"``, or ``"mean"`` for anything else: Lightning refuses what it does not know."""
+    how = call.kwargs["reduce_fx"]
+    how = how.lower() if isinstance(how, str) else getattr(how, "__name__", "mean")
+    return how if how in ("sum", "min", "max") else "mean"
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """In the dtype in which Lightning accumulates: float32, or float64 if the value or the default dtype is that."""
+    if value.dtype == torch.float64 or (not value.is_floating_point() and torch.get_default_dtype() == torch.float64):
+        return value.to("cpu", torch.float64)
+    return value.to("cpu", torch.float32)
+
+
+def weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Mean of ``values`` (shape ``[M]``); a weight of zero leaves its value out, even if it is NaN."""
+    used = [i for i, weight in enumerate(weights) if weight != 0.0] or list(range(len(weights)))
+    if (values[used] == values[used[0]]).all():
+        return values[used[0]]  # a rate or an index stays what it is, to the last digit
+    share = torch.tensor([weights[i] or 1.0 for i in used], dtype=torch.float64)
+    return ((values[used] * share).sum() / share.sum()).to(values.dtype)

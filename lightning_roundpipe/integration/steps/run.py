@@ -1,0 +1,170 @@
+"""The steps of one run of the Trainer: from the batch to what the step returns, by way of the engine.
+
+::
+
+    training_step(batch)       split the batch                                    batches/
+                               run the user's step on every micro-batch           engine.run
+                                 hold back what it logs                           log_merging
+                                 refuse mistakes                                  misuse
+                                 manual optimization: meet                        manual
+                               again with more micro-batches, if it does not fit  retry
+                               log once, give the batch back its entries
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...devices.pool import DevicePool
+from ...engine.requests import StepRequest, StepResult
+from ...engine.runner import Engine
+from ...options import RoundPipeOptions
+from ...reporting.host_report import HostReport
+from ...reporting.tracing import Recordings
+from ..batches.microbatches import merge_outputs
+from ..batches.splitting import Batches, BatchSplitter
+from ..checks import check_modes
+from ..huggingface import training_settings
+from ..overlap import OptimizerOverlap
+from ..pool import make_engine
+from .log_merging import LogCapture
+from .loss import loss_of
+from .manual import ManualOptimization
+from .metrics import StepMetrics
+from .misuse import StepGuard
+from .modules import ModuleScan
+from .notices import Notices
+from .retry import Retry
+from .user_step import UserStep, seed_of_step
+
+
+class Steps:
+    """Runs the steps of one run; everything here ends with it.
+
+    Args:
+        updates: of the optimizers, which steps wait for where they need to.
+        report: what a training needs on the host; None where there is none.
+        is_trial: whether Lightning is trying a batch size at the moment.
+
+    Attributes:
+        manual: manual optimization of the training step that runs, if it has any.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pool: DevicePool,
+        options: RoundPipeOptions,
+        *,
+        updates: OptimizerOverlap,
+        recordings: Recordings,
+        report: HostReport | None,
+        autocast_device: str,
+        is_trial: Callable[[], bool],
+    ) -> None:
+        self._module = module
+        self._updates = updates
+        self._recordings = recordings
+        self._autocast_device = autocast_device
+        self._scan = ModuleScan(module)
+        notices = Notices()
+        self.report = report
+        self.engine: Engine = make_engine(module, pool, options, report)
+        self._splitter = BatchSplitter(module, options, self._scan, notices)
+        self._guard = StepGuard(module, options, pool, self._scan, notices)
+        self._metrics = StepMetrics(self._scan)
+        self._retry = Retry(
+            self._scan,
+            options.microbatches_for(len(pool)),
+            is_auto=options.num_microbatches == "auto",
+            devices=None if pool.memory_limit is None else [device.torch_device for device in pool.devices],
+            forget=self.engine.forget,
+            costs=self.engine.costs,
+            is_trial=is_trial,
+        )
+        self.manual: ManualOptimization | None = None
+
+    def arrives(self, batch: Any) -> None:
+        """A loader has given ``batch``; hooks of the user may change it before the step gets it."""
+        self._splitter.arrives(batch)
+
+    def close(self) -> None:
+        """The run has ended: the threads of the engine do, too."""
+        self.engine.close()
+
+    def run(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_scale: float = 1.0
+    ) -> tuple[Batches, StepResult]:
+        """Runs the user's step on every micro-batch of a batch, and logs what they have logged.
+
+        Args:
+            args, kwargs: that Lightning gives it, the batch first.
+            loss_scale: by which gradients are multiplied.
+
+        Raises:
+            MisconfigurationException: if the precision plugin's context is a mode that micro-batches would not see.
+        """
+        check_modes()
+        self._updates.check()
+        self._scan.refresh()
+        step = UserStep(getattr(self._module, name), args, kwargs)
+        with contextlib.ExitStack() as training:
+            if name == "training_step":
+                training.enter_context(training_settings(self._scan))
+                training.enter_context(self._updates.computing(self._module))
+            batches, (logs, result) = self._retry.run(
+                name,
+                step.batch,
+                self._splitter.of(name, step.batch, step.rest),
+                lambda batches: self._attempt(name, step, batches, loss_scale),
+            )
+            batches.bring_back(step.batch)
+            logs.replay(batches.weights, batches.sizes, batches.batch_size)
+            if name == "training_step" and self.report is not None:
+                self.report.note_step(self.engine.working_copies.expected_bytes)
+            step.end()
+        return batches, result
+
+    def _attempt(
+        self, name: str, call: Callable[[Any], Any], batches: Batches, loss_scale: float
+    ) -> tuple[LogCapture, StepResult]:
+        """Runs the step on these micro-batches; what they log is held back."""
+        logs = LogCapture(self._module, len(batches.microbatches), self._metrics)
+        is_training = name == "training_step"
+        is_manual = is_training and not self._module.automatic_optimization
+        barriers = self._barriers(batches) if is_manual else contextlib.nullcontext()
+        with logs.capturing(), self._guard.watching(name, batches), barriers:
+            request = StepRequest(
+                function=self._guard.followed(name, call),
+                microbatches=batches.microbatches,
+                weights=[weight * loss_scale for weight in batches.loss_weights],
+                key=name,
+                seed=seed_of_step(self._module.trainer, name),
+                loss_of=loss_of if is_training and not is_manual else None,
+                merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
+                autocast_device=self._autocast_device,
+                meets=is_manual,
+            )
+            result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
+            if request.loss_of is not None:
+                self._guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
+        return logs, result
+
+    @contextlib.contextmanager
+    def _barriers(self, batches: Batches) -> Iterator[None]:
+        """Around a step with manual optimization."""
+
+        def holding() -> contextlib.AbstractContextManager[None]:
+            self._retry.forbid("manual_backward or an optimizer has been called in it already")
+            return self._guard.allowed()
+
+        self.manual = ManualOptimization(self._module, self._scan, batches, holding, self._updates.wait)
+        try:
+            with self.manual.followed():
+                yield
+        finally:
+            self.manual = None

@@ -1,0 +1,132 @@
+"""The state before a step, so that the step can be run again: [Note: steps that do not fit] in
+:mod:`retry`.
+
+Weights, gradients, optimizer state and attributes are not in it: the engine gives them back as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from ...common.fingerprints import Versions, version_of
+from ...common.sizes import num_bytes_of
+from ...common.trees import mapped, tensors_in
+from .modules import ModuleScan
+
+# Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
+_MAX_COPIED_BYTES = 2**20
+
+
+class StepState:
+    """What a step may change before it fails.
+
+    Args:
+        devices: whose generators user code may draw from.
+        written: names of the buffers that steps have written, which are copied whatever their size.
+
+    Attributes:
+        batch: with containers of its own: user code may take entries out of the one that was given.
+    """
+
+    def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device], written: set[str]) -> None:
+        self.batch = mapped(batch, anew=object)
+        self._written = written
+        self._buffers = [_Buffer(*found, written) for found in scan.buffers()]
+        self._weights = Versions(scan.parameters())
+        self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
+        self._put_back = [_metric_state(metric) for metric in scan.metrics]
+        self._put_back += _generator_states(devices)
+
+    def lost(self) -> str | None:
+        """What has changed since and cannot be put back, in words; None if everything can."""
+        for name in self._weights.written():
+            return f"the weight {name!r}"
+        if self._batch_tensors.written():
+            return "a tensor of the batch"
+        for buffer in self._buffers:
+            if buffer.has_changed() and buffer.copy is None:
+                return f"the buffer {buffer.name!r}"
+        return None
+
+    def restore(self) -> None:
+        """Puts back everything that is not :meth:`lost`."""
+        for buffer in self._buffers:
+            if buffer.copy is not None and buffer.has_changed():
+                buffer.put_back(buffer.copy)
+        for put_back in self._put_back:
+            put_back()
+
+    def note_written(self) -> None:
+        """The step has succeeded: what it has written, the next steps will write as well."""
+        self._written.update(buffer.name for buffer in self._buffers if buffer.has_changed())
+
+
+class _Buffer:
+    """A buffer before a step."""
+
+    def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor, written: set[str]) -> None:
+        self.name = name
+        self._module, self._key, self._tensor = module, key, tensor
+        self._version = version_of(tensor)
+        is_copied = name in written or num_bytes_of([tensor]) <= _MAX_COPIED_BYTES
+        self.copy = _clone(tensor) if is_copied else None
+
+    def has_changed(self) -> bool:
+        """Whether it is another tensor now, or was written in place."""
+        return self._module._buffers.get(self._key) is not self._tensor or version_of(self._tensor) != self._version
+
+    def put_back(self, values: Tensor) -> None:
+        """The same tensor again, with these values."""
+        self._module._buffers[self._key] = self._tensor
+        if version_of(self._tensor) != self._version:
+            with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
+                self._tensor.copy_(values)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy for the same modes: evaluation in inference mode must not leave its tensors to training."""
+    with torch.inference_mode(tensor.is_inference()):
+        return tensor.detach().clone()
+
+
+def _metric_state(metric: Metric) -> Callable[[], None]:
+    """Puts back what updates change: the states (tensors in place, lists by appending) and counters beside them."""
+
+    names = list(metric._defaults)
+
+    def states(values: dict[str, Any]) -> dict[str, Any]:
+        own = ((name, values[name]) for name in names)
+        return {name: _clone(value) if isinstance(value, Tensor) else list(value) for name, value in own}
+
+    before = {**metric.__dict__, **states(metric.__dict__)}
+
+    def put_back() -> None:
+        metric.__dict__.clear()
+        metric.__dict__.update({**before, **states(before)})  # the step may fail once more
+
+    return put_back
+
+
+def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None]]:
+    """Generators that user code may draw from. The engine itself restores torch's generator of the host."""
+    python = random.getstate()
+    states: list[Callable[[], None]] = [lambda: random.setstate(python)]
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        states.append(lambda: numpy.random.set_state(state))
+    for device in {device for device in devices if device.type == "cuda"}:
+        states.append(_restorer_of(device))
+    return states
+
+
+def _restorer_of(device: torch.device) -> Callable[[], None]:
+    state = torch.cuda.get_rng_state(device)
+    return lambda: torch.cuda.set_rng_state(state, device)
