@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.autograd.randomness import device_generator_seeded
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
@@ -190,37 +187,3 @@ def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch
     driver = CudaDriver()
     assert driver.page_lock(4096, 100) == 0
     driver.page_unlock(4096)
-
-
-def test_devices_of_a_gpu_draw_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share the generator of the GPU: a seed in the middle of another unit would change its numbers."""
-    generators = {0: torch.Generator(), 1: torch.Generator()}
-    fake = SimpleNamespace(
-        default_generators=generators,
-        get_rng_state=lambda device: generators[device.index].get_state(),
-        set_rng_state=lambda state, device: generators[device.index].set_state(state),
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
-    before = generators[0].get_state()
-    drawn: dict[int, Tensor] = {}
-
-    def draw(seed: int, ordinal: int) -> None:
-        with device_generator_seeded(torch.device("cuda", ordinal), seed):
-            is_in.release()
-            assert may_go_on.acquire(timeout=JOIN_S)
-            drawn[seed] = torch.rand(3, generator=generators[ordinal])
-
-    is_in, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
-    threads = [threading.Thread(target=draw, args=(seed, ordinal)) for seed, ordinal in ((1, 0), (2, 0), (3, 1))]
-    for thread in threads:
-        thread.start()
-    assert is_in.acquire(timeout=JOIN_S)
-    assert is_in.acquire(timeout=JOIN_S), "the other GPU's unit waits as well"
-    assert not is_in.acquire(blocking=False), "two units draw from one generator"
-    may_go_on.release(3)
-    for thread in threads:
-        thread.join(JOIN_S)
-    for seed, values in drawn.items():
-        assert torch.equal(values, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
-    assert len(drawn) == 3
-    assert torch.equal(generators[0].get_state(), before)
