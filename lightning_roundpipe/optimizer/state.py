@@ -1,4 +1,4 @@
-"""State of an optimizer with updates behind the pipeline; see [Note: pending weights] in :mod:`weights.pending`."""
+"""State of an optimizer with updates behind the pipeline; see [Note: parameter futures] in :mod:`weights.futures`."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ import torch
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
+from .futures import is_pending
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
 from .parameters import Attributes, Relay, Replica
-from .pending import is_pending
 from .units import Unit
 
 _NEVER = 1 << 60
@@ -88,19 +88,17 @@ class ReplicaCache:
         """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
         self._next_use[device.index] = next_use
 
-    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
-        """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
-
-        Args:
-            is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
+    def load(self, unit: Unit, device: Device) -> None:
+        """Brings the weights of ``unit`` to ``device``, or on their way, and makes room for them.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room to be made.
         """
-        replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
-        if not device.aliases_host and not self._is_there(replica):
+        self._make_loaded(self._find(unit, device, self.weights.is_low(unit)))
+
+    def _make_loaded(self, replica: Replica) -> None:
+        if not replica.device.aliases_host and not self._is_there(replica):
             replica.load(self.weights, must=True)
-        return replica
 
     def prefetch(self, unit: Unit, device: Device) -> bool:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
@@ -131,11 +129,16 @@ class ReplicaCache:
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self.load(call.unit, device, is_low=call.is_low)
+        replica = self._find(call.unit, device, call.is_low)
+        if not replica.is_active and not replica.refresh(baseline):
+            self._forget(replica)
+            replica = self._find(call.unit, device, call.is_low)
+            replica.refresh(baseline)
+        self._make_loaded(replica)
         self._num_uses += 1
         replica.last_use = self._num_uses
         if not replica.is_active:
-            replica.activate(baseline)
+            replica.activate()
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
@@ -149,13 +152,15 @@ class ReplicaCache:
         other = self._replicas.get((id(unit), device.index, not is_low))
         if other is not None and not other.is_active:
             other.unload()
-        if replica is None or (not replica.is_active and not replica.is_current()):
-            if replica is not None:
-                replica.unload()
-                self._by_device[device.index].remove(replica)
+        if replica is None:
             replica = self._replicas[key] = Replica(unit, device, self._relay, is_low=is_low)
             self._by_device[device.index].append(replica)
         return replica
+
+    def _forget(self, replica: Replica) -> None:
+        replica.unload()
+        self._by_device[replica.device.index].remove(replica)
+        del self._replicas[id(replica.unit), replica.device.index, replica.is_low]
 
     def active_on(self, device: Device) -> Iterator[Replica]:
         """Active replicas on ``device``."""

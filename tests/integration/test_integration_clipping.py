@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_roundpipe.integration import overlap
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.updates import Updates
 
 Fit = Callable[..., L.LightningModule]
@@ -21,7 +21,7 @@ Fit = Callable[..., L.LightningModule]
 @pytest.fixture(autouse=True)
 def all_updates_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     start = Updates.start
 
-    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None) -> None:
+    def noting(self: Updates, optimizer: Any, order: Any, factor: Tensor | None = None, *others: Any) -> None:
         found.append(factor)
-        start(self, optimizer, order, factor)
+        start(self, optimizer, order, factor, *others)
 
     monkeypatch.setattr(Updates, "start", noting)
     return found

@@ -23,8 +23,8 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from lightning_roundpipe.integration import overlap
-from lightning_roundpipe.optimizer import shares
-from lightning_roundpipe.weights.pending import PendingParameter
+from lightning_roundpipe.optimizer import buckets
+from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
 
@@ -33,7 +33,7 @@ from tests.support.late_updates import Late, assert_finished, copied
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """Updates of small weights overlap as well, unit by unit, as late as can be."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     return Late(monkeypatch)
 
 
@@ -55,13 +55,13 @@ def compare(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., tu
         for mode in ("off", "exact"):
             torch.manual_seed(3)
             module, own = make_module(), callbacks()
-            before = late.num_parts
+            before = late.num_buckets
             trainer = make_trainer(
                 options={**(options or {}), "optimizer_overlap": mode}, callbacks=own, plugins=plugins(), **kwargs
             )
             has_validation = getattr(type(module), "validation_step", None) is not L.LightningModule.validation_step
             trainer.fit(module, make_loader(40), make_loader(10, 4) if has_validation else None)
-            assert (late.num_parts > before) == (mode == "exact" and overlaps)
+            assert (late.num_buckets > before) == (mode == "exact" and overlaps)
             assert_finished(trainer, module)
             seen = [x.seen for x in (module, *own) if hasattr(x, "seen")]
             modules.append(module)
@@ -278,14 +278,14 @@ def test_scripted_modules_do_not_meet_weights_that_are_under_way(
     messages: list[str] = []
     monkeypatch.setattr(overlap, "rank_zero_info", messages.append)
     make_trainer(options={"optimizer_overlap": "exact"}).fit(Learns(), make_loader())
-    assert late.num_parts == 0
+    assert late.num_buckets == 0
     (message,) = messages
     assert "torch.jit.ScriptModule" in message
 
 
 def test_the_same_training_as_plain_lightning(small: Any, fit_both: Any, assert_same_training: Any, late: Late) -> None:
     plain, ours = fit_both(small, max_epochs=2)
-    assert late.num_parts > 0
+    assert late.num_buckets > 0
     assert_same_training(plain, ours)
 
 
@@ -490,7 +490,7 @@ def test_weights_are_finished_when_fit_ends_in_an_error(
         assert_finished(trainer, module)
         ends.append((copied(module.state_dict()), [copied(x.state_dict()) for x in trainer.optimizers]))
     assert_identical(ends[1], ends[0])
-    assert late.num_parts > 0
+    assert late.num_buckets > 0
 
 
 class Fails(torch.optim.SGD):
@@ -668,4 +668,4 @@ def test_small_models_update_at_once(
 
     trainer.callbacks.append(Looks())
     trainer.fit(module, make_loader())
-    assert late.num_parts == 0
+    assert late.num_buckets == 0

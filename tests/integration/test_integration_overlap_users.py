@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.integration import overlap
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.planning import CallCost, CostProfile
-from lightning_roundpipe.weights.pending import PendingParameter
+from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
 
@@ -29,7 +29,7 @@ from tests.support.late_updates import Late, assert_finished, copied
 def small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates of small weights overlap as well, unit by unit."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def compare(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., No
     ) -> None:
         found = []
         for mode in ("off", "exact"):
-            module, own, before = make_module(), callbacks(), late.num_parts
+            module, own, before = make_module(), callbacks(), late.num_buckets
             given = {**(options or {}), "optimizer_overlap": mode}
             trainer = make_trainer(options=given, callbacks=own, **kwargs)
             trainer.fit(module, make_loader(40))
-            assert (late.num_parts > before) == (mode == "exact")
+            assert (late.num_buckets > before) == (mode == "exact")
             assert_finished(trainer, module)
             states = [optimizer.state_dict() for optimizer in trainer.optimizers]
             found.append([module.state_dict(), states, [x.seen for x in (module, *own) if hasattr(x, "seen")]])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.virtual import LazyLink
 from lightning_roundpipe.integration import misuse, overlap, workers
-from lightning_roundpipe.optimizer import shares, update_part
-from lightning_roundpipe.weights import pending
+from lightning_roundpipe.optimizer import buckets
+from lightning_roundpipe.weights import futures
 from tests.support.protocol_checker import Event, ProtocolError, UnitState, following
 
 JOIN_S = 60.0
@@ -27,7 +27,7 @@ WAYS = {"aliases": False, "lazy": True}
 def every_weight_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates overlap however small they are, unit by unit; devices with copies make them when somebody waits."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     monkeypatch.setattr(workers, "TimedLink", LazyLink)
     monkeypatch.setattr(misuse, "_NUM_SAMPLED_STEPS", 0)  # looks at all weights before a step, and so waits for all
 
@@ -36,10 +36,10 @@ def leave_out_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks at a weight does not wait for its update."""
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with pending.unwaited():
+        with futures.unwaited():
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(pending.PendingParameter, "__torch_function__", classmethod(__torch_function__))
+    monkeypatch.setattr(futures.PendingParameter, "__torch_function__", classmethod(__torch_function__))
 
 
 class Held:
@@ -51,14 +51,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_held: Callable[[list[Tensor]], bool]) -> None:
         self.let_go = threading.Event()
-        step = update_part.Part.step
+        step = buckets.Bucket.step
 
         def held_step(part: Any) -> None:
             if is_held(list(part._shadows)):
                 assert self.let_go.wait(JOIN_S)
             step(part)
 
-        monkeypatch.setattr(update_part.Part, "step", held_step)
+        monkeypatch.setattr(buckets.Bucket, "step", held_step)
 
 
 class LetGo(L.Callback):

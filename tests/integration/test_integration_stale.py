@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import cuda_driver, pinned
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.reporting.host_memory import HostMemory
 from tests.support.cuda_stub import StubDriver
 
@@ -31,9 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
 
 
 @pytest.fixture
@@ -335,7 +335,7 @@ def test_snapshots_travel_to_gpus_from_page_locked_memory(
     def on_train_batch_end(*_: Any) -> None:
         # Small raw parameters do not travel as bulk, and not from page-locked memory, in any mode.
         kept = [k for w, k in trainer.strategy._overlap._stale._snapshots.items() if w is not module.scale]
-        snapshots = [tensor for k in kept for tensor in (k.front, k.back) if tensor is not None]
+        snapshots = [tensor for k in kept for tensor in k.tensors.values()]
         places.append({tensor.untyped_storage().data_ptr() for tensor in snapshots} - set(driver.locked))
 
     module.on_train_batch_end = on_train_batch_end

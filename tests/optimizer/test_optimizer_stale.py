@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates
-from lightning_roundpipe.weights.pending import PendingParameter, is_pending
+from lightning_roundpipe.weights.futures import PendingParameter, is_pending
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -27,9 +27,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     torch.set_num_threads(1)
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.state import GuardedState, unguard
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
-from lightning_roundpipe.weights.pending import PendingParameter, is_pending, unwaited
+from lightning_roundpipe.weights.futures import PendingParameter, is_pending, unwaited
 from tests.support.identical import assert_identical
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
@@ -29,9 +29,9 @@ _SHAPES = ((5, 3), (5,), (4, 5), (4,), (3, 4), (2,), ())
 
 
 @pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group of the order is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     torch.set_num_threads(1)
 
 
@@ -351,7 +351,7 @@ class WaitSpy:
     """Tells when somebody begins to wait for a share, or for all of an optimizer's updates."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_roundpipe.weights.pending import Share
+        from lightning_roundpipe.weights.futures import ParameterFuture
 
         self.waits = threading.Event()
         self.count = 0
@@ -364,7 +364,7 @@ class WaitSpy:
 
             return wait
 
-        monkeypatch.setattr(Share, "wait", watched(Share.wait))
+        monkeypatch.setattr(ParameterFuture, "wait", watched(ParameterFuture.wait))
         monkeypatch.setattr(Updates, "join", watched(Updates.join))
 
 

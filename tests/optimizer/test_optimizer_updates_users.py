@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer import updates as overlapped
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
-from lightning_roundpipe.weights import pending
-from lightning_roundpipe.weights.pending import PendingParameter, Share, is_pending
+from lightning_roundpipe.weights import futures
+from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, Training, is_pending
 from tests.optimizer.test_optimizer_updates import Held, fill_gradients, make_weights, outcome_of
 
 _TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
@@ -28,9 +28,9 @@ _PACKAGE = str(Path(overlapped.__file__).parents[1])
 
 
 @pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group of the order is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     torch.set_num_threads(1)
 
 
@@ -228,14 +228,13 @@ def test_nothing_is_updated_behind_an_error_that_has_been_told(monkeypatch: pyte
     weights = make_weights()
     fill_gradients(weights, 0)
     optimizer, updates, told = AlwaysFails(weights), Updates(1), threading.Event()
-    end = Share.end
+    fail = Training.fail
 
-    def end_and_stand_back(share: Share, **kwargs: Any) -> None:
-        end(share, **kwargs)
-        if threading.current_thread().name == "roundpipe-optimizer":
-            assert told.wait(_TIMEOUT_S)
+    def fail_and_stand_back(training: Training, *args: Any) -> None:
+        fail(training, *args)
+        assert told.wait(_TIMEOUT_S)
 
-    monkeypatch.setattr(Share, "end", end_and_stand_back)
+    monkeypatch.setattr(Training, "fail", fail_and_stand_back)
     updates.start(optimizer, one_by_one(weights))
     with pytest.raises(ZeroDivisionError, match="try 1") as first:
         weights[0].detach()
@@ -280,10 +279,11 @@ def interrupted(program: Callable[[], None], handler: Callable[[], None], line: 
 def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who would wait for ever fails."""
 
-    def wait(share: Share) -> None:
-        assert share._done.wait(_TIMEOUT_S), "waits for an update that does not end"
+    def wait(future: ParameterFuture) -> None:
+        future._update.begin_in_handler()
+        assert future._done.wait(_TIMEOUT_S), "waits for an update that does not end"
 
-    monkeypatch.setattr(Share, "_await_end", wait)
+    monkeypatch.setattr(ParameterFuture, "await_end", wait)
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: C
 # --- threads ---------------------------------------------------------------------------------------------------------
 
 
-class SlowTable(dict[int, Share]):
+class SlowTable(dict[int, ParameterFuture]):
     """The table of shares: a thread of the name "reader" is held up once, after it has looked into it."""
 
     def __init__(self, *args: Any) -> None:
@@ -383,12 +383,12 @@ class SlowTable(dict[int, Share]):
 
 def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread finds that the update of a weight is over, and sets its class when the next one has begun."""
-    table = SlowTable(pending._shares)
-    monkeypatch.setattr(pending, "_shares", table)
+    table = SlowTable(futures._futures)
+    monkeypatch.setattr(futures, "_futures", table)
     weight, moved = held.weights[0], threading.Event()
-    original = Share.wait
+    original = ParameterFuture.wait
 
-    def wait(share: Share) -> None:
+    def wait(share: ParameterFuture) -> None:
         if threading.current_thread().name == "reader":
             moved.set()
         original(share)
@@ -407,7 +407,7 @@ def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: 
     held.release()
     table.looks.set()
     assert table.looked.wait(_TIMEOUT_S)
-    monkeypatch.setattr(Share, "wait", wait)
+    monkeypatch.setattr(ParameterFuture, "wait", wait)
     held.gate.clear()
     held.updates.start(held.optimizer, held.order)
     table.goes_on.set()
@@ -442,13 +442,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 @needs_fork
 def test_a_child_finds_finished_weights(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker of a data loader that reads weights. It has no thread that could end an update."""
-    original = Share._await_end
+    original = ParameterFuture.await_end
 
-    def go_on_and_wait(share: Share) -> None:
+    def go_on_and_wait(share: ParameterFuture) -> None:
         held.gate.set()
         original(share)
 
-    monkeypatch.setattr(Share, "_await_end", go_on_and_wait)
+    monkeypatch.setattr(ParameterFuture, "await_end", go_on_and_wait)
 
     def is_finished() -> bool:
         if is_pending(held.weights):  # would wait for ever

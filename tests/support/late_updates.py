@@ -11,10 +11,10 @@ import lightning as L
 import pytest
 from torch import nn
 
+from lightning_roundpipe.optimizer.buckets import Bucket
 from lightning_roundpipe.optimizer.state import GuardedState
-from lightning_roundpipe.optimizer.update_part import Part
 from lightning_roundpipe.optimizer.updates import Updates
-from lightning_roundpipe.weights.pending import PendingParameter, Share
+from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, State
 
 _TIMEOUT_S = 60.0
 
@@ -23,37 +23,37 @@ class Late:
     """Lets updates begin when somebody waits for them, and no sooner.
 
     Attributes:
-        num_parts: shares that have been updated.
-        demands: the weights of the shares that somebody waited for, in order; None for all.
+        num_buckets: buckets that have been updated.
+        demands: the weights of the buckets that were waited for, in order; None for all.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_parts = 0
+        self.num_buckets = 0
         self.demands: list[list[nn.Parameter] | None] = []
         self._changed = threading.Condition()
         self._wanted: list[Callable[[], bool]] = []
-        wait_for_share, wait_for_all, step = Share.wait, Updates.join, Part.step
+        wait_for_bucket, wait_for_all, step = ParameterFuture.wait, Updates.join, Bucket.step
 
-        def wait(share: Share) -> None:
-            if not share.is_over:
-                self._demand(share.parameters, lambda: share.is_over)
-            wait_for_share(share)
+        def wait(future: ParameterFuture) -> None:
+            if future.state is State.UPDATING:
+                self._demand(future.parameters, lambda: future.state is not State.UPDATING)
+            wait_for_bucket(future)
 
         def wait_all(updates: Updates) -> None:
-            thread = updates._thread
+            thread = updates._last
             if thread is not None and thread.is_alive():
                 self._demand(None, lambda: not thread.is_alive())
             wait_for_all(updates)
 
-        def late_step(part: Part) -> None:
+        def late_step(bucket: Bucket) -> None:
             with self._changed:
                 assert self._changed.wait_for(self._is_wanted, _TIMEOUT_S)
-            self.num_parts += 1
-            step(part)
+            self.num_buckets += 1
+            step(bucket)
 
-        monkeypatch.setattr(Share, "wait", wait)
+        monkeypatch.setattr(ParameterFuture, "wait", wait)
         monkeypatch.setattr(Updates, "join", wait_all)
-        monkeypatch.setattr(Part, "step", late_step)
+        monkeypatch.setattr(Bucket, "step", late_step)
 
     def _demand(self, weights: list[nn.Parameter] | None, is_over: Callable[[], bool]) -> None:
         with self._changed:

@@ -174,15 +174,15 @@ def test_a_trainable_master_is_converted_once_per_step_into_the_same_memory() ->
     before: Any = None
     for step in range(3):
         weights.begin_step("train", training=True)
-        source, generation = weights.source(master, LOW), weights.generation(master, LOW)
-        assert generation != before
+        source, version = weights.source(master, LOW), weights.version(master, LOW)
+        assert version != before
         assert torch.equal(source, master.to(LOW))
         address = source.data_ptr()
         master.data.add_(1.0)  # leaves no trace
         assert weights.source(master, LOW).data_ptr() == address
         assert not torch.equal(source, master.to(LOW)), f"converted twice in step {step}"
-        assert weights.generation(master, LOW) == generation
-        before = generation
+        assert weights.version(master, LOW) == version
+        before = version
     assert allocate.sizes == [15]
     assert weights.host_bytes == 30
 
@@ -191,11 +191,11 @@ def test_a_frozen_master_is_converted_once_until_it_changes() -> None:
     weights = WorkingCopies()
     master = nn.Parameter(torch.randn(3), requires_grad=False)
     weights.begin_step("train", training=True)
-    source, generation = weights.source(master, LOW), weights.generation(master, LOW)
+    source, version = weights.source(master, LOW), weights.version(master, LOW)
     source.zero_()  # to see whether it is written again
     weights.begin_step("train", training=True)
     assert not weights.source(master, LOW).any()
-    assert weights.generation(master, LOW) == generation
+    assert weights.version(master, LOW) == version
     master.data.add_(1.0)  # leaves no trace but the values
     weights.begin_step("train", training=True)
     assert torch.equal(weights.source(master, LOW), master.to(LOW))
@@ -225,11 +225,11 @@ def test_a_write_without_trace_is_seen_when_another_kind_of_step_begins() -> Non
     kinds = ["train", "validate", "train"]
     for kind in kinds:
         weights.begin_step(kind, training=kind == "train")
-        before = weights.generation(master, LOW)
+        before = weights.version(master, LOW)
         weights.source(master, LOW)
         master.data.add_(1.0)
         weights.begin_step("other", training=False)
-        assert weights.generation(master, LOW) != before
+        assert weights.version(master, LOW) != before
         assert torch.equal(weights.source(master, LOW), master.to(LOW))
 
 
@@ -247,9 +247,9 @@ def test_trainable_masters_are_trusted_between_steps_without_an_update() -> None
     master = nn.Parameter(torch.randn(3))
     weights.begin_step("validate", training=False)
     assert weights.outlast_step([master])
-    generation = weights.generation(master, LOW)
+    version = weights.version(master, LOW)
     weights.begin_step("validate", training=False)
-    assert weights.generation(master, LOW) == generation
+    assert weights.version(master, LOW) == version
     weights.begin_step("train", training=True)
     assert not weights.outlast_step([master])
     assert weights.outlast_step([nn.Parameter(torch.randn(3), requires_grad=False)])
