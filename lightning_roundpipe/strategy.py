@@ -36,7 +36,7 @@ from .integration.misuse import StepGuard
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .integration.retry import Retry, make_retry
 from .integration.single_process import SingleProcessStrategy
-from .integration.user_step import UserStep, seed_of_step
+from .integration.user_step import UserStep, dropping_old_gradients, seed_of_step
 from .integration.workers import make_engine, make_pool
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
@@ -401,6 +401,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         is_manual = is_training and not self._module.automatic_optimization
         self._guard = guard = self._guard or StepGuard(self._module, self.options, self.pool)
         barriers = self._barriers(batches, guard) if is_manual else contextlib.nullcontext()
+        if is_training and not is_manual:
+            call = dropping_old_gradients(call, len(batches.microbatches), self._module.trainer)
         with logs.capturing(), guard.watching(name, batches), barriers:
             request = StepRequest(
                 function=guard.followed(name, call),
