@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,40 +168,6 @@ def test_low_working_copies_are_made_of_the_same_weights(delayed: Any, make_trai
     assert not torch.allclose(states["stale", True], states["exact", True], rtol=1e-3)
 
 
-def test_a_step_does_not_wait_for_the_last_update(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    gate = threading.Event()
-    opened: list[int] = []
-
-    class Gated(torch.optim.SGD):
-        is_separable = True
-
-        def step(self, closure: Any = None) -> Any:
-            assert gate.wait(_TIMEOUT_S)
-            return super().step(closure)
-
-    class Opens(small):
-        """The second update is held back until the next training step has been through all weights."""
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.trainer.global_step == 0:
-                gate.set()
-            elif self.trainer.global_step == 1:
-                gate.clear()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 2 and not gate.is_set():
-                opened.append(batch_idx)
-                gate.set()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return Gated(self.parameters(), lr=0.1)
-
-    make_trainer(options=STALE).fit(Opens(), make_loader())
-    assert opened == [2]
-
-
 class Looks(L.Callback):
     """Notes the weights that everybody sees between the training steps."""
 
@@ -235,26 +200,6 @@ def test_between_steps_everybody_sees_the_newest_weights(
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
-
-
-class Doubles(L.Callback):
-    """Writes a weight after every step."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            for weight in pl_module.parameters():
-                weight.mul_(1.01)
-
-
-def test_weights_that_a_callback_writes_are_computed_with_at_once(
-    delayed: Any, make_trainer: Any, make_loader: Any
-) -> None:
-    states = []
-    for overlap in ("stale", "off"):
-        module = delayed()
-        make_trainer(options={"optimizer_overlap": overlap}, callbacks=[Doubles()]).fit(module, make_loader(40, 5))
-        states.append(module.state_dict())
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 def test_a_resumed_run_begins_with_the_newest_weights(

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,31 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer import updates as overlapped
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
 from lightning_roundpipe.weights import futures
-from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, Training, is_pending
-from tests.optimizer.test_optimizer_updates import Held, fill_gradients, make_weights, outcome_of
+from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, is_pending
+from tests.support.held_updates import TIMEOUT_S, Held, fill_gradients, make_weights, outcome_of
 
-_TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
 _PACKAGE = str(Path(overlapped.__file__).parents[1])
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group of the order is a share of its own."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    """Four weights whose update has begun and does not go on."""
-    found = Held()
-    yield found
-    found.release()
 
 
 def one_by_one(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -210,42 +193,6 @@ def test_autocast_is_that_of_the_call(autocast: bool) -> None:
     assert not torch.equal(ends[0][0], make_weights()[0])
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-class AlwaysFails(Plain):
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__(weights)
-        self.tries: list[int] = []
-
-    def step(self, closure: Any = None) -> None:
-        self.tries.append(len(self.tries))
-        raise ZeroDivisionError(f"try {len(self.tries)}")
-
-
-def test_nothing_is_updated_behind_an_error_that_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who waits is told of the error before the thread comes to the next share."""
-    weights = make_weights()
-    fill_gradients(weights, 0)
-    optimizer, updates, told = AlwaysFails(weights), Updates(1), threading.Event()
-    fail = Training.fail
-
-    def fail_and_stand_back(training: Training, *args: Any) -> None:
-        fail(training, *args)
-        assert told.wait(_TIMEOUT_S)
-
-    monkeypatch.setattr(Training, "fail", fail_and_stand_back)
-    updates.start(optimizer, one_by_one(weights))
-    with pytest.raises(ZeroDivisionError, match="try 1") as first:
-        weights[0].detach()
-    told.set()
-    with pytest.raises(ZeroDivisionError, match="try 1") as second:
-        updates.wait()
-    assert first.value is second.value
-    assert optimizer.tries == [0]
-    assert not is_pending(weights)
-
-
 # --- signal handlers -------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +228,7 @@ def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait(future: ParameterFuture) -> None:
         future._update.begin_in_handler()
-        assert future._done.wait(_TIMEOUT_S), "waits for an update that does not end"
+        assert future._done.wait(TIMEOUT_S), "waits for an update that does not end"
 
     monkeypatch.setattr(ParameterFuture, "await_end", wait)
 
@@ -363,7 +310,7 @@ def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: C
 
 
 class SlowTable(dict[int, ParameterFuture]):
-    """The table of shares: a thread of the name "reader" is held up once, after it has looked into it."""
+    """The table of futures: a thread of the name "reader" is held up once, after it has looked into it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -374,10 +321,10 @@ class SlowTable(dict[int, ParameterFuture]):
         if threading.current_thread().name != "reader" or self.came.is_set():
             return super().get(key, default)
         self.came.set()
-        assert self.looks.wait(_TIMEOUT_S)
+        assert self.looks.wait(TIMEOUT_S)
         found = super().get(key, default)
         self.looked.set()
-        assert self.goes_on.wait(_TIMEOUT_S)
+        assert self.goes_on.wait(TIMEOUT_S)
         return found
 
 
@@ -388,10 +335,10 @@ def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: 
     weight, moved = held.weights[0], threading.Event()
     original = ParameterFuture.wait
 
-    def wait(share: ParameterFuture) -> None:
+    def wait(future: ParameterFuture) -> None:
         if threading.current_thread().name == "reader":
             moved.set()
-        original(share)
+        original(future)
 
     found: list[Tensor] = []
 
@@ -403,19 +350,19 @@ def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: 
 
     reader = threading.Thread(target=read, name="reader", daemon=True)
     reader.start()
-    assert table.came.wait(_TIMEOUT_S)
+    assert table.came.wait(TIMEOUT_S)
     held.release()
     table.looks.set()
-    assert table.looked.wait(_TIMEOUT_S)
+    assert table.looked.wait(TIMEOUT_S)
     monkeypatch.setattr(ParameterFuture, "wait", wait)
     held.gate.clear()
     held.updates.start(held.optimizer, held.order)
     table.goes_on.set()
-    assert moved.wait(_TIMEOUT_S)
+    assert moved.wait(TIMEOUT_S)
     assert type(weight) is PendingParameter
     assert not found
     held.release()
-    reader.join(_TIMEOUT_S)
+    reader.join(TIMEOUT_S)
     assert torch.equal(found[0], weight)
     assert not torch.equal(found[0], held.new[0])
 
@@ -444,9 +391,9 @@ def test_a_child_finds_finished_weights(held: Held, monkeypatch: pytest.MonkeyPa
     """As a worker of a data loader that reads weights. It has no thread that could end an update."""
     original = ParameterFuture.await_end
 
-    def go_on_and_wait(share: ParameterFuture) -> None:
+    def go_on_and_wait(future: ParameterFuture) -> None:
         held.gate.set()
-        original(share)
+        original(future)
 
     monkeypatch.setattr(ParameterFuture, "await_end", go_on_and_wait)
 
@@ -475,6 +422,6 @@ def test_an_update_that_forks_does_not_wait_for_itself() -> None:
     optimizer.statuses = []
     updates.start(optimizer, one_by_one(weights))
     thread, found = outcome_of(updates.wait)
-    thread.join(_TIMEOUT_S)
+    thread.join(TIMEOUT_S)
     assert found == [None]
     assert optimizer.statuses == [0] * len(weights)

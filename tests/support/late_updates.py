@@ -1,4 +1,4 @@
-"""Updates that begin only when somebody waits for them, and what is compared after trainings with them."""
+"""Updates that begin only when something waits for them, and trainings with them that are compared with plain ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import nn
 
+from lightning_roundpipe.integration import overlap
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.buckets import Bucket
 from lightning_roundpipe.optimizer.state import GuardedState
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, State
+from tests.support.identical import assert_identical
 
 _TIMEOUT_S = 60.0
 
 
 class Late:
-    """Lets updates begin when somebody waits for them, and no sooner.
+    """Lets updates begin when something waits for them, and no sooner.
 
     Attributes:
         num_buckets: buckets that have been updated.
@@ -75,3 +79,61 @@ def assert_finished(trainer: L.Trainer, module: nn.Module) -> None:
     assert not any(type(p) is PendingParameter for p in module.parameters())
     assert not any(isinstance(optimizer.state, GuardedState) for optimizer in trainer.optimizers)
     assert not any(thread.name == "roundpipe-optimizer" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of small weights overlap as well, unit by unit."""
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+
+
+@pytest.fixture
+def late(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """No update begins before something waits for it."""
+    return Late(monkeypatch)
+
+
+@pytest.fixture
+def compare_modes(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., tuple[Any, Any]]:
+    """Trains the same twice, without overlap and with it, and compares every bit of weights, optimizer state, metrics
+    and of what modules and callbacks have noted in ``seen``. Gives both modules."""
+
+    def run(
+        make_module: Callable[[], Any],
+        callbacks: Callable[[], list[Any]] = list,
+        *,
+        options: dict[str, Any] | None = None,
+        plugins: Callable[[], list[Any]] = list,
+        overlaps: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        modules, found = [], []
+        for mode in ("off", "exact"):
+            torch.manual_seed(3)
+            module, own = make_module(), callbacks()
+            before = late.num_buckets
+            trainer = make_trainer(
+                options={**(options or {}), "optimizer_overlap": mode}, callbacks=own, plugins=plugins(), **kwargs
+            )
+            has_validation = getattr(type(module), "validation_step", None) is not L.LightningModule.validation_step
+            trainer.fit(module, make_loader(40), make_loader(10, 4) if has_validation else None)
+            assert (late.num_buckets > before) == (mode == "exact" and overlaps)
+            assert_finished(trainer, module)
+            seen = [x.seen for x in (module, *own) if hasattr(x, "seen")]
+            modules.append(module)
+            found.append(
+                {
+                    "weights": module.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+                    "metrics": dict(trainer.callback_metrics),
+                    "seen": seen,
+                    "step": trainer.global_step,
+                }
+            )
+        assert_identical(found[1], found[0])
+        start = dict(make_module().state_dict())
+        assert any(not torch.equal(value, start[key]) for key, value in found[0]["weights"].items() if key in start)
+        return modules[0], modules[1]
+
+    return run
