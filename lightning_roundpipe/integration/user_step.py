@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-
 from torch import nn
 
 from ..common.seeds import derive_seed

@@ -158,8 +158,8 @@ class Bucket:
         }
 
     def _lost(self) -> str | None:
-        """What the step of somebody else's optimizer has written beside weights, gradients and their state; None if
-        nothing."""
+        """What the step of an optimizer that is not torch's has written beside weights, gradients and their state;
+        None for nothing."""
         if self._before is None:
             return None
         now = self._beside()
@@ -171,7 +171,7 @@ def _is_of_torch(optimizer: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Something that is equal as long as nobody writes ``value``."""
+    """Something that is equal as long as ``value`` is not written."""
     if isinstance(value, Tensor):
         return id(value), version_of(value)
     if isinstance(value, (list, tuple)):

@@ -19,8 +19,8 @@ step, and nothing else, runs with snapshots in the place of the data of the weig
 :mod:`weights.futures`): so units, user code and hooks all compute with the same version, however they get hold of a
 weight. The update that is under way meanwhile works on the data that was there before.
 
-Whoever writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it. The
-version of the weight tells; then a snapshot is made of it at once, which waits for its update, as in the very first
+Code that writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it.
+The version of the weight tells; then a snapshot is made of it at once, which waits for its update, as in the very first
 step. A write through ``.data`` leaves no trace in it. It is in the snapshot that the next update makes, like everything
 that happens to a weight, and so is computed with two steps later.
 """
@@ -67,7 +67,7 @@ class _Snapshots:
             self.make(self._latest, data)
 
     def make(self, version: Fingerprint, data: Tensor) -> None:
-        """Makes the snapshot of a version, in the memory of one that no step needs any more."""
+        """Makes the snapshot of a version, in memory that no step needs any more."""
         known = next((self.tensors.pop(other) for other in list(self.tensors) if other != self.used), None)
         self.tensors[version] = _filled(known, data)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """The state of an optimizer; who looks at it waits for updates that are under way."""
+    """The state of an optimizer; a look at it waits for updates that are under way."""
 
     def __init__(self, state: dict[Any, Any], wait: Callable[[], None]) -> None:
         super().__init__(dict, state)

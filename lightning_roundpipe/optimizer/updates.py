@@ -207,7 +207,7 @@ class Updates:
         return self._tied[1]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
-        """The first update of weights is over at once: the state made for them depends on the default dtype, which
+        """The first update of weights is waited for: the state made for them depends on the default dtype, which
         the next step may change for the whole process. It comes in the order in which the optimizer makes it."""
         self.wait()
         state = self.guard(optimizer)
@@ -216,7 +216,7 @@ class Updates:
         state.stateless.update(parameter for parameter in fresh if parameter not in made)
 
     def guard(self, optimizer: Optimizer) -> GuardedState:
-        """The state of ``optimizer``, such that whoever looks at it waits."""
+        """The state of ``optimizer``, such that a look at it waits."""
         state = optimizer.state
         if not isinstance(state, GuardedState):
             state = optimizer.state = GuardedState(state, self._look_at_state)

@@ -1,4 +1,4 @@
-"""Weights whose update is under way: whoever looks at one waits for it.
+"""Weights whose update is under way: code that looks at one waits for it.
 
 [Note: parameter futures]
 An optimizer step that runs behind the pipeline leaves weights that are not what they will be. Everything that looks at
@@ -76,7 +76,7 @@ class Training:
         self._lock = threading.RLock()  # a signal handler may come here while its thread is here
 
     def fail(self, error: BaseException, futures: Iterable[ParameterFuture]) -> None:
-        """On the thread of an update: whoever looks at these weights gets ``error``, if training does not know it."""
+        """On the thread of an update: a look at these weights raises ``error``, unless training knows it already."""
         with self._lock:
             self.error = error
             self._failed.extend(futures)
@@ -123,7 +123,7 @@ class ParameterFuture:
         self._done = threading.Event()
 
     def show(self) -> None:
-        """From now on whoever looks at the weights asks this future, as long as it is not ready."""
+        """From now on a look at the weights asks this future, as long as it is not ready."""
         for parameter in self.parameters:
             _futures[id(parameter)] = self
             if self.state is State.READY:
@@ -135,7 +135,7 @@ class ParameterFuture:
             del _futures[id(parameter)]
 
     def turn(self, state: State) -> None:
-        """Takes another state; who waits goes on."""
+        """Takes another state; threads that wait go on."""
         if state is self.state:
             return
         assert (self.state, state) in _LEGAL, f"from {self.state} to {state}"
@@ -208,7 +208,7 @@ class Update(threading.Thread):
             torch.set_num_threads(before)  # the thread has set what new threads would begin with
 
     def begin(self) -> None:
-        """Lets the updates begin: from now on whoever looks at the weights waits."""
+        """Lets the updates begin: from now on a look at the weights waits."""
         for future in self._futures:
             future.show()
         self._may_begin.put(True)
@@ -245,7 +245,7 @@ class Update(threading.Thread):
         if (error := self._training.error) is None:
             try:
                 work()
-            except BaseException as raised:  # must reach those who wait
+            except BaseException as raised:  # must reach the threads that wait
                 error = raised
         if error is None:
             tell("updated", future.parameters)
@@ -265,7 +265,7 @@ class PendingParameter(nn.Parameter):
     """See [Note: parameter futures]."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        """A plain parameter: ``type(weight)(tensor)`` makes one that nobody updates."""
+        """A plain parameter: ``type(weight)(tensor)`` makes one that no update knows."""
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -336,7 +336,7 @@ def unwaited() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def replaced(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """While open, the parameters have these values, and nobody waits for them; updates go on with the others."""
+    """While open, the parameters have these values, and a look at them does not wait; updates go on with the others."""
     before: dict[nn.Parameter, Tensor] = {}
     try:
         for parameter, value in values.items():

@@ -28,7 +28,7 @@ class _Queue:
 class GradientStore:
     """Gradients of master weights that have come home, on the host, in the masters' dtype and shape.
 
-    What is added up in which order does not depend on who comes first, so that sums are the same in every run.
+    What is added up in which order does not depend on what comes first, so that sums are the same in every run.
 
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.

@@ -179,7 +179,7 @@ class Replica:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it takes memory that nobody uses at the moment."""
+        """Whether it takes memory that is not in use at the moment."""
         return bool(self._copies) and not self.is_active and not self._is_loading
 
     def _wanted(self, weights: WorkingCopies, leaf: nn.Parameter) -> tuple[nn.Parameter, torch.dtype]:

@@ -10,6 +10,7 @@ from step to step that way. A call off the plan loads what it needs when it come
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,7 +79,7 @@ class ReplicaCache:
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
         self.weights = WorkingCopies()
         for device in pool.devices:
-            device.memory.evict = _Evict(self, device.index)
+            device.memory.evict = functools.partial(self._evict_for, device.index)
 
     def note_hook(self) -> None:
         """A forward hook was registered during the step: active replicas are out of date."""
@@ -188,6 +189,10 @@ class ReplicaCache:
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
 
+    def _evict_for(self, device_index: int, num_bytes: int) -> bool:
+        """What the books of a device call for room."""
+        return self.evict(device_index)
+
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""
         return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
@@ -205,17 +210,6 @@ class ReplicaCache:
         self.weights.clear()
         for row in self._by_device:
             row.clear()
-
-
-@dataclass(frozen=True)
-class _Evict:
-    """What the books of a device call for room."""
-
-    cache: ReplicaCache
-    device_index: int
-
-    def __call__(self, num_bytes: int) -> bool:
-        return self.cache.evict(self.device_index)
 
 
 class Loader:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.weights.gradients import GradientStore
 
 
@@ -48,10 +47,9 @@ class Asks(L.Callback):
 
 @pytest.fixture
 def bytes_left(
-    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
+    small: Any, make_trainer: Any, make_loader: Any, small_updates: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[float]]:
     """Trains; what was left of the old gradients in each step, as a part of all."""
-    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
 
     def run(kind: Any = None, *, callbacks: tuple[Any, ...] = (), **settings: Any) -> list[float]:
         counts = Counts(monkeypatch)

@@ -452,6 +452,6 @@ def test_units_wait_for_their_own_weights_in_the_order_of_the_forward(
     module = Learns()
     make_trainer(options={"optimizer_overlap": "exact"}, devices=1, num_microbatches=2).fit(module, make_loader(40))
     names = {p: name for name, p in module.named_parameters()}
-    asked = [[names[p] for p in share] for share in module.demanded if share is not None]
-    assert [share[0] for share in asked] == [*(f"body.{i}.0.weight" for i in range(4)), "head.weight"]
-    assert all(len(share) == 2 for share in asked)
+    asked = [[names[p] for p in bucket] for bucket in module.demanded if bucket is not None]
+    assert [bucket[0] for bucket in asked] == [*(f"body.{i}.0.weight" for i in range(4)), "head.weight"]
+    assert all(len(bucket) == 2 for bucket in asked)

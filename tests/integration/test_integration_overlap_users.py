@@ -57,44 +57,6 @@ def test_clipping_in_a_hook(small: Any, compare_modes: Any, clip_val: float | No
     compare_modes(Learns, (lambda: [Clips()]) if where == "callback" else list, gradient_clip_val=clip_val)
 
 
-class Multiplies(torch.optim.Optimizer):
-    """Autocast makes another product of its matrices."""
-
-    is_separable = True
-
-    def __init__(self, weights: Any) -> None:
-        super().__init__(weights, {"lr": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.dim() == 2 and weight.grad is not None:
-                    weight.sub_(weight.grad @ weight.grad.T @ weight.grad)
-
-
-def test_manual_optimization_under_autocast(small: Any, compare_modes: Any) -> None:
-    """There, the step of the optimizer is within the autocast of ``training_step``."""
-
-    class Learns(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.seen: list[bool] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self.seen.append(torch.is_autocast_enabled("cpu"))
-            optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return Multiplies(self.parameters())
-
-    compare_modes(Learns, precision="bf16-mixed", num_microbatches=1, devices=1)
-
-
 # --- weights in the same memory --------------------------------------------------------------------------------------
 
 

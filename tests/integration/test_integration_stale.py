@@ -16,23 +16,17 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import cuda_driver, pinned
-from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.reporting.host_memory import HostMemory
 from tests.support.cuda_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
+pytestmark = pytest.mark.usefixtures("small_updates")
 STALE = {"optimizer_overlap": "stale"}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit is a share of its own."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def outcome_of(access: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 class WaitSpy:
-    """Tells when somebody begins to wait for a share, or for all of an optimizer's updates."""
+    """Tells when something begins to wait for a bucket, or for all of an optimizer's updates."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits = threading.Event()
