@@ -46,7 +46,7 @@ class _Copies:
         versions: of the masters, see :meth:`WorkingCopies.version`.
         upload: that brings them.
         num_bytes: booked for them.
-        is_waited_for: whether the device waits for the upload.
+        is_waited_for: whether the device has been told to wait for the upload, and the leaves hold what it brings.
     """
 
     leaves: list[nn.Parameter]
@@ -208,9 +208,8 @@ class Replica:
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
         try:
-            flags = {
-                leaf: master.requires_grad for leaf, (master, _) in missing.items()
-            }  # once: user code may switch them
+            # Once: user code may switch them.
+            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
@@ -263,9 +262,10 @@ class Replica:
                 if leaf.dtype is not master.dtype or not leaf.is_set_to(master):
                     leaf.data = master.data
         for copies in self._copies:
-            for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
-                leaf.data = data
-            copies.is_waited_for = True
+            if not copies.is_waited_for:
+                for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
+                    leaf.data = data
+                copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
         tell("activate", self.leaves.values(), self.unit.name, self)
