@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_roundpipe.optimizer import buckets
-from tests.support.held_updates import Held, WaitSpy
+from tests.optimizer.held_updates import Held, WaitSpy
 
 
 @pytest.fixture(autouse=True)

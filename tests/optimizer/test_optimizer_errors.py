@@ -12,7 +12,15 @@ from torch import nn
 
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import Training, is_pending
-from tests.support.held_updates import TIMEOUT_S, Gated, WaitSpy, fill_gradients, make_blocker, make_weights, outcome_of
+from tests.optimizer.held_updates import (
+    TIMEOUT_S,
+    Gated,
+    WaitSpy,
+    fill_gradients,
+    make_blocker,
+    make_weights,
+    outcome_of,
+)
 from tests.support.identical import assert_identical
 
 o = torch.optim

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.optimizer.state import unguard
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import PendingParameter, unwaited
-from tests.support.held_updates import (
+from tests.optimizer.held_updates import (
     TIMEOUT_S,
     Gated,
     Held,

@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from lightning_roundpipe.optimizer.state import GuardedState
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
 from lightning_roundpipe.weights.futures import is_pending
-from tests.support.held_updates import Held, fill_gradients, make_blocker, make_weights
+from tests.optimizer.held_updates import Held, fill_gradients, make_blocker, make_weights
 from tests.support.identical import assert_identical
 
 

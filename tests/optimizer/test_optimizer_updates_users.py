@@ -20,7 +20,7 @@ from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
 from lightning_roundpipe.weights import futures
 from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, is_pending
-from tests.support.held_updates import TIMEOUT_S, Held, fill_gradients, make_weights, outcome_of
+from tests.optimizer.held_updates import TIMEOUT_S, Held, fill_gradients, make_weights, outcome_of
 
 _PACKAGE = str(Path(overlapped.__file__).parents[1])
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.autocast_training import LOW, TOKENS, WIDTH, Block, Model, Training, assert_same
 from tests.support.plain_loop import cut_at, each_call_its_stage
+from tests.weights.autocast_training import LOW, TOKENS, WIDTH, Block, Model, Training, assert_same
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from lightning_roundpipe.weights.casts import Use
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
-from tests.support.autocast_training import AUTOCAST, LOW, Block, Model, Training
+from tests.weights.autocast_training import AUTOCAST, LOW, Block, Model, Training
 
 # --- copies on the host ----------------------------------------------------------------------------------------------
 
