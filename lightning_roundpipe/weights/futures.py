@@ -311,10 +311,13 @@ _HARMLESS = frozenset(_harmless())
 
 
 def _classify(parameter: nn.Parameter) -> None:
-    """Gives ``parameter`` the class that it should have."""
-    parameter.__class__ = nn.Parameter
-    if id(parameter) in _futures:  # asked last: another thread may have put it there
-        parameter.__class__ = PendingParameter
+    """Gives ``parameter`` the class that it should have; other threads may do so at the same time."""
+    is_pending = id(parameter) in _futures
+    while True:
+        parameter.__class__ = PendingParameter if is_pending else nn.Parameter
+        if (id(parameter) in _futures) is is_pending:
+            return
+        is_pending = not is_pending
 
 
 def _pending_in(value: Any) -> Iterator[nn.Parameter]:

@@ -181,31 +181,6 @@ def test_without_a_thread_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(weights[0].detach(), make_weights()[0].detach())
 
 
-def test_ctrl_c_while_the_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread has the buckets already: the update happens, and is waited for."""
-    weights = make_weights()
-    fill_gradients(weights, 0)
-    updates = Updates(1)
-    original = threading.Event.wait
-    main = threading.current_thread()
-
-    def wait(self: threading.Event, timeout: float | None = None) -> bool:
-        found = original(self, timeout)
-        if threading.current_thread() is main:
-            raise KeyboardInterrupt
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Event, "wait", wait)
-        with pytest.raises(KeyboardInterrupt):
-            updates.start(o.SGD(weights, lr=0.1), [])
-    updates.wait()
-    assert not is_pending(weights)
-    # Either nothing happened or everything.
-    changed = [not torch.equal(w, old) for w, old in zip(weights, make_weights(), strict=True)]
-    assert len(set(changed)) == 1
-
-
 def test_who_waits_does_not_forget_an_update_that_begins_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when another thread waits while the Trainer's takes the next step."""
     weights = make_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -276,6 +277,33 @@ def test_a_signal_handler_looks_at_weights_while_an_update_begins(make_untouched
             assert_old_or_new(seen, held)
         line += 1
     assert line > 50
+
+
+def test_ctrl_c_at_any_line_of_the_begin_updates_all_weights_or_none(make_untouched: Callable[[], Held]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def begin(line: int) -> tuple[bool, set[bool], bool]:
+        held, is_there = make_untouched(), True
+        held.gate.set()
+        with contextlib.suppress(KeyboardInterrupt):
+            is_there = interrupted(lambda: held.updates.start(held.optimizer, held.order), interrupt, line)
+        held.updates.wait()
+        changed = {torch.equal(weight, new) for weight, new in zip(held.weights, held.new, strict=True)}
+        return is_there, changed, is_pending(held.weights)
+
+    line, is_there, ends = 0, True, set()
+    while is_there:
+        # On a thread of its own: an error before the last line of a "with" would leave torch's modes as they are.
+        thread, found = outcome_of(lambda line=line: begin(line))
+        thread.join(TIMEOUT_S)
+        assert len(found) == 1, f"hangs in line {line}"
+        is_there, changed, is_left = found[0]
+        assert len(changed) == 1, f"in line {line}"
+        assert not is_left, f"in line {line}"
+        ends |= changed
+        line += 1
+    assert ends == {True, False}
 
 
 @pytest.mark.usefixtures("no_endless_waits")
