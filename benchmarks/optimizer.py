@@ -27,7 +27,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
 from lightning_roundpipe.integration.pool import update_threads
-from lightning_roundpipe.optimizer import shares as update_shares
+from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.clipping import clip_factor
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.planning import CallCost, CostProfile
@@ -267,7 +267,7 @@ class InShares:
 
     def __call__(self) -> None:
         """An update of all; notes when the first weight is there."""
-        before, update_shares.SHARE_BYTES = update_shares.SHARE_BYTES, self._share_bytes
+        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, self._share_bytes
         try:
             started = time.perf_counter()
             self._updates.start(self._optimizer, self._order)
@@ -275,7 +275,7 @@ class InShares:
             self.firsts_s.append(time.perf_counter() - started)
             self._updates.wait()
         finally:
-            update_shares.SHARE_BYTES = before
+            buckets.BUCKET_BYTES = before
 
 
 def alternately(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -317,7 +317,7 @@ def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dic
             repeats,
         )
     bytes_of = {"copy": 8, "triad": 12}
-    shares = f"shares of {update_shares.SHARE_BYTES // 2**20} MiB"
+    shares = f"shares of {buckets.BUCKET_BYTES // 2**20} MiB"
     is_update = [name for name in taken if not name.startswith("clipping")]
     rates = {name: [bytes_of.get(name, BYTES_PER_WEIGHT) * count / s / 1e9 for s in taken[name]] for name in is_update}
     behind_ms = 1e3 * statistics.median(taken[shares])
@@ -335,7 +335,7 @@ def many_small(repeats: int) -> dict[str, Any]:
     """Microseconds per weight, for weights so small that only the calls count."""
     optimizer = torch.optim.AdamW(weights(1000, (256,)), fused=True)
     with intra_op_threads(1):
-        shared = InShares(optimizer, 1, update_shares.SHARE_BYTES)
+        shared = InShares(optimizer, 1, buckets.BUCKET_BYTES)
         taken = alternately({"plain": optimizer.step, "shares": shared}, repeats)
     return {f"{name}_us_per_weight": spread([1e3 * s for s in values]) for name, values in taken.items()}
 

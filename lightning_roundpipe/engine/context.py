@@ -14,7 +14,7 @@ from ..planning.partition import Partition, StageKind
 from ..planning.schedule import Schedule
 from ..usercode.lock import UserCodeLock
 from ..weights.gradients import GradientStore
-from ..weights.placement import Loader, ReplicaCache, Slot
+from ..weights.placement import Loader, ReplicaCache, StageRun
 from ..weights.units import Unit
 from .gate import Gate
 
@@ -35,7 +35,7 @@ class Plan:
     activation_bytes: tuple[tuple[int, int], ...] = ()
 
 
-def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
+def slots_of(plan: Plan, schedule: Schedule) -> list[list[StageRun]]:
     """The slots of each device, in order."""
     starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
     stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
@@ -57,7 +57,7 @@ def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
     needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
     return [
         [
-            Slot(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
+            StageRun(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
             for place, (s, count) in enumerate(row)
         ]
         for device, row in enumerate(stages)

@@ -307,4 +307,4 @@ class Step:
 def _end_slot(loose_parameters: LooseParameters, loader: Loader, pool: DevicePool, device_index: int) -> None:
     """The last micro-batch of a slot has left it. What user code needs no more makes room for the next slot."""
     loose_parameters.end_stage_run(pool[device_index])
-    loader.end_slot(device_index)
+    loader.end_stage_run(device_index)

@@ -43,7 +43,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..weights.pending import PendingParameter
+from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
 
 _OTHER_STRATEGIES = {

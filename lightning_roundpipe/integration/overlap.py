@@ -84,7 +84,6 @@ class OptimizerOverlap:
             return None
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
-        self._updates.others = module.parameters
         for optimizer in optimizers:  # before anybody keeps a reference to the state of one
             if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
@@ -129,7 +128,8 @@ class OptimizerOverlap:
             yield
             return
         assert self._module is not None
-        with self._updates.overlapping(optimizer, self._order), clipped_by(self._updates, optimizer, self._module):
+        overlapping = self._updates.overlapping(optimizer, self._order, self._module.parameters)
+        with overlapping, clipped_by(self._updates, optimizer, self._module):
             yield
         trainer = self._module.trainer
         if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:

@@ -6,8 +6,8 @@ result here is the same to the last bit, with less before the update:
 
 - torch takes the norm of a tensor on the host with one thread. Here several gradients are read side by side, each by
   one thread.
-- The update multiplies: share by share, shortly before it reads the gradients anyhow. Whoever looks at a gradient
-  waits for the update ([Note: pending weights] in :mod:`weights.pending`), and so sees the product.
+- The update multiplies: bucket by bucket, shortly before it reads the gradients anyhow. Code that looks at a gradient
+  waits for the update ([Note: parameter futures] in :mod:`weights.futures`), and so sees the product.
 - Where the norm is within the limit nothing is multiplied: the factor is one.
 """
 

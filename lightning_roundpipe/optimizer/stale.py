@@ -2,20 +2,25 @@
 
 [Note: stale weights]
 A training step that waits for no update computes with the weights from *before the last update*: W[t+1] is made of
-W[t] and of the gradient at W[t-1]. So every trained weight has two snapshots on the host:
+W[t] and of the gradient at W[t-1]. So every trained weight has up to two snapshots on the host, each of one *version*
+of the weight (its fingerprint at that moment): the version that training steps compute with, and the latest one, which
+the thread of the updates makes of the weight, bucket by bucket: ::
 
-- the *front*: training steps compute with it,
-- the *back*: the thread of the updates fills it, share by share, with what an update has made of the weight.
+    update      t            t+1          t+2
+    weight  W[t] -> W[t+1] -----> W[t+2] -----> W[t+3]
+    steps           W[t]          W[t+1]        W[t+2]       (snapshots)
 
-When the next optimizer step begins, the update before it has ended and no step computes: front and back change places.
-An optimizer step that updates nothing leaves them as they are.
+When the next optimizer step begins, the update before it has ended and no step computes: steps go over to the version
+from before it, and the memory of the one that they have left takes the next. An optimizer step that updates nothing
+leaves the versions as they are.
 
 The weights themselves stay as they are in exact mode: everybody between training steps sees them, finished. A training
-step, and nothing else, runs with the fronts in the place of the data of the weights (``replaced`` in
-:mod:`weights.pending`). The update that is under way meanwhile works on the data that was there before.
+step, and nothing else, runs with snapshots in the place of the data of the weights (``replaced`` in
+:mod:`weights.futures`): so units, user code and hooks all compute with the same version, however they get hold of a
+weight. The update that is under way meanwhile works on the data that was there before.
 
-Whoever writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it. The
-fingerprint of a weight tells; then the front is made anew of the weight, which is waited for, as in the very first
+Code that writes a weight between two steps (``load_state_dict``, a callback) wants the next step to compute with it.
+The version of the weight tells; then a snapshot is made of it at once, which waits for its update, as in the very first
 step. A write through ``.data`` leaves no trace in it. It is in the snapshot that the next update makes, like everything
 that happens to a weight, and so is computed with two steps later.
 """
@@ -30,45 +35,41 @@ from torch import Tensor, nn
 
 from ..common.fingerprints import Fingerprint, fingerprint_of
 from ..common.sizes import num_bytes_of
-from ..weights.pending import replaced, unwaited
+from ..weights.futures import replaced, unwaited
 
 
 class _Snapshots:
-    """Front and back of one weight; see [Note: stale weights].
-
-    Each has the fingerprint of the weight when the snapshot was made; None where there is none.
-    """
+    """Of one weight, by version; see [Note: stale weights]."""
 
     def __init__(self) -> None:
-        self.front: Tensor | None = None
-        self.back: Tensor | None = None
-        self._front_of: Fingerprint | None = None
-        self._back_of: Fingerprint | None = None
-        self._updated: Fingerprint | None = None  # the weight since the last update
-        self._is_one_behind = False
+        self.tensors: dict[Fingerprint, Tensor] = {}
+        self.used: Fingerprint | None = None  # the version that steps compute with
+        self._latest: Fingerprint | None = None  # of the weight, as the last update has left it
 
-    def renew(self, weight: nn.Parameter) -> None:
-        """Makes the front anew, if anybody but an update has written the weight; waits for the weight then."""
+    def current(self, weight: nn.Parameter) -> Tensor:
+        """What the next step computes with; waits for the weight if anything but an update has written it."""
         with unwaited():
             now = fingerprint_of(weight)
-        if self.front is not None and self._is_one_behind and now == self._updated:
-            return
-        self.front = _filled(self.front, weight.detach())
-        self._front_of = self._updated = now
-        self._is_one_behind = True
+        if self.used is None or self.used not in self.tensors or now != self._latest:
+            data = weight.detach()
+            self.used = None  # its memory may be taken
+            self.make(now, data)
+            self.used = self._latest = now
+        return self.tensors[self.used]
 
-    def turn(self, before: Fingerprint, after: Fingerprint) -> None:
-        """An update begins, and raises the version of the weight: the front becomes what the weight was before it."""
-        if self._back_of == before:
-            self.front, self.back = self.back, self.front
-            self._front_of, self._back_of = self._back_of, self._front_of
-        self._is_one_behind = self._front_of == before
-        self._updated = after
+    def note_update(self, before: Fingerprint, after: Fingerprint) -> None:
+        """An update begins, and has raised the version of the weight."""
+        self.used, self._latest = before, after
 
-    def refill(self, data: Tensor) -> None:
-        """Makes the back anew, of the weight's data after the update."""
-        self.back = _filled(self.back, data)
-        self._back_of = self._updated
+    def make_latest(self, data: Tensor) -> None:
+        """Makes the snapshot of the weight's data after the update, if the snapshots are older than the update."""
+        if self._latest is not None:
+            self.make(self._latest, data)
+
+    def make(self, version: Fingerprint, data: Tensor) -> None:
+        """Makes the snapshot of a version, in memory that no step needs any more."""
+        known = next((self.tensors.pop(other) for other in list(self.tensors) if other != self.used), None)
+        self.tensors[version] = _filled(known, data)
 
 
 class StaleWeights:
@@ -87,34 +88,28 @@ class StaleWeights:
             BaseException: what went wrong in an update that had to be waited for.
         """
         self._snapshots = {weight: self._snapshots.get(weight) or _Snapshots() for weight in weights}
-        fronts: dict[nn.Parameter, Tensor] = {}
-        for weight, snapshots in self._snapshots.items():
-            snapshots.renew(weight)
-            assert snapshots.front is not None
-            fronts[weight] = snapshots.front
-        with replaced(fronts):
+        with replaced({weight: snapshots.current(weight) for weight, snapshots in self._snapshots.items()}):
             yield
 
     @contextlib.contextmanager
-    def turning(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
         """Around the moment at which an update begins and the versions of its weights are raised."""
         with unwaited():
             before = [fingerprint_of(weight) for weight in self._snapshots]
         yield
         with unwaited():
-            for (weight, snapshots), then in zip(self._snapshots.items(), before, strict=True):
-                snapshots.turn(then, fingerprint_of(weight))
+            for (weight, snapshots), version in zip(self._snapshots.items(), before, strict=True):
+                snapshots.note_update(version, fingerprint_of(weight))
 
     def refill(self, weight: nn.Parameter, data: Tensor) -> None:
-        """The update of ``weight`` is done, and has made ``data``; called by its thread, before anybody else knows."""
-        snapshots = self._snapshots.get(weight)
-        if snapshots is not None:
-            snapshots.refill(data)
+        """On the thread of the update, before its future is ready: ``data`` is what it has made of ``weight``."""
+        if (snapshots := self._snapshots.get(weight)) is not None:
+            snapshots.make_latest(data)
 
     @property
     def host_bytes(self) -> int:
         """What the snapshots take on the host."""
-        return num_bytes_of(tensor for s in self._snapshots.values() for tensor in (s.front, s.back))
+        return num_bytes_of(tensor for s in self._snapshots.values() for tensor in list(s.tensors.values()))
 
 
 def _filled(known: Tensor | None, data: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""State of an optimizer with updates behind the pipeline; see [Note: pending weights] in :mod:`weights.pending`."""
+"""State of an optimizer with updates behind the pipeline; see [Note: parameter futures] in :mod:`weights.futures`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """The state of an optimizer; who looks at it waits for updates that are under way."""
+    """The state of an optimizer; a look at it waits for updates that are under way."""
 
     def __init__(self, state: dict[Any, Any], wait: Callable[[], None]) -> None:
         super().__init__(dict, state)

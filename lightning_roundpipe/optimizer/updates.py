@@ -2,11 +2,11 @@
 
 [Note: overlapped updates]
 The update of one weight by Adam or SGD needs nothing of the others. So ``optimizer.step`` only notes what is to be
-done, and a thread does it in *shares*: the weights of the units that the next forward needs first come first. The next
-step begins meanwhile, and its uploads wait for the share that they read ([Note: pending weights] in
-:mod:`weights.pending`). So does everything else that looks at weights, gradients or optimizer state. What is computed
-is what ``optimizer.step`` would have computed, by the same code: a share is an optimizer of the same class with a part
-of the weights, and with the options of their groups as they were when ``step`` was called.
+done, and a thread does it in *buckets*: the weights of the units that the next forward needs first come first. The
+next step begins meanwhile, and its uploads wait for the bucket that they read ([Note: parameter futures] in
+:mod:`weights.futures`). So does everything else that looks at weights, gradients or optimizer state. What is computed
+is what ``optimizer.step`` would have computed, by the same code: a :class:`Bucket` is an optimizer of the same class
+with some of the weights, and with the options of their groups as they were when ``step`` was called.
 
 This holds for optimizers whose update of a weight depends on that weight, its gradient and its state alone; see
 :func:`why_not_separable`.
@@ -15,7 +15,6 @@ This holds for optimizers whose update of a weight depends on that weight, its g
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,12 +24,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..common.attributes import attribute_set
-from ..common.threads import Surroundings
-from ..weights.pending import Failure, Share, can_be_pending, unwaited, updating
-from .shares import shares_of, tied
+from ..weights.events import tell
+from ..weights.futures import Training, Update, can_be_pending, unwaited
+from .buckets import Bucket, buckets_of, options_of, tied
 from .stale import StaleWeights
 from .state import GuardedState
-from .update_part import Part, options_of
 
 _SEPARABLE = tuple(
     getattr(torch.optim, name)
@@ -87,45 +85,45 @@ def _has_own_step(optimizer: Optimizer) -> bool:
 
 
 class Updates:
-    """Runs optimizer steps on a thread; see [Note: overlapped updates].
+    """Runs optimizer steps on threads, one after the other; see [Note: overlapped updates].
+
+    Its methods are for the thread that trains, but for those that wait, which are for any thread.
 
     Args:
         num_threads: intra-op threads of the updates.
-        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if
-        nobody
-            computes with them.
-
-    Attributes:
-        others: gives parameters that may be in the same memory as weights that are updated.
+        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if no
+            step computes with them.
     """
 
     def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
         self._num_threads = num_threads
         self._stale = stale
-        self.others: Callable[[], Iterable[nn.Parameter]] = tuple
-        self._thread: threading.Thread | None = None
-        self._earlier: threading.Thread | None = None
+        self._training = Training()
+        self._last: Update | None = None
         self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
-        self._failure = Failure()
         self._closing: Optimizer | None = None  # whose closure runs
         self._factor: Tensor | None = None
 
     @contextlib.contextmanager
     def overlapping(
-        self, optimizer: Optimizer, order: Callable[[], Sequence[Iterable[nn.Parameter]]]
+        self,
+        optimizer: Optimizer,
+        order: Callable[[], Sequence[Iterable[nn.Parameter]]],
+        others: Callable[[], Iterable[nn.Parameter]] = tuple,
     ) -> Iterator[None]:
         """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
 
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
+            others: gives parameters that may be in the same memory as weights that are updated.
         """
 
         plain = optimizer.step
 
-        def step(closure: Callable[[], Any] | None = None, **others: Any) -> Any:
-            if others:  # nobody knows what they do
+        def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            if options:  # of a class of the user: what they do is not known
                 self.wait()
-                return plain(closure, **others)
+                return plain(closure, **options)
             result = None
             self._closing, self._factor = optimizer, None
             try:
@@ -135,7 +133,7 @@ class Updates:
             finally:
                 self._closing = None
             fresh = _without_state(optimizer)
-            self.start(optimizer, order(), self._factor)
+            self.start(optimizer, order(), self._factor, others())
             if fresh:
                 self._wait_for_state(optimizer, fresh)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -162,55 +160,42 @@ class Updates:
         optimizer: Optimizer,
         order: Sequence[Iterable[nn.Parameter]],
         factor: Tensor | None = None,
+        others: Iterable[nn.Parameter] = (),
     ) -> None:
         """Begins an optimizer step; it comes after those that have begun already.
 
         Args:
             order: see :meth:`overlapping`.
             factor: a number that the gradients are multiplied by first.
+            others: see :meth:`overlapping`.
 
         Raises:
             BaseException: what went wrong in one before.
         """
-        self._failure.check()
+        self._training.check()
         state = self.guard(optimizer)
         options = options_of(optimizer)
         gradients = {p: g for p in options if (g := p.grad) is not None}
         if not gradients:
             return
-        with contextlib.nullcontext() if self._stale is None else self._stale.turning():
+        with contextlib.nullcontext() if self._stale is None else self._stale.updating():
             for parameter in gradients:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
-        ties = self._ties((*gradients, *self.others()))
+        ties = self._ties((*gradients, *others))
         works = []
-        for parameters in shares_of(gradients, order, ties):
-            share = Share(list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), self._failure)
-            works.append((share, Part(optimizer, {p: gradients[p] for p in parameters}, options, state, factor)))
-        # The thread takes them, or whoever finds that it will not: exactly one of them.
-        offered = [works]
-        ready = threading.Event()
-        surroundings = Surroundings.of_this_thread("cpu")
-        beginner = [threading.get_ident()]
-        arguments = offered, beginner, ready, self._thread, surroundings
-        thread = threading.Thread(target=self._run, args=arguments, name="roundpipe-optimizer", daemon=True)
-        before = torch.get_num_threads()
+        for parameters in buckets_of(gradients, order, ties):
+            bucket = Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale)
+            works.append((list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), bucket.step))
+        update = Update(works, self._training, self._last, self._num_threads)
         try:
-            for share, _ in works:
-                share.passes_for = beginner
-                share.begin()
-            self._earlier, self._thread = self._thread, thread
-            thread.start()
-            ready.wait()
+            update.start()
+            self._last = update
+            tell("update", [parameter for parameters, _ in works for parameter in parameters])
+            update.begin()
         except BaseException:  # no thread could be started, or Ctrl-C
-            with contextlib.suppress(IndexError):
-                for share, _ in offered.pop():
-                    share.end(is_undone=True)
-                if self._thread is thread:
-                    self._thread = self._earlier
+            update.cancel()
             raise
-        finally:
-            torch.set_num_threads(before)  # the thread has set what new threads would begin with
 
     def _ties(self, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
         """Those of ``weights`` that share memory with others."""
@@ -222,7 +207,7 @@ class Updates:
         return self._tied[1]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
-        """The first update of weights is over at once: the state made for them depends on the default dtype, which
+        """The first update of weights is waited for: the state made for them depends on the default dtype, which
         the next step may change for the whole process. It comes in the order in which the optimizer makes it."""
         self.wait()
         state = self.guard(optimizer)
@@ -231,45 +216,15 @@ class Updates:
         state.stateless.update(parameter for parameter in fresh if parameter not in made)
 
     def guard(self, optimizer: Optimizer) -> GuardedState:
-        """The state of ``optimizer``, such that whoever looks at it waits."""
+        """The state of ``optimizer``, such that a look at it waits."""
         state = optimizer.state
         if not isinstance(state, GuardedState):
-            state = optimizer.state = GuardedState(state, self._be_looked_at)
+            state = optimizer.state = GuardedState(state, self._look_at_state)
         return state
 
-    def _be_looked_at(self) -> None:
-        """Somebody looks at the state of an optimizer."""
+    def _look_at_state(self) -> None:
         self.join()
-        self._failure.tell()
-
-    def _run(
-        self,
-        offered: list[list[tuple[Share, Part]]],
-        beginner: list[int],
-        ready: threading.Event,
-        earlier: threading.Thread | None,
-        surroundings: Surroundings,
-    ) -> None:
-        torch.set_num_threads(self._num_threads)
-        try:
-            works = offered.pop()
-        except IndexError:
-            return
-        beginner.clear()
-        ready.set()
-        if earlier is not None:
-            earlier.join()
-        with updating(), surroundings.entered():
-            for share, part in works:
-                try:
-                    if not self._failure:
-                        part.step()
-                        if self._stale is not None:
-                            part.pass_on(self._stale)
-                except BaseException as error:  # must reach those who wait
-                    self._failure.note(error, [parameter for share, _ in works for parameter in share.parameters])
-                finally:
-                    share.end()
+        self._training.look()
 
     def wait(self) -> None:
         """Blocks until no update is under way.
@@ -278,7 +233,7 @@ class Updates:
             BaseException: what went wrong in one, unless this is the tear-down after it.
         """
         self.join()
-        self._failure.check()
+        self._training.check()
 
     def check(self) -> None:
         """Training goes on.
@@ -286,14 +241,12 @@ class Updates:
         Raises:
             BaseException: what went wrong in an update, if that is known already.
         """
-        self._failure.check()
+        self._training.check()
 
     def join(self) -> None:
         """Blocks until no update is under way, whatever becomes of it."""
-        # Several threads may wait: the references stay, as another update may have begun by the time one gets on.
-        for thread in (self._earlier, self._thread):
-            if thread is not None and thread.ident is not None:
-                thread.join()
+        if (last := self._last) is not None:  # another one may begin while several threads wait
+            last.await_end()
 
 
 def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:

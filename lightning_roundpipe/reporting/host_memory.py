@@ -23,7 +23,7 @@ from ..optimizer.state import GuardedState
 from ..planning.costs import CostProfile
 from ..planning.partition import Partition, StageKind
 from ..planning.quantities import format_bytes
-from ..weights.pending import unwaited
+from ..weights.futures import unwaited
 
 # Optimizer class -> tensors of its state that are as large as a parameter. Subclasses count as their nearest ancestor.
 _STATE_TENSORS: dict[str, Any] = {

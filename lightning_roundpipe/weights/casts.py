@@ -2,7 +2,7 @@
 
 [Note: low parameters]
 Where autocast casts a weight each time it is used, a device may as well hold the result: half the bytes travel, and the
-cast is saved. The values that the unit computes stay the same bit for bit, if nobody notices. So a parameter counts as
+cast is saved. The values that the unit computes stay the same bit for bit, if no code notices. So a parameter counts as
 *low* only if a run of the unit in the dtype of the master has shown that
 
 - every operator that reads it, or a view of it, is autocast's own cast,
@@ -92,7 +92,7 @@ class CastWatch:
         return self._uses.get(id(parameter))
 
     def note_results(self, tensors: Iterable[Tensor]) -> None:
-        """Notes what the run gave away: whoever gets a parameter may do anything with it."""
+        """Notes what the run gave away: the code that gets a parameter may do anything with it."""
         for key, _ in self.watched(tensors):
             self.note(key, Use.OTHER)
 
@@ -180,7 +180,7 @@ class _Functions(TorchFunctionMode):
 
 
 def in_doubt(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of ``module`` that may be used in another way when nobody watches.
+    """Parameters of ``module`` that may be used in another way when they are not watched.
 
     In evaluation, attention and encoder layers of torch take a fast path, unless a function mode is on.
     """

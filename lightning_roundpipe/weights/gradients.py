@@ -19,16 +19,21 @@ _LOOSE: Source = ()
 
 @dataclass
 class _Queue:
-    """Parts of one source that are under way, by ordinal; those below ``next`` have been added."""
+    """Parts of one source that are under way, by ordinal; those below ``next`` have been added.
+
+    Attributes:
+        lock: held while a part is waited for, so that a thread with a later part waits as well; other sources go on.
+    """
 
     next: int = 0
     waiting: dict[int, tuple[Sequence[nn.Parameter], Transfer | None]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class GradientStore:
     """Gradients of master weights that have come home, on the host, in the masters' dtype and shape.
 
-    What is added up in which order does not depend on who comes first, so that sums are the same in every run.
+    What is added up in which order does not depend on what comes first, so that sums are the same in every run.
 
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
@@ -47,8 +52,7 @@ class GradientStore:
             source: where it comes from. Parts of a shared weight are added up per source, and the sums in the order
                 of the sources.
         """
-        with self._lock:
-            self._add(master, gradient, source)
+        self._add(master, gradient, source)
 
     def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
@@ -67,6 +71,7 @@ class GradientStore:
         """
         with self._lock:
             queue = self._queues.setdefault(source, _Queue())
+        with queue.lock:
             queue.waiting[ordinal] = (masters, arriving)
             while queue.next in queue.waiting and queue.next < max(queue.waiting):
                 self._take_in(source, queue.waiting.pop(queue.next))
@@ -80,19 +85,19 @@ class GradientStore:
             tell("take", masters, transfer=arriving)
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
-        parts = self._gradients.setdefault(master, {})
+        with self._lock:
+            parts = self._gradients.setdefault(master, {})
         if source == _LOOSE and source not in parts:
             gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
         parts[source] = _sum(parts.get(source), gradient)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """All gradients, after a wait for those under way; the store is empty afterwards."""
-        with self._lock:
-            for source, queue in self._queues.items():
-                for ordinal in sorted(queue.waiting):
-                    self._take_in(source, queue.waiting[ordinal])
-            self._queues = {}
-            stored, self._gradients = self._gradients, {}
+        """All gradients, after a wait for those under way; the store is empty afterwards. No other thread adds any."""
+        for source, queue in self._queues.items():
+            for ordinal in sorted(queue.waiting):
+                self._take_in(source, queue.waiting[ordinal])
+        self._queues = {}
+        stored, self._gradients = self._gradients, {}
         gradients = {}
         dtypes = self._dtypes()
         for master, parts in stored.items():

@@ -64,7 +64,7 @@ class _Copy:
     """A working copy and what it was made of."""
 
     data: Tensor
-    generation: Hashable = None
+    version: Hashable = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -114,19 +114,19 @@ class WorkingCopies:
             copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
                 copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
-        generation = self.generation(master, dtype)
+        version = self.version(master, dtype)
         with copy.lock:  # not the other one: different weights are converted at the same time
-            if copy.generation != generation:
+            if copy.version != version:
                 tell("refresh", (master,), place=dtype)
                 copy.data.copy_(master.detach())
-                copy.generation = generation
+                copy.version = version
         return copy.data
 
     def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # else it could not be written to in training
             return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
 
-    def generation(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
+    def version(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""
         values: Hashable = self._num_updates
         if not (master.requires_grad and self._trains):

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from ..common.attributes import assign
-from ..common.fingerprints import fingerprint_of
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
@@ -44,14 +43,14 @@ class _Copies:
 
     Attributes:
         leaves: of the replica, one per weight.
-        generations: of the masters, see :meth:`WorkingCopies.generation`.
+        versions: of the masters, see :meth:`WorkingCopies.version`.
         upload: that brings them.
         num_bytes: booked for them.
-        is_waited_for: whether the device waits for the upload.
+        is_waited_for: whether the device has been told to wait for the upload, and the leaves hold what it brings.
     """
 
     leaves: list[nn.Parameter]
-    generations: list[Hashable]
+    versions: list[Hashable]
     upload: Transfer
     num_bytes: int
     is_waited_for: bool = False
@@ -94,17 +93,13 @@ class Replica:
             self._master_of[id(copy)] = module
         self.module = self._copy_of[id(unit.module)]
         self._structure = [_structure_of(module) for module, _ in self._pairs]
-        # What was copied last time; held, so that an equal id means the same object.
+        # What was copied last time, by module; held, so that the same object means the same value.
         self._seen: list[list[Any]] = [[] for _ in self._pairs]
         self._index = {id(module): i for i, (module, _) in enumerate(self._pairs)}
         for master in unit.module.parameters():
             leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
-
-    def is_current(self) -> bool:
-        """Whether modules and parameter objects of the unit are still the ones that were copied."""
-        return all(known == _structure_of(m) for known, (m, _) in zip(self._structure, self._pairs, strict=True))
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The copy of a master module, or None if it does not belong to this unit."""
@@ -114,24 +109,37 @@ class Replica:
         """The master of one of this replica's modules."""
         return self._master_of.get(id(copy))
 
-    def refresh(self, baseline: Callable[[], Attributes]) -> None:
+    def refresh(self, baseline: Callable[[], Attributes]) -> bool:
         """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
 
         User code of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
+
+        Returns:
+            Whether modules and parameters of the unit are still the objects that were copied. If not, this replica is
+            of no use any more.
         """
-        buffers = []
+        buffers, changed = [], []
         for i, (master, copy) in enumerate(self._pairs):
-            now = [*master.__dict__.values(), *master._buffers.values(), len(master._forward_hooks)]
+            own = master._buffers
+            now = [
+                *master.__dict__.values(), *master._parameters.values(), *master._modules.values(), *own.values(),
+                len(master._forward_hooks),
+            ]  # fmt: skip
             if len(now) != len(self._seen[i]) or any(map(operator.is_not, now, self._seen[i])):
-                self._seen[i] = now
-                self._copy_state(master, copy)
-            if master._buffers:
-                buffers += [(master, copy, name) for name, b in master._buffers.items() if b is not None]
+                if _structure_of(master) != self._structure[i]:
+                    return False
+                changed.append((i, now))
+            if own:
+                buffers += [(master, copy, name) for name, b in own.items() if b is not None]
+        for i, now in changed:
+            self._seen[i] = now
+            self._copy_state(*self._pairs[i])
         self.buffers = buffers
         for module, name, value in baseline():
             if (copied := self.copy_of(module)) is not None:
                 assign(copied, name, value)
                 self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
+        return True
 
     def switch(self, trained: tuple[bool, ...]) -> None:
         """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
@@ -171,7 +179,7 @@ class Replica:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it takes memory that nobody uses at the moment."""
+        """Whether it takes memory that is not in use at the moment."""
         return bool(self._copies) and not self.is_active and not self._is_loading
 
     def _wanted(self, weights: WorkingCopies, leaf: nn.Parameter) -> tuple[nn.Parameter, torch.dtype]:
@@ -200,9 +208,8 @@ class Replica:
         elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
             return False
         try:
-            flags = {
-                leaf: master.requires_grad for leaf, (master, _) in missing.items()
-            }  # once: user code may switch them
+            # Once: user code may switch them.
+            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
@@ -216,16 +223,16 @@ class Replica:
     def _start_upload(
         self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
     ) -> _Copies:
-        generations = [weights.generation(*one) for one in wanted.values()]
+        versions = [weights.version(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
         upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
         tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
-        return _Copies(list(wanted), generations, upload, num_bytes_of(sources))
+        return _Copies(list(wanted), versions, upload, num_bytes_of(sources))
 
     def drop_stale(self, weights: WorkingCopies) -> None:
         """Frees copies of what the masters no longer are; not while the replica is active."""
         for copies in list(self._copies):
-            if copies.generations != [weights.generation(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
+            if copies.versions != [weights.version(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
                 self._free(copies)
 
     def unload(self, unless: Callable[[Iterable[nn.Parameter]], bool] | None = None) -> None:
@@ -248,18 +255,17 @@ class Replica:
             for leaf in copies.leaves:
                 leaf.data = torch.empty(0, dtype=leaf.dtype)
 
-    def activate(self, baseline: Callable[[], Attributes]) -> None:
-        """Makes the replica ready to run: up-to-date attributes, weights, buffers."""
-        self.refresh(baseline)
+    def activate(self) -> None:
+        """Makes the replica, which has been refreshed, ready to run: weights, buffers. Waits for pending weights."""
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
-                data = master.data
-                if fingerprint_of(leaf).memory != fingerprint_of(data).memory:
-                    leaf.data = data
+                if leaf.dtype is not master.dtype or not leaf.is_set_to(master):
+                    leaf.data = master.data
         for copies in self._copies:
-            for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
-                leaf.data = data
-            copies.is_waited_for = True
+            if not copies.is_waited_for:
+                for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
+                    leaf.data = data
+                copies.is_waited_for = True
         self.load_buffers()
         self.is_active = True
         tell("activate", self.leaves.values(), self.unit.name, self)

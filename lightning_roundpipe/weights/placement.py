@@ -1,15 +1,16 @@
 """Which weights are on which device, and when they travel.
 
-[Note: slots]
-A *slot* is a run of consecutive actions of one stage on a device. When a device begins a slot, the weights of the slot
-are on it or on their way, unit by unit in the order in which they are needed, and those of the next slot follow as far
-as there is room (prefetch). When a slot ends, its gradients go home. Weights that this step does not need there again
+[Note: stage runs]
+A *stage run* is a device's run of consecutive actions of one stage. When it begins, its weights are on the device or on
+their way, unit by unit in the order in which they are needed, and those of the next stage run follow as far as there is
+room (prefetch). When it ends, its gradients go home. Weights that this step does not need there again
 are given up; others stay until their place is needed, the one that is needed last goes first. Frozen weights stay
 from step to step that way. A call off the plan loads what it needs when it comes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,10 +19,10 @@ import torch
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
+from .futures import is_pending
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
 from .parameters import Attributes, Relay, Replica
-from .pending import is_pending
 from .units import Unit
 
 _NEVER = 1 << 60
@@ -45,13 +46,13 @@ class PlacedCall(Protocol):
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A run of consecutive actions of one stage on a device; see [Note: slots].
+class StageRun:
+    """Consecutive actions of one stage on a device; see [Note: stage runs].
 
     Attributes:
         units: in the order in which they are needed.
         has_gradients: whether their backward runs in it.
-        ordinal: which of the slots of its stage it is, on any device, by their first micro-batches.
+        ordinal: which of the runs of its stage it is, on any device, by their first micro-batches.
         activation_bytes: what the activations of a micro-batch take on the device, and those that wait there for the
             next stage, as far as it is known.
     """
@@ -78,29 +79,27 @@ class ReplicaCache:
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
         self.weights = WorkingCopies()
         for device in pool.devices:
-            device.memory.evict = _Evict(self, device.index)
+            device.memory.evict = functools.partial(self._evict_for, device.index)
 
     def note_hook(self) -> None:
         """A forward hook was registered during the step: active replicas are out of date."""
         self._num_hooks += 1
 
     def expect(self, device: Device, next_use: dict[Unit, int]) -> None:
-        """Tells when units are needed next on a device: 0 for now, 1 for the slot after, and so on."""
+        """Tells when units are needed next on a device: 0 for now, 1 for the next stage run, and so on."""
         self._next_use[device.index] = next_use
 
-    def load(self, unit: Unit, device: Device, *, is_low: bool | None = None) -> Replica:
-        """The replica of ``unit`` on ``device``, with its weights there or on their way; makes room for them.
-
-        Args:
-            is_low: the form of the unit, see [Note: working copies]; None for the one that it takes at the moment.
+    def load(self, unit: Unit, device: Device) -> None:
+        """Brings the weights of ``unit`` to ``device``, or on their way, and makes room for them.
 
         Raises:
             DeviceOutOfMemoryError: if there is no room to be made.
         """
-        replica = self._find(unit, device, self.weights.is_low(unit) if is_low is None else is_low)
-        if not device.aliases_host and not self._is_there(replica):
+        self._make_loaded(self._find(unit, device, self.weights.is_low(unit)))
+
+    def _make_loaded(self, replica: Replica) -> None:
+        if not replica.device.aliases_host and not self._is_there(replica):
             replica.load(self.weights, must=True)
-        return replica
 
     def prefetch(self, unit: Unit, device: Device) -> bool:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
@@ -131,11 +130,16 @@ class ReplicaCache:
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self.load(call.unit, device, is_low=call.is_low)
+        replica = self._find(call.unit, device, call.is_low)
+        if not replica.is_active and not replica.refresh(baseline):
+            self._forget(replica)
+            replica = self._find(call.unit, device, call.is_low)
+            replica.refresh(baseline)
+        self._make_loaded(replica)
         self._num_uses += 1
         replica.last_use = self._num_uses
         if not replica.is_active:
-            replica.activate(baseline)
+            replica.activate()
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
@@ -149,13 +153,15 @@ class ReplicaCache:
         other = self._replicas.get((id(unit), device.index, not is_low))
         if other is not None and not other.is_active:
             other.unload()
-        if replica is None or (not replica.is_active and not replica.is_current()):
-            if replica is not None:
-                replica.unload()
-                self._by_device[device.index].remove(replica)
+        if replica is None:
             replica = self._replicas[key] = Replica(unit, device, self._relay, is_low=is_low)
             self._by_device[device.index].append(replica)
         return replica
+
+    def _forget(self, replica: Replica) -> None:
+        replica.unload()
+        self._by_device[replica.device.index].remove(replica)
+        del self._replicas[id(replica.unit), replica.device.index, replica.is_low]
 
     def active_on(self, device: Device) -> Iterator[Replica]:
         """Active replicas on ``device``."""
@@ -172,16 +178,20 @@ class ReplicaCache:
         """Frees the copies of that unit on a device that is needed last, and not in use; whether there was any.
 
         Args:
-            later_than: units that are needed in this slot or before stay; see :meth:`expect`.
+            later_than: units that are needed in this stage run or before stay; see :meth:`expect`.
         """
         next_use = self._next_use[device_index]
         idle = [replica for replica in self._by_device[device_index] if replica.is_evictable]
         idle = [r for r in idle if next_use.get(r.unit, _NEVER) > later_than]
         if not idle:
             return False
-        # Of those that no slot of this step needs, the last one used: the next step uses the others before it.
+        # Of those that no stage run of this step needs, the last one used: the next step uses the others before it.
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
+
+    def _evict_for(self, device_index: int, num_bytes: int) -> bool:
+        """What the books of a device call for room."""
+        return self.evict(device_index)
 
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""
@@ -202,28 +212,17 @@ class ReplicaCache:
             row.clear()
 
 
-@dataclass(frozen=True)
-class _Evict:
-    """What the books of a device call for room."""
-
-    cache: ReplicaCache
-    device_index: int
-
-    def __call__(self, num_bytes: int) -> bool:
-        return self.cache.evict(self.device_index)
-
-
 class Loader:
-    """Moves the weights of one run over a schedule; see [Note: slots].
+    """Moves the weights of one run over a schedule; see [Note: stage runs].
 
     Args:
-        slots: of each device, in order.
-        is_recording: no slot is known yet: calls load what they need.
+        stage_runs: of each device, in order.
+        is_recording: no stage run is known yet: calls load what they need.
     """
 
     def __init__(
         self,
-        slots: list[list[Slot]],
+        stage_runs: list[list[StageRun]],
         pool: DevicePool,
         replicas: ReplicaCache,
         gradients: GradientStore,
@@ -234,67 +233,67 @@ class Loader:
         self._replicas = replicas
         self._gradients = gradients
         self._is_recording = is_recording
-        self._slots = slots
+        self._stage_runs = stage_runs
         self._now = [0] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
 
     def begin(self) -> None:
-        """Loads the first slots, before any micro-batch starts."""
+        """Loads for the first stage runs, before any micro-batch starts."""
         for device in self._pool.devices:
             if not device.aliases_host:
                 with device.occupied():
-                    self._load_slot(device)
+                    self._load_stage_run(device)
 
-    def end_slot(self, device_index: int) -> None:
-        """The last micro-batch of a slot has left it, and nobody has been let into the next one yet."""
+    def end_stage_run(self, device_index: int) -> None:
+        """The last micro-batch of a stage run has left it, and none has been let into the next one yet."""
         device = self._pool[device_index]
-        slot = self._slots[device_index][self._now[device_index]]
+        run = self._stage_runs[device_index][self._now[device_index]]
         self._now[device_index] += 1
         if device.aliases_host:
-            self._harvest(device, slot)
+            self._harvest(device, run)
             return
         with device.occupied():
-            self._harvest(device, slot)
+            self._harvest(device, run)
             self._replicas.expect(device, self._next_uses(device))
             self._replicas.give_up(device)
-            self._load_slot(device)
+            self._load_stage_run(device)
 
-    def _harvest(self, device: Device, slot: Slot) -> None:
-        """Gradients go home, unit by unit, in the order of the slots of their stage."""
+    def _harvest(self, device: Device, run: StageRun) -> None:
+        """Gradients go home, unit by unit, in the order of the runs of their stage."""
         if self._is_recording:
             for replica in self._replicas.active_on(device):
                 replica.harvest_now(self._gradients)
             return
         harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
-        planned = slot.units if slot.has_gradients else ()
+        planned = run.units if run.has_gradients else ()
         for unit in planned:
             for is_low in (False, True):
                 masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
-                self._gradients.add_later(masters, arriving, (unit.order, slot.stage, is_low), slot.ordinal)
+                self._gradients.add_later(masters, arriving, (unit.order, run.stage, is_low), run.ordinal)
         for (unit, is_low), found in harvested.items():
             if found is not None:  # calls off the plan
                 ordinal = self._now[device.index]
                 self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
 
-    def _load_slot(self, device: Device) -> None:
-        """The weights of the slot that begins must come; those of the next one as far as there is room."""
+    def _load_stage_run(self, device: Device) -> None:
+        """The weights of the stage run that begins must come; those of the next one as far as there is room."""
         if self._is_recording:
             return
         self._replicas.expect(device, self._next_uses(device))
-        following = self._slots[device.index][self._now[device.index] :][:2]
-        device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
+        following = self._stage_runs[device.index][self._now[device.index] :][:2]
+        device.memory.headroom = max((run.activation_bytes for run in following), default=0)
         if following:
             for unit in following[0].units:
                 self._replicas.load(unit, device)
-        self._coming[device.index] = [unit for slot in following[1:] for unit in reversed(slot.units)]
+        self._coming[device.index] = [unit for run in following[1:] for unit in reversed(run.units)]
         self.prefetch(device)
 
     def prefetch(self, device: Device) -> None:
-        """Weights of the next slot begin to travel, as far as there is room; asked again while the slot runs."""
+        """Weights of the next stage run begin to travel, as far as there is room; asked again while one runs."""
         coming = self._coming[device.index]
         while coming and self._replicas.prefetch(coming[-1], device):
             coming.pop()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:
-        following = self._slots[device.index][self._now[device.index] :]
-        return {unit: i for i, slot in reversed(list(enumerate(following))) for unit in slot.units}
+        following = self._stage_runs[device.index][self._now[device.index] :]
+        return {unit: i for i, run in reversed(list(enumerate(following))) for unit in run.units}

@@ -30,8 +30,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Forward pre-hooks of these types compute a parameter-dependent attribute outside the module's own forward: the
 # module runs as user code, where that is ordinary autograd.
 _LEGACY_NORMS = ("SpectralNorm", "WeightNorm")
-# A module that owns more than this share of all parameters is looked into: as one unit it would leave no pipeline.
-_MAX_SHARE = 0.5
+# A module that owns more than this part of all parameters is looked into: as one unit it would leave no pipeline.
+_MAX_PART = 0.5
 
 _PLAIN = frozenset({bool, int, float, str})
 UnitClasses = Sequence[type[nn.Module] | str]
@@ -193,7 +193,7 @@ class UnitTable:
         children = [child for child in module.children() if _num_parameters(child)]
         if _is_torch_module(module) or len(children) < 2:
             return False
-        return _repeats_class(children) or _num_parameters(module) > _MAX_SHARE * self._total
+        return _repeats_class(children) or _num_parameters(module) > _MAX_PART * self._total
 
     def _must_be_divided(self, module: nn.Module) -> bool:
         """Whether it is too large for a device, and can be divided."""

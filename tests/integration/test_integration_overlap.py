@@ -1,12 +1,11 @@
 """Optimizer steps behind the pipeline, in whole trainings: the numbers of steps that are not, and who waits for them.
 
-The updates here are late: none begins before somebody waits for it. So what looks at weights, gradients or optimizer
+The updates here are late: none begins before something waits for it. So what looks at weights, gradients or optimizer
 state without a wait finds the old ones, in every run.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,87 +19,30 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.utils import prune
-from torch.optim import Optimizer
 
 from lightning_roundpipe.integration import overlap
-from lightning_roundpipe.optimizer import shares
-from lightning_roundpipe.weights.pending import PendingParameter
+from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
 
-
-@pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    """Updates of small weights overlap as well, unit by unit, as late as can be."""
-    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
-    return Late(monkeypatch)
-
-
-@pytest.fixture
-def compare(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., tuple[Any, Any]]:
-    """Trains the same twice, without overlap and with it, and compares every bit of weights, optimizer state, metrics
-    and of what modules and callbacks have noted in ``seen``. Gives both modules."""
-
-    def run(
-        make_module: Callable[[], Any],
-        callbacks: Callable[[], list[Any]] = list,
-        *,
-        options: dict[str, Any] | None = None,
-        plugins: Callable[[], list[Any]] = list,
-        overlaps: bool = True,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        modules, found = [], []
-        for mode in ("off", "exact"):
-            torch.manual_seed(3)
-            module, own = make_module(), callbacks()
-            before = late.num_parts
-            trainer = make_trainer(
-                options={**(options or {}), "optimizer_overlap": mode}, callbacks=own, plugins=plugins(), **kwargs
-            )
-            has_validation = getattr(type(module), "validation_step", None) is not L.LightningModule.validation_step
-            trainer.fit(module, make_loader(40), make_loader(10, 4) if has_validation else None)
-            assert (late.num_parts > before) == (mode == "exact" and overlaps)
-            assert_finished(trainer, module)
-            seen = [x.seen for x in (module, *own) if hasattr(x, "seen")]
-            modules.append(module)
-            found.append(
-                {
-                    "weights": module.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-                    "metrics": dict(trainer.callback_metrics),
-                    "seen": seen,
-                    "step": trainer.global_step,
-                }
-            )
-        assert_identical(found[1], found[0])
-        start = dict(make_module().state_dict())
-        assert any(not torch.equal(value, start[key]) for key, value in found[0]["weights"].items() if key in start)
-        return modules[0], modules[1]
-
-    return run
-
+pytestmark = pytest.mark.usefixtures("late")
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "epochs with validation": {"max_epochs": 2, "limit_train_batches": 3},
-    "clip norm": {"gradient_clip_val": 0.05},
     "clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "accumulate": {"accumulate_grad_batches": 2},
     "accumulate and clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
     "copies, clip norm": {"options": {"virtual_copies": True}, "gradient_clip_val": 0.05},
     "64-true": {"precision": "64-true"},  # changes the default dtype of the process
     "bf16-true": {"precision": "bf16-true"},
     "bf16-mixed": {"precision": "bf16-mixed", "options": {"virtual_copies": True}},
-    "validation after every batch": {"val_check_interval": 1, "limit_train_batches": 3},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(small: Any, compare: Any, name: str) -> None:
+def test_settings(small: Any, compare_modes: Any, name: str) -> None:
     class Learns(small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
@@ -110,7 +52,12 @@ def test_settings(small: Any, compare: Any, name: str) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
-    compare(Learns, **SETTINGS[name])
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(_groups(self), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    compare_modes(Learns, **SETTINGS[name])
 
 
 def _groups(module: Any, **kwargs: Any) -> list[dict[str, Any]]:
@@ -121,26 +68,7 @@ def _groups(module: Any, **kwargs: Any) -> list[dict[str, Any]]:
     ]
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW, groups": lambda m: torch.optim.AdamW(_groups(m), lr=0.01),
-    "AdamW fused, groups": lambda m: torch.optim.AdamW(_groups(m), lr=0.01, fused=True),
-    "SGD foreach": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_with_schedulers(small: Any, compare: Any, name: str) -> None:
-    class Learns(small):
-        def configure_optimizers(self) -> Any:
-            optimizer = OPTIMIZERS[name](self)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    compare(Learns)
-
-
-def test_hooks_of_the_module(small: Any, compare: Any) -> None:
+def test_hooks_of_the_module(small: Any, compare_modes: Any) -> None:
     """Clipping of one's own, warm-up, ``zero_grad`` to zeros, parameters that come and go, raw weights in user code."""
 
     class Learns(small):
@@ -175,7 +103,7 @@ def test_hooks_of_the_module(small: Any, compare: Any) -> None:
         def on_before_zero_grad(self, optimizer: Any) -> None:
             self.seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
 
-    compare(Learns, max_epochs=2)
+    compare_modes(Learns, max_epochs=2)
 
 
 def _scaling() -> list[Any]:
@@ -185,7 +113,7 @@ def _scaling() -> list[Any]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_loss_scaling_with_skipped_steps(small: Any, compare: Any, fused: bool) -> None:
+def test_loss_scaling_with_skipped_steps(small: Any, compare_modes: Any, fused: bool) -> None:
     class Learns(small):
         def __init__(self) -> None:
             super().__init__()
@@ -198,7 +126,7 @@ def test_loss_scaling_with_skipped_steps(small: Any, compare: Any, fused: bool) 
             scaler = self.trainer.precision_plugin.scaler
             self.seen.append((scaler.get_scale(), [p.detach().clone() for p in self.parameters()]))
 
-    _, ours = compare(Learns, plugins=_scaling, max_epochs=2)
+    _, ours = compare_modes(Learns, plugins=_scaling, max_epochs=2)
     scales = [scale for scale, _ in ours.seen]
     assert min(scales) < 2.0**20
     assert any(later > earlier for earlier, later in itertools.pairwise(scales))
@@ -248,18 +176,20 @@ class Gan(L.LightningModule):
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_manual_optimization_with_two_optimizers(compare: Any, copies: bool) -> None:
-    compare(Gan, options={"virtual_copies": copies})
+def test_manual_optimization_with_two_optimizers(compare_modes: Any, copies: bool) -> None:
+    compare_modes(Gan, options={"virtual_copies": copies})
 
 
-def test_coupled_optimizers_are_not_taken_apart(small: Any, compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coupled_optimizers_are_not_taken_apart(
+    small: Any, compare_modes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Learns(small):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
     messages: list[str] = []
     monkeypatch.setattr(overlap, "rank_zero_info", messages.append)
-    compare(Learns, overlaps=False)
+    compare_modes(Learns, overlaps=False)
     (message,) = messages
     assert "LBFGS is not known to update each parameter by itself" in message
 
@@ -278,14 +208,14 @@ def test_scripted_modules_do_not_meet_weights_that_are_under_way(
     messages: list[str] = []
     monkeypatch.setattr(overlap, "rank_zero_info", messages.append)
     make_trainer(options={"optimizer_overlap": "exact"}).fit(Learns(), make_loader())
-    assert late.num_parts == 0
+    assert late.num_buckets == 0
     (message,) = messages
     assert "torch.jit.ScriptModule" in message
 
 
 def test_the_same_training_as_plain_lightning(small: Any, fit_both: Any, assert_same_training: Any, late: Late) -> None:
     plain, ours = fit_both(small, max_epochs=2)
-    assert late.num_parts > 0
+    assert late.num_buckets > 0
     assert_same_training(plain, ours)
 
 
@@ -316,38 +246,23 @@ def _saved(trainer: L.Trainer, module: Any) -> Any:
     return {key: content[key] for key in ("state_dict", "optimizer_states", "global_step")}
 
 
-def _norms(trainer: L.Trainer, module: Any) -> Any:
-    norms = {name: p.detach().norm() for name, p in module.named_parameters()}
-    norms["total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-    return norms
-
-
 LOOKS: dict[str, Callable[[L.Trainer, Any], Any]] = {
-    "weights": lambda t, m: [p.detach() for p in m.parameters()],
-    "data": lambda t, m: [p.data for p in m.parameters()],
-    "one weight": lambda t, m: m.head.bias.detach(),
     "state_dict": lambda t, m: m.state_dict(),
     "strategy's state_dict": lambda t, m: t.strategy.lightning_module_state_dict(),
-    "copy of the module": lambda t, m: copy.deepcopy(m.body).state_dict(),
-    "vector": lambda t, m: nn.utils.parameters_to_vector(m.parameters()).detach(),
-    "numbers": lambda t, m: m.head.weight.tolist(),
-    "norms": _norms,
     "gradients": lambda t, m: [p.grad for p in m.parameters()],
     "optimizer state": lambda t, m: [t.optimizers[0].state[p] for p in m.parameters()],
-    "size of the state": lambda t, m: len(t.optimizers[0].state),
-    "optimizer's state_dict": lambda t, m: t.optimizers[0].state_dict(),
     "strategy's optimizer state": lambda t, m: t.strategy.optimizer_state(t.optimizers[0]),
     "checkpoint": _saved,
     "forward": lambda t, m: m(torch.linspace(-1, 1, 6)[None]).detach(),
 }
 
 
-def test_callbacks_that_read(small: Any, compare: Any) -> None:
-    _, ours = compare(small, lambda: [Takes(LOOKS)], max_epochs=4, gradient_clip_val=0.05)
+def test_callbacks_that_read(small: Any, compare_modes: Any) -> None:
+    _, ours = compare_modes(small, lambda: [Takes(LOOKS)], max_epochs=3, gradient_clip_val=0.05)
     assert ours.trainer.global_step > len(LOOKS)
 
 
-def test_other_hooks_that_read(small: Any, compare: Any) -> None:
+def test_other_hooks_that_read(small: Any, compare_modes: Any) -> None:
     class Learns(small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
@@ -357,13 +272,7 @@ def test_other_hooks_that_read(small: Any, compare: Any) -> None:
         looks = {"state": lambda t, m: (m.state_dict(), t.optimizers[0].state_dict())}
         return [Takes(looks, hook) for hook in hooks]
 
-    compare(Learns, make, limit_train_batches=3)
-
-
-def _halve(trainer: L.Trainer, module: Any) -> None:
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(0.5)
+    compare_modes(Learns, make, limit_train_batches=3)
 
 
 def _replace_data(trainer: L.Trainer, module: Any) -> None:
@@ -394,13 +303,13 @@ def _new_optimizer(trainer: L.Trainer, module: Any) -> None:
     trainer.strategy.optimizers = [torch.optim.SGD(module.parameters(), lr=0.05)]
 
 
-WRITES = [_halve, _replace_data, _load, _edit_state, _prune, _forget_state, _new_optimizer]
+WRITES = [_replace_data, _load, _edit_state, _prune, _forget_state, _new_optimizer]
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_callbacks_that_write(small: Any, compare: Any, hook: str) -> None:
+def test_callbacks_that_write(small: Any, compare_modes: Any, hook: str) -> None:
     writes = {write.__name__: write for write in WRITES}
-    _, ours = compare(small, lambda: [Takes(writes, hook)], max_epochs=2)
+    _, ours = compare_modes(small, lambda: [Takes(writes, hook)], max_epochs=2)
     assert ours.trainer.global_step > len(WRITES)
 
 
@@ -419,12 +328,12 @@ if hasattr(cb, "WeightAveraging"):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightning(small: Any, compare: Any, name: str) -> None:
+def test_callbacks_of_lightning(small: Any, compare_modes: Any, name: str) -> None:
     class Learns(small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
-    compare(Learns, CALLBACKS[name], max_epochs=3, limit_train_batches=2, limit_val_batches=1)
+    compare_modes(Learns, CALLBACKS[name], max_epochs=3, limit_train_batches=2, limit_val_batches=1)
 
 
 def test_checkpoints_and_resuming(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
@@ -449,101 +358,6 @@ def test_checkpoints_and_resuming(small: Any, make_trainer: Any, make_loader: An
 
 
 # --- ways out ---------------------------------------------------------------------------------------------------------
-
-
-class Stop(RuntimeError):
-    """What a callback raises here."""
-
-
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["on_train_batch_end", "on_train_batch_start", "training_step", "after step"])
-def test_weights_are_finished_when_fit_ends_in_an_error(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, error: Any, place: str
-) -> None:
-    class Learns(small):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            super().optimizer_step(*args, **kwargs)
-            self.maybe_stop("after step", 2)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.maybe_stop("training_step", 2)
-            return self.loss(batch)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.maybe_stop("on_train_batch_start", 2)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.maybe_stop("on_train_batch_end", 2)
-
-        def maybe_stop(self, here: str, step: int) -> None:
-            if here == place and self.trainer.global_step >= step:
-                assert any(type(p) is PendingParameter for p in self.parameters()) == self.expects_pending
-                raise error("now")
-
-    ends = []
-    for mode in ("off", "exact"):
-        module = Learns()
-        module.expects_pending = mode == "exact"
-        trainer = make_trainer(options={"optimizer_overlap": mode})
-        with pytest.raises((error, SystemExit), match="now" if error is Stop else None):
-            trainer.fit(module, make_loader(40))
-        assert_finished(trainer, module)
-        ends.append((copied(module.state_dict()), [copied(x.state_dict()) for x in trainer.optimizers]))
-    assert_identical(ends[1], ends[0])
-    assert late.num_parts > 0
-
-
-class Fails(torch.optim.SGD):
-    """Cannot update in its third step."""
-
-    is_separable = True
-
-    def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["lr"] < 0.03:
-            self.cannot()
-        return super().step(closure)
-
-    def cannot(self) -> None:
-        raise Stop("no update")
-
-
-def test_an_error_in_an_update_ends_the_fit(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Learns(small):
-        def configure_optimizers(self) -> Any:
-            optimizer = Fails(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    module, trainer = Learns(), make_trainer(options={"optimizer_overlap": "exact"})
-    with pytest.raises(Stop, match="no update") as caught:
-        trainer.fit(module, make_loader(40))
-    assert "cannot" in [entry.name for entry in caught.traceback]
-    assert trainer.global_step == 3
-    assert_finished(trainer, module)
-    other = small()  # a new fit works
-    make_trainer().fit(other, make_loader())
-
-
-def test_an_error_in_the_last_update_ends_the_fit(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    """The last update is waited for: what comes is no next step."""
-
-    class Learns(small):
-        def configure_optimizers(self) -> Any:
-            return Fails(self.parameters(), lr=0.1)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.trainer.optimizers[0].param_groups[0]["lr"] = 0.01
-
-        def on_train_end(self) -> None:
-            assert self.trainer.global_step == 2
-
-    module = Learns()
-    trainer = make_trainer(options={"optimizer_overlap": "exact"}, max_steps=2)
-    with pytest.raises(Stop, match="no update"):
-        trainer.fit(module, make_loader(40))
-    assert trainer.global_step == 1
-    assert_finished(trainer, module)
 
 
 def test_fit_twice(small: Any, make_trainer: Any, make_loader: Any) -> None:
@@ -638,34 +452,6 @@ def test_units_wait_for_their_own_weights_in_the_order_of_the_forward(
     module = Learns()
     make_trainer(options={"optimizer_overlap": "exact"}, devices=1, num_microbatches=2).fit(module, make_loader(40))
     names = {p: name for name, p in module.named_parameters()}
-    asked = [[names[p] for p in share] for share in module.demanded if share is not None]
-    assert [share[0] for share in asked] == [*(f"body.{i}.0.weight" for i in range(4)), "head.weight"]
-    assert all(len(share) == 2 for share in asked)
-
-
-def test_no_wait_between_accumulated_batches(small: Any, make_trainer: Any, make_loader: Any, late: Late) -> None:
-    """Only a step of the optimizer begins an update; the batches in between go on with what is there."""
-    updates: list[int] = []
-
-    class Learns(small):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            updates.append(sum(type(p) is PendingParameter for p in self.parameters()))
-
-    make_trainer(options={"optimizer_overlap": "exact"}, accumulate_grad_batches=2).fit(Learns(), make_loader(40))
-    assert updates == [0, 0, 0, 10, 0]  # the first update is over at once, and the last one is waited for
-
-
-def test_small_models_update_at_once(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    assert overlap.MIN_BYTES > 2**20
-    module, trainer = small(), make_trainer(options={"optimizer_overlap": "exact"})
-
-    class Looks(cb.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            assert not any(type(p) is PendingParameter for p in module.parameters())
-
-    trainer.callbacks.append(Looks())
-    trainer.fit(module, make_loader())
-    assert late.num_parts == 0
+    asked = [[names[p] for p in bucket] for bucket in module.demanded if bucket is not None]
+    assert [bucket[0] for bucket in asked] == [*(f"body.{i}.0.weight" for i in range(4)), "head.weight"]
+    assert all(len(bucket) == 2 for bucket in asked)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.integration import overlap, pool
+from lightning_roundpipe.integration import pool
 from lightning_roundpipe.integration.steps import misuse
-from lightning_roundpipe.optimizer import shares, update_part
-from lightning_roundpipe.weights import pending
+from lightning_roundpipe.optimizer import buckets
+from lightning_roundpipe.weights import futures
 from tests.support.lazy_link import LazyLink
 from tests.support.protocol_checker import Event, ProtocolError, UnitState, following
 
@@ -25,55 +25,51 @@ WAYS = {"aliases": False, "lazy": True}
 
 
 @pytest.fixture(autouse=True)
-def every_weight_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates overlap however small they are, unit by unit; devices with copies make them when somebody waits."""
-    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
+def every_weight_by_itself(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates overlap however small they are, unit by unit; devices with copies make them when something waits."""
     monkeypatch.setattr(pool, "TimedLink", LazyLink)
     monkeypatch.setattr(misuse, "_NUM_SAMPLED_STEPS", 0)  # looks at all weights before a step, and so waits for all
 
 
 def leave_out_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks at a weight does not wait for its update."""
+    """A look at a weight does not wait for its update."""
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with pending.unwaited():
+        with futures.unwaited():
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(pending.PendingParameter, "__torch_function__", classmethod(__torch_function__))
+    monkeypatch.setattr(futures.PendingParameter, "__torch_function__", classmethod(__torch_function__))
 
 
 class Held:
     """Holds updates back until they are let go.
 
     Args:
-        is_held: tells of the weights of a share whether it waits.
+        is_held: tells of the weights of a bucket whether it waits.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_held: Callable[[list[Tensor]], bool]) -> None:
         self.let_go = threading.Event()
-        step = update_part.Part.step
+        step = buckets.Bucket.step
 
-        def held_step(part: Any) -> None:
-            if is_held(list(part._shadows)):
+        def held_step(bucket: Any) -> None:
+            if is_held(list(bucket._shadows)):
                 assert self.let_go.wait(JOIN_S)
-            step(part)
+            step(bucket)
 
-        monkeypatch.setattr(update_part.Part, "step", held_step)
+        monkeypatch.setattr(buckets.Bucket, "step", held_step)
 
 
 class LetGo(L.Callback):
     """Lets updates go in one hook of each step, and when the training ends; each new update is held again, but for the
     first one, which makes the state of the optimizer and is waited for."""
 
-    def __init__(self, held: Held, hook: str | None, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, held: Held, hook: str | None) -> None:
         self._held = held
-        self._look = look
         if hook is not None:
             setattr(self, hook, self._go)
 
     def _go(self, *args: Any, **kwargs: Any) -> None:
-        self._look()
         self._held.let_go.set()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -161,26 +157,6 @@ def test_a_stale_training_keeps_the_protocol(
         trainer = make_trainer(options=options, num_microbatches=1, callbacks=callbacks, precision=precision)
         trainer.fit(module, make_loader())
     assert [UnitState.UPDATING in states for states in seen] == [False, False, True]
-    assert checker.counts[Event.UPDATED] == 3 * len(list(module.parameters()))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_goes_on_after_the_optimizer_step(
-    way: str, small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, states = small(), []
-    held = Held(monkeypatch, lambda weights: True)
-    with following() as checker:
-
-        def look() -> None:
-            states.append({state for weight in module.parameters() for state in checker.states_of(weight)})
-
-        callback = LetGo(held, "on_train_batch_end", look)
-        options = {"virtual_copies": WAYS[way]}
-        make_trainer(options=options, callbacks=[callback]).fit(module, make_loader())
-    # The first update and the last one of an epoch are waited for.
-    assert [UnitState.UPDATING in found for found in states] == [False, True, False]
-    assert states[1] == {UnitState.UPDATING}
     assert checker.counts[Event.UPDATED] == 3 * len(list(module.parameters()))
 
 

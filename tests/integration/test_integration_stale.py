@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,23 +16,17 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import cuda_driver, pinned
-from lightning_roundpipe.optimizer import shares
 from lightning_roundpipe.reporting.host_memory import HostMemory
 from tests.support.cuda_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
+pytestmark = pytest.mark.usefixtures("small_updates")
 STALE = {"optimizer_overlap": "stale"}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
 
 
 @pytest.fixture
@@ -169,40 +162,6 @@ def test_low_working_copies_are_made_of_the_same_weights(delayed: Any, make_trai
     assert not torch.allclose(states["stale", True], states["exact", True], rtol=1e-3)
 
 
-def test_a_step_does_not_wait_for_the_last_update(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    gate = threading.Event()
-    opened: list[int] = []
-
-    class Gated(torch.optim.SGD):
-        is_separable = True
-
-        def step(self, closure: Any = None) -> Any:
-            assert gate.wait(_TIMEOUT_S)
-            return super().step(closure)
-
-    class Opens(small):
-        """The second update is held back until the next training step has been through all weights."""
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.trainer.global_step == 0:
-                gate.set()
-            elif self.trainer.global_step == 1:
-                gate.clear()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 2 and not gate.is_set():
-                opened.append(batch_idx)
-                gate.set()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return Gated(self.parameters(), lr=0.1)
-
-    make_trainer(options=STALE).fit(Opens(), make_loader())
-    assert opened == [2]
-
-
 class Looks(L.Callback):
     """Notes the weights that everybody sees between the training steps."""
 
@@ -235,26 +194,6 @@ def test_between_steps_everybody_sees_the_newest_weights(
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
-
-
-class Doubles(L.Callback):
-    """Writes a weight after every step."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            for weight in pl_module.parameters():
-                weight.mul_(1.01)
-
-
-def test_weights_that_a_callback_writes_are_computed_with_at_once(
-    delayed: Any, make_trainer: Any, make_loader: Any
-) -> None:
-    states = []
-    for overlap in ("stale", "off"):
-        module = delayed()
-        make_trainer(options={"optimizer_overlap": overlap}, callbacks=[Doubles()]).fit(module, make_loader(40, 5))
-        states.append(module.state_dict())
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 def test_a_resumed_run_begins_with_the_newest_weights(
@@ -335,7 +274,7 @@ def test_snapshots_travel_to_gpus_from_page_locked_memory(
     def on_train_batch_end(*_: Any) -> None:
         # Small raw parameters do not travel as bulk, and not from page-locked memory, in any mode.
         kept = [k for w, k in trainer.strategy._overlap._stale._snapshots.items() if w is not module.scale]
-        snapshots = [tensor for k in kept for tensor in (k.front, k.back) if tensor is not None]
+        snapshots = [tensor for k in kept for tensor in k.tensors.values()]
         places.append({tensor.untyped_storage().data_ptr() for tensor in snapshots} - set(driver.locked))
 
     module.on_train_batch_end = on_train_batch_end

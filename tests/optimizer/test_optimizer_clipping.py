@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.optimizer import clipping
 from lightning_roundpipe.optimizer.clipping import clip_factor, norms
 from lightning_roundpipe.optimizer.updates import Updates
-from lightning_roundpipe.weights.pending import is_pending
+from lightning_roundpipe.weights.futures import is_pending
 
 
 def make_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:

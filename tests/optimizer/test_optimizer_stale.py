@@ -1,8 +1,7 @@
-"""Weights from before the last update: against a plain loop, while updates are held back, and when users interfere."""
+"""Weights from before the last update: while updates are held back, and when users interfere."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,26 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import shares
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates
-from lightning_roundpipe.weights.pending import PendingParameter, is_pending
+from lightning_roundpipe.weights.futures import PendingParameter, is_pending
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),
-    "two groups": lambda p: torch.optim.AdamW(
-        [{"params": p[:2], "lr": 0.1}, {"params": p[2:], "fused": True}], lr=0.05
-    ),
-}
 
 
-@pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
-    torch.set_num_threads(1)
+def _sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def make_net() -> nn.Sequential:
@@ -90,7 +78,7 @@ def make_training() -> Iterator[Callable[..., Training]]:
     made: list[Training] = []
     Gated.gate = threading.Event()
 
-    def make(make_optimizer: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["SGD"]) -> Training:
+    def make(make_optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd) -> Training:
         made.append(Training(make_optimizer))
         return made[-1]
 
@@ -98,37 +86,6 @@ def make_training() -> Iterator[Callable[..., Training]]:
     Gated.gate.set()
     for training in made:
         training.updates.join()
-
-
-class PlainLoop:
-    """The same as a plain loop: the weights after each optimizer step are kept, and put in where they belong."""
-
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.net = make_net()
-        self.optimizer = make(list(self.net.parameters()))
-        self.after = [copy.deepcopy(self.net.state_dict())]
-
-    def step(self, x: Tensor) -> None:
-        now = len(self.after) - 1
-        self.net.load_state_dict(self.after[max(now - 1, 0)])
-        self.optimizer.zero_grad()
-        self.net(x).square().mean().backward()
-        self.net.load_state_dict(self.after[now])
-        self.optimizer.step()
-        self.after.append(copy.deepcopy(self.net.state_dict()))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_a_plain_loop(make_training: Callable[..., Training], name: str) -> None:
-    ours, plain = make_training(OPTIMIZERS[name]), PlainLoop(OPTIMIZERS[name])
-    for x in inputs(7):
-        ours.step(x)
-        plain.step(x)
-    assert not torch.equal(plain.after[-1]["0.weight"], plain.after[-2]["0.weight"])
-    torch.testing.assert_close(dict(ours.net.state_dict()), dict(plain.net.state_dict()), rtol=0, atol=0)
-    torch.testing.assert_close(
-        copy.deepcopy(ours.optimizer.state_dict()["state"]), plain.optimizer.state_dict()["state"], rtol=0, atol=0
-    )
 
 
 def test_a_step_is_not_kept_waiting_and_everybody_else_is(make_training: Callable[..., Training]) -> None:
@@ -319,13 +276,3 @@ def test_an_error_in_an_update_is_told_and_the_weights_stay(make_training: Calla
     before = values_of(ours.net)
     ours.gradients(x)
     torch.testing.assert_close(ours.used[-1], before, rtol=0, atol=0)
-
-
-def test_what_the_snapshots_take(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
-    num_bytes = sum(w.numel() * w.element_size() for w in ours.weights)
-    assert ours.stale.host_bytes == 0
-    for x in inputs(4):
-        ours.step(x)
-    ours.updates.wait()
-    assert ours.stale.host_bytes == StaleWeights.NUM_SNAPSHOTS * num_bytes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,31 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.optimizer import shares
 from lightning_roundpipe.optimizer import updates as overlapped
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates, why_not_separable
-from lightning_roundpipe.weights import pending
-from lightning_roundpipe.weights.pending import PendingParameter, Share, is_pending
-from tests.optimizer.test_optimizer_updates import Held, fill_gradients, make_weights, outcome_of
+from lightning_roundpipe.weights import futures
+from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, is_pending
+from tests.optimizer.held_updates import TIMEOUT_S, Held, fill_gradients, make_weights, outcome_of
 
-_TIMEOUT_S = 30.0  # nothing here takes so long: what hangs fails
 _PACKAGE = str(Path(overlapped.__file__).parents[1])
-
-
-@pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group of the order is a share of its own."""
-    monkeypatch.setattr(shares, "SHARE_BYTES", 1)
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    """Four weights whose update has begun and does not go on."""
-    found = Held()
-    yield found
-    found.release()
 
 
 def one_by_one(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -210,43 +194,6 @@ def test_autocast_is_that_of_the_call(autocast: bool) -> None:
     assert not torch.equal(ends[0][0], make_weights()[0])
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-class AlwaysFails(Plain):
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__(weights)
-        self.tries: list[int] = []
-
-    def step(self, closure: Any = None) -> None:
-        self.tries.append(len(self.tries))
-        raise ZeroDivisionError(f"try {len(self.tries)}")
-
-
-def test_nothing_is_updated_behind_an_error_that_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who waits is told of the error before the thread comes to the next share."""
-    weights = make_weights()
-    fill_gradients(weights, 0)
-    optimizer, updates, told = AlwaysFails(weights), Updates(1), threading.Event()
-    end = Share.end
-
-    def end_and_stand_back(share: Share, **kwargs: Any) -> None:
-        end(share, **kwargs)
-        if threading.current_thread().name == "roundpipe-optimizer":
-            assert told.wait(_TIMEOUT_S)
-
-    monkeypatch.setattr(Share, "end", end_and_stand_back)
-    updates.start(optimizer, one_by_one(weights))
-    with pytest.raises(ZeroDivisionError, match="try 1") as first:
-        weights[0].detach()
-    told.set()
-    with pytest.raises(ZeroDivisionError, match="try 1") as second:
-        updates.wait()
-    assert first.value is second.value
-    assert optimizer.tries == [0]
-    assert not is_pending(weights)
-
-
 # --- signal handlers -------------------------------------------------------------------------------------------------
 
 
@@ -280,10 +227,11 @@ def interrupted(program: Callable[[], None], handler: Callable[[], None], line: 
 def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who would wait for ever fails."""
 
-    def wait(share: Share) -> None:
-        assert share._done.wait(_TIMEOUT_S), "waits for an update that does not end"
+    def wait(future: ParameterFuture) -> None:
+        future._update.begin_in_handler()
+        assert future._done.wait(TIMEOUT_S), "waits for an update that does not end"
 
-    monkeypatch.setattr(Share, "_await_end", wait)
+    monkeypatch.setattr(ParameterFuture, "await_end", wait)
 
 
 @pytest.fixture
@@ -331,6 +279,33 @@ def test_a_signal_handler_looks_at_weights_while_an_update_begins(make_untouched
     assert line > 50
 
 
+def test_ctrl_c_at_any_line_of_the_begin_updates_all_weights_or_none(make_untouched: Callable[[], Held]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def begin(line: int) -> tuple[bool, set[bool], bool]:
+        held, is_there = make_untouched(), True
+        held.gate.set()
+        with contextlib.suppress(KeyboardInterrupt):
+            is_there = interrupted(lambda: held.updates.start(held.optimizer, held.order), interrupt, line)
+        held.updates.wait()
+        changed = {torch.equal(weight, new) for weight, new in zip(held.weights, held.new, strict=True)}
+        return is_there, changed, is_pending(held.weights)
+
+    line, is_there, ends = 0, True, set()
+    while is_there:
+        # On a thread of its own: an error before the last line of a "with" would leave torch's modes as they are.
+        thread, found = outcome_of(lambda line=line: begin(line))
+        thread.join(TIMEOUT_S)
+        assert len(found) == 1, f"hangs in line {line}"
+        is_there, changed, is_left = found[0]
+        assert len(changed) == 1, f"in line {line}"
+        assert not is_left, f"in line {line}"
+        ends |= changed
+        line += 1
+    assert ends == {True, False}
+
+
 @pytest.mark.usefixtures("no_endless_waits")
 def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: Callable[[], Held]) -> None:
     """The update goes on while the handler looks, and not before."""
@@ -362,8 +337,8 @@ def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: C
 # --- threads ---------------------------------------------------------------------------------------------------------
 
 
-class SlowTable(dict[int, Share]):
-    """The table of shares: a thread of the name "reader" is held up once, after it has looked into it."""
+class SlowTable(dict[int, ParameterFuture]):
+    """The table of futures: a thread of the name "reader" is held up once, after it has looked into it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -374,24 +349,24 @@ class SlowTable(dict[int, Share]):
         if threading.current_thread().name != "reader" or self.came.is_set():
             return super().get(key, default)
         self.came.set()
-        assert self.looks.wait(_TIMEOUT_S)
+        assert self.looks.wait(TIMEOUT_S)
         found = super().get(key, default)
         self.looked.set()
-        assert self.goes_on.wait(_TIMEOUT_S)
+        assert self.goes_on.wait(TIMEOUT_S)
         return found
 
 
 def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread finds that the update of a weight is over, and sets its class when the next one has begun."""
-    table = SlowTable(pending._shares)
-    monkeypatch.setattr(pending, "_shares", table)
+    table = SlowTable(futures._futures)
+    monkeypatch.setattr(futures, "_futures", table)
     weight, moved = held.weights[0], threading.Event()
-    original = Share.wait
+    original = ParameterFuture.wait
 
-    def wait(share: Share) -> None:
+    def wait(future: ParameterFuture) -> None:
         if threading.current_thread().name == "reader":
             moved.set()
-        original(share)
+        original(future)
 
     found: list[Tensor] = []
 
@@ -403,19 +378,19 @@ def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: 
 
     reader = threading.Thread(target=read, name="reader", daemon=True)
     reader.start()
-    assert table.came.wait(_TIMEOUT_S)
+    assert table.came.wait(TIMEOUT_S)
     held.release()
     table.looks.set()
-    assert table.looked.wait(_TIMEOUT_S)
-    monkeypatch.setattr(Share, "wait", wait)
+    assert table.looked.wait(TIMEOUT_S)
+    monkeypatch.setattr(ParameterFuture, "wait", wait)
     held.gate.clear()
     held.updates.start(held.optimizer, held.order)
     table.goes_on.set()
-    assert moved.wait(_TIMEOUT_S)
+    assert moved.wait(TIMEOUT_S)
     assert type(weight) is PendingParameter
     assert not found
     held.release()
-    reader.join(_TIMEOUT_S)
+    reader.join(TIMEOUT_S)
     assert torch.equal(found[0], weight)
     assert not torch.equal(found[0], held.new[0])
 
@@ -442,13 +417,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 @needs_fork
 def test_a_child_finds_finished_weights(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker of a data loader that reads weights. It has no thread that could end an update."""
-    original = Share._await_end
+    original = ParameterFuture.await_end
 
-    def go_on_and_wait(share: Share) -> None:
+    def go_on_and_wait(future: ParameterFuture) -> None:
         held.gate.set()
-        original(share)
+        original(future)
 
-    monkeypatch.setattr(Share, "_await_end", go_on_and_wait)
+    monkeypatch.setattr(ParameterFuture, "await_end", go_on_and_wait)
 
     def is_finished() -> bool:
         if is_pending(held.weights):  # would wait for ever
@@ -475,6 +450,6 @@ def test_an_update_that_forks_does_not_wait_for_itself() -> None:
     optimizer.statuses = []
     updates.start(optimizer, one_by_one(weights))
     thread, found = outcome_of(updates.wait)
-    thread.join(_TIMEOUT_S)
+    thread.join(TIMEOUT_S)
     assert found == [None]
     assert optimizer.statuses == [0] * len(weights)

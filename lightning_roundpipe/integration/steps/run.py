@@ -39,7 +39,7 @@ from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
 from .retry import Retry
-from .user_step import UserStep, seed_of_step
+from .user_step import UserStep, dropping_old_gradients, seed_of_step
 
 
 class Steps:
@@ -137,6 +137,8 @@ class Steps:
         is_training = name == "training_step"
         is_manual = is_training and not self._module.automatic_optimization
         barriers = self._barriers(batches) if is_manual else contextlib.nullcontext()
+        if is_training and not is_manual:
+            call = dropping_old_gradients(call, len(batches.microbatches), self._module.trainer)
         with logs.capturing(), self._guard.watching(name, batches), barriers:
             request = StepRequest(
                 function=self._guard.followed(name, call),

@@ -1,9 +1,9 @@
-"""The update of some of the weights of an optimizer."""
+"""Buckets: the weights of an optimizer that are updated together, in the order in which the next step needs them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,56 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.fingerprints import version_of
+from ..common.sizes import extent_of, num_bytes_of
 from .stale import StaleWeights
 from .state import GuardedState
 
 # Of a group, but for its weights.
 Options = dict[str, Any]
+# Less is not worth its own call of the optimizer.
+BUCKET_BYTES = 16 * 2**20
+
+
+def tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Weights whose memory overlaps, by weight, where there are several."""
+    extents = []
+    for weight in weights:
+        if weight.numel() and weight.layout is torch.strided:
+            first, stop = extent_of(weight)
+            start = weight.data_ptr()
+            extents.append((start, start + (stop - first) * weight.element_size(), weight))
+    groups: list[list[nn.Parameter]] = []
+    end = 0
+    for start, stop, weight in sorted(extents, key=lambda extent: extent[0]):
+        if start >= end:
+            groups.append([])
+        groups[-1].append(weight)
+        end = max(end, stop)
+    return {weight: group for group in groups if len(group) > 1 for weight in group}
+
+
+def buckets_of(
+    weights: Iterable[nn.Parameter],
+    order: Sequence[Iterable[nn.Parameter]],
+    ties: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+) -> list[list[nn.Parameter]]:
+    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time; those in the same
+    memory together."""
+    left = dict.fromkeys(weights)
+    buckets: list[list[nn.Parameter]] = []
+    num_bytes = BUCKET_BYTES
+    for group in [*order, list(left)]:
+        fresh = [p for first in group if first in left for p in ties.get(first, (first,)) if p in left]
+        for parameter in (fresh := list(dict.fromkeys(fresh))):
+            del left[parameter]
+        if not fresh:
+            continue
+        if num_bytes >= BUCKET_BYTES:
+            buckets.append([])
+            num_bytes = 0
+        buckets[-1].extend(fresh)
+        num_bytes += num_bytes_of(fresh)
+    return buckets
 
 
 def options_of(optimizer: Optimizer) -> dict[nn.Parameter, Options]:
@@ -27,7 +72,7 @@ def options_of(optimizer: Optimizer) -> dict[nn.Parameter, Options]:
     return found
 
 
-class Part:
+class Bucket:
     """An optimizer of the same class for some of the weights: for tensors that share their memory, with their state.
 
     Args:
@@ -35,6 +80,7 @@ class Part:
         options: of these weights, and maybe others; see :func:`options_of`.
         state: of the whole optimizer.
         factor: a number that the gradients are multiplied by first.
+        stale: takes snapshots of the updated weights.
     """
 
     def __init__(
@@ -44,8 +90,10 @@ class Part:
         options: Mapping[nn.Parameter, Options],
         state: GuardedState,
         factor: Tensor | None = None,
+        stale: StaleWeights | None = None,
     ) -> None:
         self._home = state
+        self._stale = stale
         # A factor of one would change nothing.
         self._factor = None if factor is None or factor.item() == 1.0 else factor
         self._shadows = {parameter: _shadow_of(parameter) for parameter in gradients}
@@ -89,6 +137,9 @@ class Part:
                 if shadow in self._optimizer.state:
                     self._home.take_back(parameter, self._optimizer.state[shadow])
                 shadow.grad = None
+        if self._stale is not None:
+            for parameter, shadow in self._shadows.items():
+                self._stale.refill(parameter, shadow)
 
     def _beside(self) -> dict[str, Any]:
         """What must be the same after the step, by what is the matter if it is not."""
@@ -107,17 +158,12 @@ class Part:
         }
 
     def _lost(self) -> str | None:
-        """What the step of somebody else's optimizer has written beside weights, gradients and their state; None if
-        nothing."""
+        """What the step of an optimizer that is not torch's has written beside weights, gradients and their state;
+        None for nothing."""
         if self._before is None:
             return None
         now = self._beside()
         return next((what for what, before in self._before.items() if now[what] != before), None)
-
-    def pass_on(self, stale: StaleWeights) -> None:
-        """Snapshots of the updated weights."""
-        for parameter, shadow in self._shadows.items():
-            stale.refill(parameter, shadow)
 
 
 def _is_of_torch(optimizer: Any) -> bool:
@@ -125,7 +171,7 @@ def _is_of_torch(optimizer: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Something that is equal as long as nobody writes ``value``."""
+    """Something that is equal as long as ``value`` is not written."""
     if isinstance(value, Tensor):
         return id(value), version_of(value)
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,370 @@
+"""Both forms of units in the engine: what travels, what is learned, and that no result changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.plain_loop import cut_at, each_call_its_stage
+from tests.weights.autocast_training import LOW, TOKENS, WIDTH, Block, Model, Training, assert_same
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_training_is_the_same_bit_for_bit_and_half_as_much_travels(num_devices: int) -> None:
+    model = Model()
+    ours, plain, aliases = (
+        Training(model, num_devices=num_devices, **options)  # type: ignore[arg-type]
+        for options in ({}, {"uses_copies": False}, {"link": False})
+    )
+    results = [(ours.train(), plain.train(), aliases.train()) for _ in range(4)]
+    assert_same(ours, plain, [(a, b) for a, b, _ in results])
+    assert_same(ours, aliases, [(a, c) for a, _, c in results])
+    assert ours.low_names("blocks.1") == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert ours.low_names("embedding") == set()
+    assert aliases.weights.host_bytes == aliases.weights.expected_bytes == 0
+    low = [p for n, p in ours.model.named_parameters() if "norm" not in n and "embedding" not in n]
+    assert ours.weights.host_bytes == ours.weights.expected_bytes == 2 * sum(p.numel() for p in low)
+
+
+def weight_bytes(training: Training, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of weights that travel while ``run`` runs."""
+    total = 0
+    for device in training.engine._pool.devices:
+        upload = device.upload
+
+        def counted(tensors: Any, what: str, upload: Any = upload, **options: Any) -> Any:
+            nonlocal total
+            if what.startswith("weights"):
+                total += sum(t.numel() * t.element_size() for t in tensors)
+            return upload(tensors, what, **options)
+
+        monkeypatch.setattr(device, "upload", counted)
+    run()
+    monkeypatch.undo()
+    return total
+
+
+def test_half_of_the_weight_bytes_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+    ours, plain = Training(model, num_devices=1), Training(model, num_devices=1, uses_copies=False)
+    for training in (ours, plain):
+        training.planner = each_call_its_stage
+        training.train()
+        training.train()
+    full, low = (weight_bytes(training, training.train, monkeypatch) for training in (plain, ours))
+    assert full == 4 * sum(p.numel() for p in model.parameters())
+    assert low == full // 2 + 2 * model.embedding.weight.numel()  # the embedding is not cast
+
+
+def test_gradients_of_low_parameters_add_up_in_the_masters_dtype() -> None:
+    """Sixteen parts, most of which the low dtype would swallow: each is 2**-9 of the largest, or less."""
+    model = Model()
+
+    def scaled(block: Block, x: Tensor) -> Tensor:
+        return x * 0.0
+
+    for block in model.blocks:
+        block.inside = scaled
+    ours, aliases = Training(model), Training(model, link=False)
+    results = []
+    for _ in range(3):
+        results.append((ours.train(num_microbatches=8), aliases.train(num_microbatches=8)))
+    assert_same(ours, aliases, results)
+    gradient = ours.model.blocks[1].up.weight.grad
+    assert gradient is not None
+    assert not torch.equal(gradient.to(LOW).float(), gradient)
+
+
+def looks_at_dtype(block: Block, x: Tensor) -> Tensor:
+    return (x.to(block.up.weight.dtype) * 1.001).float()
+
+
+def uses_weight_itself(block: Block, x: Tensor) -> Tensor:
+    return x * block.up.weight.mean()
+
+
+def uses_weight_later(block: Block, x: Tensor) -> Tensor:
+    """In evaluation only."""
+    return x * 0.0 if block.training else x * block.up.weight.mean()
+
+
+def without_autocast(block: Block, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return block.up(x).float().mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("inside", "low"),
+    [
+        (looks_at_dtype, {"up.bias", "down.weight", "down.bias"}),
+        (uses_weight_itself, {"up.bias", "down.weight", "down.bias"}),
+        (without_autocast, {"down.weight", "down.bias"}),
+        (uses_weight_later, {"up.weight", "up.bias", "down.weight", "down.bias"}),
+    ],
+)
+def test_what_is_used_in_another_way_stays_as_it_is(inside: Callable[[Block, Tensor], Tensor], low: set[str]) -> None:
+    model = Model(inside)
+    ours, aliases = Training(model), Training(model, link=False)
+    results = []
+    for _ in range(3):
+        results += [(ours.train(), aliases.train()), (ours.evaluate(), aliases.evaluate())]
+    results.append((ours.train(), aliases.train()))
+    assert ours.low_names("blocks.0") == low
+    results.append((ours.evaluate(), aliases.evaluate()))
+    results.append((ours.evaluate(), aliases.evaluate()))
+    assert ours.low_names("blocks.0") == low - ({"up.weight"} if inside is uses_weight_later else set())
+    assert_same(ours, aliases, results)
+
+
+def test_evaluation_in_full_precision() -> None:
+    model = Model()
+    ours, aliases = Training(model), Training(model, link=False)
+    results = []
+    for autocast in (True, False, True, False):
+        results += [(t, a) for t, a in [(ours.train(), aliases.train()) for _ in range(2)]]
+        results.append((ours.evaluate(autocast=autocast), aliases.evaluate(autocast=autocast)))
+        results.append((ours.evaluate(autocast=autocast), aliases.evaluate(autocast=autocast)))
+    assert_same(ours, aliases, results)
+    assert not ours.weights.is_low(ours.unit("blocks.0"))
+    ours.train()  # facts of the training mode are learned anew
+    ours.train()
+    assert ours.weights.is_low(ours.unit("blocks.0"))
+
+
+def test_training_with_and_without_autocast_by_turns() -> None:
+    model = Model()
+    ours, aliases = Training(model), Training(model, link=False)
+    results = [
+        (ours.train(autocast=autocast), aliases.train(autocast=autocast))
+        for autocast in (True, True, False, True, False, True)
+    ]
+    assert_same(ours, aliases, results)
+    assert not ours.weights.is_low(ours.unit("blocks.0"))
+
+
+class Moody(nn.Module):
+    """Returns one tensor or two, as it likes; with two, it uses its weight in another way as well."""
+
+    def __init__(self, moods: list[str]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.moods = moods
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + self.up(x)
+        return (y, y.detach() * self.up.weight.mean()) if "good" in self.moods else (y,)
+
+
+def test_a_unit_that_returns_something_else_is_learned_in_its_full_form() -> None:
+    class Changing(Model):
+        def step(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = torch.stack(block(x)).sum(0)
+            return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+    model = Changing()
+    moods: list[str] = []  # in place: nothing tells the engine of a change
+    model.blocks = nn.ModuleList(Moody(moods) for _ in range(3))
+    runs = [Training(model), Training(model, link=False)]
+    results = []
+    for step in range(4):
+        for training in runs:
+            training.model.blocks[0].moods[:] = ["good"] if step == 3 else []
+        results.append((runs[0].train(), runs[1].train()))
+        if step == 2:
+            assert runs[0].low_names("blocks.1") == {"up.weight", "up.bias"}
+    assert runs[0].low_names("blocks.1") == {"up.bias"}
+    assert_same(runs[0], runs[1], results)
+
+
+class Returning(nn.Module):
+    """Gives its weight away, and computes with it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.up(x), self.up.weight
+
+
+class Scaled(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, weight = block(x)
+            x = x * weight.mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Twice(Model):
+    """From some step on, every block is called once more, with an argument that is new to it."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, "once")
+            if self.is_later:
+                x = block(x, "again")
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Told(Block):
+    def forward(self, x: Tensor, what: str) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Checkpointed(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def test_a_unit_that_gives_its_weight_away() -> None:
+    model = Scaled()
+    model.blocks = nn.ModuleList(Returning() for _ in range(3))
+    ours, aliases = Training(model), Training(model, link=False)
+    results = [(ours.train(), aliases.train()) for _ in range(3)]
+    assert ours.low_names("blocks.1") == {"up.bias"}
+    assert_same(ours, aliases, results)
+
+
+@pytest.mark.parametrize("fused", [0, 3], ids=["all-fused", "some-fused"])
+def test_both_forms_of_a_unit_in_one_stage(fused: int) -> None:
+    """A call learns while the graph of another call of the unit, in the low form, waits for its backward."""
+    model = Twice()
+    model.blocks = nn.ModuleList(Told() for _ in range(3))
+    model.is_later = False
+    ours, aliases = Training(model), Training(model, link=False)
+    for training in (ours, aliases):
+        training.planner = lambda count, is_training: cut_at(count, is_training, [2], [2], fused)
+    for step in range(7):
+        for training in (ours, aliases):
+            training.model.is_later = step >= 3
+        left, right = ours.train(), aliases.train()
+        assert (left.num_off_plan > 0) == (step == 3)
+        torch.testing.assert_close(left.outputs, right.outputs, rtol=1e-5, atol=1e-6)
+        wanted = dict(aliases.model.named_parameters())
+        for name, parameter in ours.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6)
+    assert ours.weights.is_low(ours.unit("blocks.1"))
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_checkpoints_in_user_code(is_reentrant: bool) -> None:
+    model = Checkpointed()
+    model.is_reentrant = is_reentrant
+    ours, aliases = Training(model), Training(model, link=False)
+    results = [(ours.train(), aliases.train()) for _ in range(3)]
+    assert_same(ours, aliases, results)
+    assert ours.low_names("blocks.1"), "inline runs take the full form, and say nothing about the low one"
+
+
+def test_attention_of_torch_is_full_in_evaluation() -> None:
+    """There it takes a fast path, which is not taken while it is watched, and so was not seen."""
+    model = Model()
+    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True) for _ in range(3))
+    ours, aliases = Training(model), Training(model, link=False)
+    for _ in range(3):
+        left, right = ours.train(), aliases.train()
+        assert [loss.item() for loss in left.outputs] == [loss.item() for loss in right.outputs]
+    assert "linear1.weight" in ours.low_names("blocks.1")
+    for _ in range(3):
+        # The run that learns takes the slow path: other roundings, as far as the low dtype is exact.
+        torch.testing.assert_close(ours.evaluate().outputs, aliases.evaluate().outputs, rtol=2**-7, atol=2**-7)
+    assert ours.low_names("blocks.1") == set()
+    assert ours.low_names("head") == {"weight", "bias"}
+
+
+# --- frozen weights --------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Nearly all bytes are frozen; what is trained is in the same units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16 * WIDTH, 16 * WIDTH, bias=False).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(16 * WIDTH, 2, bias=False), nn.Linear(2, 16 * WIDTH, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x) + self.adapter(x)
+
+
+BASE = (16 * WIDTH) ** 2 * 2  # bytes of a frozen matrix in the low dtype
+
+
+def adapted_case(memory_limit: int | None = None, **options: Any) -> Training:
+    torch.manual_seed(0)
+    model = Model()
+    model.embedding = nn.Embedding(TOKENS, 16 * WIDTH)
+    model.blocks = nn.ModuleList(Adapted() for _ in range(6))
+    model.head = nn.Linear(16 * WIDTH, TOKENS)
+    training = Training(model, num_devices=1, memory_limit=memory_limit, lr=1e-3, **options)
+    training.planner = each_call_its_stage
+    return training
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """What has to travel: the embedding and the adapters, in the forward and the backward, and the head."""
+    low = sum(p.numel() for n, p in model.named_parameters() if "adapter" in n or "head" in n)
+    return 2 * low + 4 * model.embedding.weight.numel()
+
+
+def test_frozen_weights_travel_once_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = adapted_case()
+    for _ in range(4):
+        training.train()
+    assert weight_bytes(training, training.train, monkeypatch) == trained_bytes(training.model)
+    assert weight_bytes(training, training.evaluate, monkeypatch) > 6 * 2 * BASE, "another kind of step: all is stale"
+    frozen = training.model.blocks[2].base.weight
+    for _ in range(3):
+        training.train()
+    with torch.no_grad():
+        frozen.mul_(0.5)
+    assert weight_bytes(training, training.train, monkeypatch) == trained_bytes(training.model) + BASE
+    frozen.requires_grad_(True)
+    for _ in range(2):
+        training.train()
+    assert weight_bytes(training, training.train, monkeypatch) == trained_bytes(training.model) + BASE
+    frozen.requires_grad_(False)
+    for _ in range(2):
+        training.train()
+    assert weight_bytes(training, training.train, monkeypatch) == trained_bytes(training.model)
+
+
+def test_frozen_weights_travel_again_as_far_as_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 5 * BASE
+    tight, free, aliases = adapted_case(limit), adapted_case(), adapted_case(link=False)
+    results = [(tight.train(), free.train(), aliases.train()) for _ in range(4)]
+    assert_same(tight, free, [(a, b) for a, b, _ in results])
+    assert_same(tight, aliases, [(a, c) for a, _, c in results])
+    moved = weight_bytes(tight, tight.train, monkeypatch)
+    assert moved - trained_bytes(tight.model) >= 2 * BASE, "of six, four fit at most"
+    assert moved - trained_bytes(tight.model) < 2 * 6 * BASE, "some stay"
+    assert tight.engine._pool[0].memory.peak <= limit
+
+
+def test_a_closed_engine_has_no_working_copies() -> None:
+    training = Training(Model())
+    for _ in range(2):
+        training.train()
+    assert training.weights.host_bytes > 0
+    training.engine.close()
+    assert training.weights.host_bytes == 0
+    training.train()
