@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe.devices.pool import DevicePool
-from tests.support.lazy_link import LazyLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
+from tests.support.lazy_link import LazyLink
 
 LOW = torch.bfloat16
 AUTOCAST = (True, LOW)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from tests.support.lazy_link import LazyLink
 from lightning_roundpipe.engine.context import Plan, slots_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.units import UnitTable
+from tests.support.lazy_link import LazyLink
 from tests.support.plain_loop import each_call_its_stage
 
 WIDTH = 32
