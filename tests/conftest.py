@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.support.forks import Forks
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
 # which the tests of planning and of the commands, the projects and the examples do as it is.
-_TRAINING = ("adapter", "compatibility", "parity")
+_TRAINING = ("integration", "compatibility", "parity")
 # Threads that libraries keep for the life of the process, or end in their own time.
 _LIBRARIES = ("tqdm", "tensorboard", "tensorboardX", "pytest_timeout", "torch._inductor")
 _JOIN_SECONDS = 30.0
@@ -60,7 +61,7 @@ def _is_of_a_library(thread: threading.Thread) -> bool:
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name in _TRAINING:
+        if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
             patch.setattr(plan, "_NUM_VARIATIONS", 20)
             patch.setattr(plan, "_NUM_NEIGHBOURS", 100)
         yield

@@ -1,4 +1,4 @@
-"""The small model, its data, the trainers and the comparisons of the adapter tests; and a model that logs."""
+"""The small model, its data, the trainers and the comparisons of the integration tests; and a model that logs."""
 
 from typing import Any
 

@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-WIDTH = 6
-
-
-def vectors() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
-
+from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 def sequences() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(12)
@@ -36,34 +30,6 @@ def tokens() -> list[tuple[Tensor, Tensor]]:
 
 def padded_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(x, y, 1 + torch.arange(len(x)) % 5) for x, y in sequences()]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.outer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-def blocks(count: int = 4) -> nn.ModuleList:
-    return nn.ModuleList(Block() for _ in range(count))
-
-
-class Regression(L.LightningModule):
-    """A stem, blocks and a head; subclasses wire them."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, WIDTH)
-        self.blocks = blocks(depth)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self(x), y)
 
 
 class SkipsOverSeveralUnits(Regression):
@@ -143,7 +109,7 @@ class TiedWeights(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
-        self.blocks = blocks()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -267,14 +233,6 @@ class MixtureOfExperts(Regression):
         for block in self.blocks:
             x = block(x)
         return F.mse_loss(self.head(x), y) + 0.1 * sum(block.auxiliary_loss for block in self.blocks)
-
-
-class Chain(Regression):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class FirstHalfFrozen(Chain):

@@ -16,7 +16,7 @@ from lightning_roundpipe import GradientCutError, UnitEscapeError
 from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
 
-from .mistakes import Step, refusal, with_step
+from tests.compatibility.mistakes.refusals import Step, refusal, with_step
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])

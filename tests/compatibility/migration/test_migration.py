@@ -20,9 +20,9 @@ from lightning_roundpipe import RoundPipeStrategy
 from tests.support.forks import Forks
 from tests.support.rows import compat
 
-from .other_strategies import Migrating, Rows, SavesAfter
+from tests.compatibility.migration.other_strategies import Migrating, Rows, SavesAfter
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EPOCHS, STEPS = 2, 6
 
 
@@ -42,7 +42,7 @@ def written(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
         saves = SavesAfter(f"{folder}/begun-{head_first}.ckpt", (2,))
         trainer = quiet(strategy=RoundPipeStrategy(num_microbatches=3), devices=2, max_epochs=1, callbacks=[saves])
         trainer.fit(Migrating(head_first=head_first), Rows())
-    forks.run(ROOT / "tests" / "compatibility" / "other_strategies.py", str(folder), folder=folder)
+    forks.run(ROOT / "tests" / "compatibility" / "migration" / "other_strategies.py", str(folder), folder=folder)
     return folder
 
 

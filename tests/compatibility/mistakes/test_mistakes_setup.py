@@ -21,7 +21,7 @@ from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
-from .mistakes import Batches, refusal, with_step
+from tests.compatibility.mistakes.refusals import Batches, refusal, with_step
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])

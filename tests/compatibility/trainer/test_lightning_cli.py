@@ -23,7 +23,7 @@ from lightning_roundpipe.options import LOSS_WEIGHTS
 from tests.support.forks import Forks
 from tests.support.rows import compat
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # What a user has in the current folder. It does not import lightning_roundpipe.
 PROJECT = '''
