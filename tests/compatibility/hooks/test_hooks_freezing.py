@@ -12,7 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.parity import compare
 from tests.support.rows import compat
+from tests.support.small import Small
 
 PIPELINES = [{"devices": 1, "num_microbatches": 1}, {"devices": 2, "num_microbatches": 3}]
 
@@ -62,50 +64,41 @@ LOSSES: list[Callable[[Any, Any], Tensor]] = [
 ]
 
 
-def _flags(run: Any) -> list[bool]:
-    return [parameter.requires_grad for parameter in run.module.parameters()]
+def _in_turns(self: Any, batch: Any, batch_idx: int) -> None:
+    body, head = self.optimizers()
+    self.body.requires_grad_(False)
+    head.zero_grad()
+    self.manual_backward(self.loss(batch))
+    head.step()
+    self.body.requires_grad_(True)
+    self.head.requires_grad_(False)
+    body.zero_grad()
+    self.manual_backward(_frozen_for_one_of_two_losses(self, batch))
+    body.step()
+    self.head.requires_grad_(True)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=["one", "three"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @compat("LightningModule hook", "training_step (freezes and unfreezes)")
-def test_freezing_in_a_step(
-    small: Any, fit_both: Any, assert_same_training: Any, pipeline: dict[str, int], loss: Any
-) -> None:
-    learns = type("Learns", (small,), {"training_step": lambda self, batch, batch_idx: loss(self, batch)})
-    plain, ours = fit_both(learns, max_epochs=2, ours=pipeline)
-    assert_same_training(plain, ours)
-    assert _flags(ours) == _flags(plain)
+def test_freezing_in_a_step(pipeline: dict[str, int], loss: Any) -> None:
+    make = type("Learns", (Small,), {"training_step": lambda self, batch, batch_idx: loss(self, batch)})
+    compare(make, max_epochs=2, ours=pipeline)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=["one", "three"])
-def test_freezing_by_hand_in_manual_optimization(
-    small: Any, fit_both: Any, assert_same_training: Any, pipeline: dict[str, int]
-) -> None:
-    class Turns(small):
+def test_freezing_by_hand_in_manual_optimization(pipeline: dict[str, int]) -> None:
+    class Turns(Small):
+        training_step = _in_turns
+
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            body, head = self.optimizers()
-            self.body.requires_grad_(False)
-            head.zero_grad()
-            self.manual_backward(self.loss(batch))
-            head.step()
-            self.body.requires_grad_(True)
-            self.head.requires_grad_(False)
-            body.zero_grad()
-            self.manual_backward(_frozen_for_one_of_two_losses(self, batch))
-            body.step()
-            self.head.requires_grad_(True)
-
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.body, self.head)]
 
-    plain, ours = fit_both(Turns, max_epochs=2, ours=pipeline)
-    assert_same_training(plain, ours)
-    assert _flags(ours) == _flags(plain)
+    compare(Turns, max_epochs=2, ours=pipeline)
 
 
 class WithReference(L.LightningModule):
@@ -131,7 +124,5 @@ class WithReference(L.LightningModule):
 
 @pytest.mark.parametrize("pipeline", [*PIPELINES, {"devices": 4, "num_microbatches": 8}], ids=["one", "three", "eight"])
 @compat("Library", "peft (disable_adapter in a step)")
-def test_adapters_disabled_for_a_while(fit_both: Any, assert_same_training: Any, pipeline: dict[str, int]) -> None:
-    plain, ours = fit_both(WithReference, max_epochs=2, ours=pipeline)
-    assert_same_training(plain, ours)
-    assert _flags(ours) == _flags(plain)
+def test_adapters_disabled_for_a_while(pipeline: dict[str, int]) -> None:
+    compare(WithReference, max_epochs=2, ours=pipeline)

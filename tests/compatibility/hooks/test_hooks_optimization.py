@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.parity import both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 
 def _norm(module: nn.Module) -> float:
@@ -25,8 +27,8 @@ def _norm(module: nn.Module) -> float:
 # --- hooks that read and change gradients ------------------------------------------------------------------------
 
 
-class ChangesGradients:
-    """Mixed into the small model: hooks around the backward change gradients and weights, and note what they see."""
+class ChangesGradients(Small):
+    """Hooks around the backward change gradients and weights, and note what they see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,15 +60,9 @@ class ChangesGradients:
 @compat("LightningModule hook", "on_after_backward")
 @compat("LightningModule hook", "on_before_optimizer_step")
 @compat("LightningModule hook", "on_before_zero_grad")
-def test_hooks_that_change_gradients_and_weights(
-    small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any, accumulate: int
-) -> None:
-    class Learns(ChangesGradients, small):
-        pass
-
-    plain, ours = fit_both(Learns, max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
-    assert_alike(ours.module.notes, plain.module.notes)
-    assert_same_training(plain, ours)
+def test_hooks_that_change_gradients_and_weights(accumulate: int) -> None:
+    settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    compare(ChangesGradients, also=lambda run: run.module.notes, **settings)
 
 
 class DropsGradients(L.Callback):
@@ -86,8 +82,8 @@ class DropsGradients(L.Callback):
 @compat("Callback hook", "on_after_backward")
 @compat("Callback hook", "on_before_optimizer_step")
 @compat("Callback hook", "on_before_zero_grad")
-def test_callbacks_that_change_gradients(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    assert_same_training(*fit_both(small, callbacks=lambda: [DropsGradients()], max_epochs=2))
+def test_callbacks_that_change_gradients() -> None:
+    compare(Small, callbacks=lambda: [DropsGradients()], max_epochs=2)
 
 
 # --- overrides of the optimizer step -----------------------------------------------------------------------------
@@ -142,34 +138,32 @@ STEPS = [_warms_up, _skips_every_other, _calls_the_closure_twice, _sharpness_awa
 
 @pytest.mark.parametrize("override", STEPS, ids=lambda override: override.__name__)
 @compat("LightningModule hook", "optimizer_step")
-def test_optimizer_step_overrides(small: Any, fit_both: Any, assert_same_training: Any, override: Any) -> None:
-    learns = type("Learns", (small,), {"optimizer_step": override})
-    plain, ours = fit_both(learns)
-    assert_same_training(plain, ours)
-    assert ours.trainer.fit_loop.epoch_loop.state_dict() == plain.trainer.fit_loop.epoch_loop.state_dict()
+def test_optimizer_step_overrides(override: Any) -> None:
+    make = type("Learns", (Small,), {"optimizer_step": override})
+    compare(make, also=lambda run: run.trainer.fit_loop.epoch_loop.state_dict())
 
 
-def test_a_closure_that_is_never_called_is_the_error_of_plain(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Forgets(small):
+def test_a_closure_that_is_never_called_is_the_error_of_plain() -> None:
+    class Forgets(Small):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             pass
 
-    errors = []
-    for kind in ("plain", "roundpipe"):
+    def act(kind: str) -> str:
         with pytest.raises(MisconfigurationException, match="closure hasn't been executed") as error:
             make_trainer(kind).fit(Forgets(), make_loader())
-        errors.append(str(error.value))
-    assert errors[0] == errors[1]
+        return str(error.value)
+
+    both(act)
 
 
 @compat("LightningModule hook", "optimizer_zero_grad")
-def test_gradients_that_are_never_zeroed_add_up(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    class Keeps(small):
+def test_gradients_that_are_never_zeroed_add_up() -> None:
+    class Keeps(Small):
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
             if batch_idx == 0:
                 optimizer.zero_grad()
 
-    assert_same_training(*fit_both(Keeps, max_epochs=2))
+    compare(Keeps, max_epochs=2)
 
 
 # --- overrides of the backward -----------------------------------------------------------------------------------
@@ -222,9 +216,8 @@ BACKWARDS = [
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("override", BACKWARDS, ids=lambda override: override.__name__)
 @compat("LightningModule hook", "backward")
-def test_backward_overrides(small: Any, fit_both: Any, assert_same_training: Any, override: Any) -> None:
-    learns = type("Learns", (small,), {"backward": override})
-    assert_same_training(*fit_both(learns))
+def test_backward_overrides(override: Any) -> None:
+    compare(type("Learns", (Small,), {"backward": override}))
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------
@@ -257,10 +250,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @compat("LightningModule hook", "configure_optimizers")
-def test_more_optimizers(small: Any, fit_both: Any, assert_same_training: Any, name: str) -> None:
+def test_more_optimizers(name: str) -> None:
     """In float64: line searches and signs take decisions, which rounding must not change."""
 
-    class Learns(small):
+    class Learns(Small):
         num_steps = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -270,16 +263,13 @@ def test_more_optimizers(small: Any, fit_both: Any, assert_same_training: Any, n
         def configure_optimizers(self) -> Any:
             return OPTIMIZERS[name](self.parameters())
 
-    plain, ours = fit_both(Learns, precision="64-true")
-    assert_same_training(plain, ours)
-    assert ours.module.num_steps == plain.module.num_steps, "closures were called another number of times"
+    # num_steps: closures are called as often
+    compare(Learns, precision="64-true", also=lambda run: run.module.num_steps)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_sparse_gradients(
-    small: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, accumulate: int
-) -> None:
-    class Words(small):
+def test_sparse_gradients(accumulate: int) -> None:
+    class Words(Small):
         def __init__(self) -> None:
             super().__init__()
             with torch.random.fork_rng(devices=[]):
@@ -296,18 +286,18 @@ def test_sparse_gradients(
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert self.words.weight.grad.is_sparse
 
-    assert_same_training(*fit_both(Words, accumulate_grad_batches=accumulate))
+    compare(Words, accumulate_grad_batches=accumulate)
 
 
-def test_freezing_and_unfreezing_between_batches(small: Any, fit_both: Any, assert_same_training: Any) -> None:
+def test_freezing_and_unfreezing_between_batches() -> None:
     """Also while gradients are accumulated; the optimizer moves what is frozen by its momentum, in both."""
 
-    class Thaws(small):
+    class Thaws(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.body[:2].requires_grad_(batch_idx % 2 == 1)
             self.head.bias.requires_grad_(batch_idx != 1)
 
-    assert_same_training(*fit_both(Thaws, max_epochs=2, accumulate_grad_batches=2))
+    compare(Thaws, max_epochs=2, accumulate_grad_batches=2)
 
 
 # --- what configure_optimizers returns ---------------------------------------------------------------------------
@@ -367,8 +357,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric nothing")
 @compat("LightningModule hook", "configure_optimizers")
 @compat("LightningModule hook", "lr_scheduler_step")
-def test_forms_of_configure_optimizers(small: Any, fit_both: Any, assert_same_training: Any, form: str) -> None:
-    class Learns(small):
+def test_forms_of_configure_optimizers(form: str) -> None:
+    class Learns(Small):
         rates: tuple[float, ...] = ()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -388,33 +378,31 @@ def test_forms_of_configure_optimizers(small: Any, fit_both: Any, assert_same_tr
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.rates += (self.optimizers().param_groups[0]["lr"],)
 
-    plain, ours = fit_both(Learns, max_epochs=2)
-    assert_same_training(plain, ours)
+    plain, ours = compare(Learns, max_epochs=2)
     assert ours.module.rates == plain.module.rates
     assert (len(set(plain.module.rates)) > 1) == (form not in ("list of one", "dict", "a value that is not there"))
 
 
-def test_no_optimizer_at_all(small: Any, fit_both: Any, assert_alike: Any) -> None:
-    class Only(small):
+def test_no_optimizer_at_all() -> None:
+    class Only(Small):
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.warns(UserWarning, match="fit will run with no optimizer"):
-        plain, ours = fit_both(Only)
-    start = dict(small().state_dict())
-    assert_alike(dict(plain.module.state_dict()), start, rtol=0, atol=0)
-    assert_alike(dict(ours.module.state_dict()), start, rtol=0, atol=0)
-    assert ours.trainer.global_step == plain.trainer.global_step
-    gradients = [[p.grad for p in run.module.parameters()] for run in (ours, plain)]
-    assert_alike(*gradients)
+    def act(kind: str) -> Any:
+        with pytest.warns(UserWarning, match="fit will run with no optimizer"):
+            run = fit(kind, Only, make_loader())
+        assert not run.moved
+        return run.results, [p.grad for p in run.module.parameters()]
+
+    assert both(act)[0]["progress"] == (1, 3)
 
 
 # --- being stopped -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="the system has no SIGTERM")
-def test_sigterm_in_a_step_stops_where_plain_stops(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Killed(small):
+def test_sigterm_in_a_step_stops_where_plain_stops() -> None:
+    class Killed(Small):
         ended: tuple[int, ...] = ()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -425,13 +413,12 @@ def test_sigterm_in_a_step_stops_where_plain_stops(small: Any, make_trainer: Any
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.ended += (batch_idx,)
 
-    runs = []
-    for kind in ("plain", "roundpipe"):
+    def act(kind: str) -> Any:
         module, trainer = Killed(), make_trainer(kind)
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SIGTERMException):
             trainer.fit(module, make_loader())
         assert signal.getsignal(signal.SIGTERM) == before
-        runs.append((module.ended, trainer.global_step, trainer.state.status))
-    assert runs[0] == runs[1]
-    assert runs[0][0] == (0, 1)
+        return module.ended, trainer.global_step, trainer.state.status
+
+    assert both(act)[0] == (0, 1)

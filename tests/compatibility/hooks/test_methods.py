@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.support.identical import assert_identical
+from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
-from tests.support.small import CLASSES, WIDTH
-
-KINDS = ("plain", "roundpipe")
+from tests.support.small import CLASSES, WIDTH, Small
 
 
 def rows(count: int = 20, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -33,8 +33,8 @@ def rows(count: int = 20, dtype: torch.dtype = torch.float32) -> TensorDataset:
 
 @compat_each("LightningModule method", "optimizers lr_schedulers all_gather")
 @compat_each("LightningModule hook", "forward")
-def test_methods_called_in_steps_and_hooks(small: Any, fit_both: Any, make_loader: Any, assert_alike: Any) -> None:
-    class Calls(small):
+def test_methods_called_in_steps_and_hooks() -> None:
+    class Calls(Small):
         def __init__(self) -> None:
             super().__init__()
             self.found: dict[str, Any] = {}
@@ -66,11 +66,8 @@ def test_methods_called_in_steps_and_hooks(small: Any, fit_both: Any, make_loade
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    plain, ours = fit_both(Calls, val_loader=make_loader(10, 4), max_epochs=2)
+    plain, _ = compare(Calls, None, make_loader(10, 4), max_epochs=2, also=lambda run: run.module.found)
     assert len(plain.module.found) > 8
-    assert_alike(ours.module.found, plain.module.found)
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
-    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
 
 
 @compat("Trainer method", "print")
@@ -80,8 +77,8 @@ def test_methods_called_in_steps_and_hooks(small: Any, fit_both: Any, make_loade
     status="differs",
     note="In a step it prints once per micro-batch. In hooks it prints once.",
 )
-def test_print(small: Any, make_trainer: Any, make_loader: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    class Prints(small):
+def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+    class Prints(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.print("in the step")
             return self.loss(batch)
@@ -99,13 +96,13 @@ def test_print(small: Any, make_trainer: Any, make_loader: Any, capsys: pytest.C
 
 
 @compat_each("LightningModule method", "freeze unfreeze")
-def test_freeze_and_unfreeze(small: Any, fit_both: Any, assert_alike: Any) -> None:
+def test_freeze_and_unfreeze() -> None:
     """A part that is a LightningModule itself is frozen, and trained again from the second epoch on."""
 
-    class Outer(small):
+    class Outer(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = small()
+            self.inner = Small()
             self.inner.freeze()
             self.weights: list[Any] = []
 
@@ -119,20 +116,17 @@ def test_freeze_and_unfreeze(small: Any, fit_both: Any, assert_alike: Any) -> No
         def on_train_epoch_end(self) -> None:
             self.weights.append(self.inner.head.weight.detach().clone())
 
-    plain, ours = fit_both(Outer, max_epochs=2)
+    plain, _ = compare(Outer, max_epochs=2, also=lambda run: (run.module.weights, run.module.inner.training))
     first, second = plain.module.weights
-    assert torch.equal(first, small().head.weight)
+    assert torch.equal(first, Small().head.weight)
     assert not torch.equal(second, first)
-    assert_alike(ours.module.weights, plain.module.weights)
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
-    assert ours.module.inner.training == plain.module.inner.training
 
 
 @compat_each("Library", "grad_norm rank_zero_only")
-def test_utilities_in_hooks(small: Any, fit_both: Any, assert_alike: Any) -> None:
+def test_utilities_in_hooks() -> None:
     """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
 
-    class Norms(small):
+    class Norms(Small):
         def __init__(self) -> None:
             super().__init__()
             self.written: list[int] = []
@@ -145,10 +139,9 @@ def test_utilities_in_hooks(small: Any, fit_both: Any, assert_alike: Any) -> Non
         def write(self) -> None:
             self.written.append(self.global_step)
 
-    plain, ours = fit_both(Norms, accumulate_grad_batches=2)
+    plain, ours = compare(Norms, accumulate_grad_batches=2)
     assert len(plain.trainer.callback_metrics) == 11
     assert all(norm > 0 for norm in plain.trainer.callback_metrics.values())
-    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
     assert ours.module.written == plain.module.written == [0, 1]
 
 
@@ -162,84 +155,93 @@ CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 }
 
 
+# Half has 11 bits. Gradients and weights of at most 1 are rounded a few times in three steps.
+OF_DTYPES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}
+
+
 @compat_each("LightningModule method", "to double type half float cpu")
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversions(small: Any, fit_both: Any, assert_alike: Any, name: str) -> None:
+def test_conversions(name: str) -> None:
     dtype, convert = CONVERSIONS[name]
     loader = torch.utils.data.DataLoader(rows(dtype=dtype), batch_size=8)
-    plain, ours = fit_both(lambda: convert(small()), loader)
+    rtol, atol = OF_DTYPES[dtype]
+    plain, ours = compare(lambda: convert(Small()), loader, tolerances={"rtol": rtol, "atol": atol})
     assert ours.module.dtype == plain.module.dtype == dtype
     assert {parameter.dtype for parameter in ours.module.parameters()} == {dtype}
-    assert not torch.equal(plain.module.head.weight, convert(small()).head.weight)
-    # Half has 11 bits. Gradients and weights of at most 1 are rounded a few times in three steps.
-    tolerances = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}[dtype]
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()), *tolerances)
     # After the run as well.
     assert convert(ours.module).dtype == dtype
     assert ours.module.double().head.weight.dtype == torch.float64
 
 
 @compat("LightningModule method", "cuda", note="Before `fit`: the weights come back to the host.")
-def test_a_module_that_was_on_a_gpu_comes_back(
-    small: Any, fit_both: Any, assert_same_training: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_was_on_a_gpu_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: what the module says about its device, while its weights never left."""
     monkeypatch.setattr(nn.Module, "cuda", lambda self, device=None: self)
 
     def make() -> Any:
-        module = small().cuda(torch.device("cuda", 0))
+        module = Small().cuda(torch.device("cuda", 0))
         assert module.device == torch.device("cuda", 0)
         return module
 
-    plain, ours = fit_both(make)
+    plain, ours = compare(make)
     assert ours.module.device == plain.module.device == torch.device("cpu")
-    assert_same_training(plain, ours)
 
 
-# --- around a run ------------------------------------------------------------------------------------------------
+# --- after a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Run]:
+    """By kind, what was trained."""
+    return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
 
 
 @compat("LightningModule method", "to_onnx")
-def test_to_onnx(small: Any, fit_both: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_to_onnx(trained: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the exporter of torch is given after a run, which is all that Lightning does; the exporter is not run."""
     given: list[Any] = []
 
     def export(module: Any, sample: Any, path: Any, **kwargs: Any) -> None:
-        given.append((type(module).__name__, module.training, module(sample), path, kwargs))
+        given.append([type(module).__name__, module.training, module(sample).detach(), str(path), sorted(kwargs)])
 
     monkeypatch.setattr(lightning_module, "_ONNX_AVAILABLE", True)
     monkeypatch.setattr(torch.onnx, "export", export)
-    for run in fit_both(small):
-        run.module.example_input_array = torch.ones(2, WIDTH)
-        run.module.to_onnx(tmp_path / "a.onnx", export_params=True)
-        assert run.module.training
-    (plain, ours) = given
-    torch.testing.assert_close(ours[2], plain[2], rtol=1e-4, atol=1e-6)
-    assert [*ours[:2], *ours[3:]] == [*plain[:2], *plain[3:]]
+
+    def act(kind: str) -> Any:
+        module = trained[kind].module
+        module.example_input_array = torch.ones(2, WIDTH)
+        module.to_onnx(tmp_path / "a.onnx", export_params=True)
+        assert module.training
+        return given.pop()
+
+    both(act)
 
 
 @compat("LightningModule method", "to_torchscript")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("method", ["script", "trace"])
-def test_to_torchscript(small: Any, fit_both: Any, tmp_path: Path, method: str) -> None:
+def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
     sample = torch.ones(2, WIDTH)
-    results = []
-    for run in fit_both(small):
-        run.module.to_torchscript(tmp_path / "a.pt", method=method, example_inputs=sample)
-        results.append(torch.jit.load(tmp_path / "a.pt")(sample))
-        torch.testing.assert_close(results[-1], run.module(sample))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+    def act(kind: str) -> Any:
+        module = trained[kind].module
+        module.to_torchscript(tmp_path / "a.pt", method=method, example_inputs=sample)
+        result = torch.jit.load(tmp_path / "a.pt")(sample)
+        torch.testing.assert_close(result, module(sample))
+        return result
+
+    both(act)
 
 
 @compat("LightningModule method", "to_tensorrt", note="Needs a GPU and `torch_tensorrt`; without them the same errors.")
 @pytest.mark.skipif(not hasattr(L.LightningModule, "to_tensorrt"), reason="Lightning before 2.6 has no to_tensorrt")
-def test_to_tensorrt(small: Any, fit_both: Any, tmp_path: Path) -> None:
-    errors = []
-    for run in fit_both(small):
+def test_to_tensorrt(trained: dict[str, Run], tmp_path: Path) -> None:
+    def act(kind: str) -> Any:
         with pytest.raises(Exception, match=r"TensorRT|tensorrt|CUDA|cuda") as error:
-            run.module.to_tensorrt(tmp_path / "a.ts", input_sample=torch.ones(2, WIDTH))
-        errors.append((type(error.value), str(error.value)))
-    assert errors[0] == errors[1]
+            trained[kind].module.to_tensorrt(tmp_path / "a.ts", input_sample=torch.ones(2, WIDTH))
+        return type(error.value).__name__, str(error.value)
+
+    both(act)
 
 
 class Sized(L.LightningModule):
@@ -273,83 +275,73 @@ class Data(L.LightningDataModule):
 @compat_each("LightningModule method", "save_hyperparameters load_from_checkpoint")
 @compat_each("LightningDataModule", "save_hyperparameters load_from_checkpoint")
 @compat("Trainer method", "save_checkpoint")
-def test_hyperparameters_and_checkpoints(make_trainer: Any, assert_alike: Any, tmp_path: Path) -> None:
-    files: dict[str, Any] = {}
-    for kind in KINDS:
+def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
+    def act(kind: str) -> Any:
         trainer = make_trainer(kind)
         trainer.fit(Sized(hidden=4, rate=0.2, unused=object()), datamodule=Data(batch_size=5))
         trainer.save_checkpoint(tmp_path / kind)
         trainer.save_checkpoint(tmp_path / f"{kind}-weights", weights_only=True)
-        files[kind] = [torch.load(tmp_path / f"{kind}{end}", weights_only=True) for end in ("", "-weights")]
-    assert_alike(files["roundpipe"], files["plain"])
-    assert files["plain"][0]["hyper_parameters"] == {"hidden": 4, "rate": 0.2}
-    assert "optimizer_states" not in files["plain"][1]
+        return [torch.load(tmp_path / f"{kind}{end}", weights_only=True) for end in ("", "-weights")]
 
-    loaded = Sized.load_from_checkpoint(tmp_path / "roundpipe", rate=0.5, map_location="cpu", strict=True)
+    whole, weights = both(act)
+    assert whole["hyper_parameters"] == {"hidden": 4, "rate": 0.2}
+    assert "optimizer_states" not in weights
+    path = tmp_path / "roundpipe"
+    loaded = Sized.load_from_checkpoint(path, rate=0.5, map_location="cpu", strict=True)
     assert dict(loaded.hparams) == {"hidden": 4, "rate": 0.5}
-    assert_alike(dict(loaded.state_dict()), dict(files["roundpipe"][0]["state_dict"]), rtol=0.0, atol=0.0)
-    assert dict(Data.load_from_checkpoint(tmp_path / "roundpipe").hparams) == {"batch_size": 5}
+    assert_identical(dict(loaded.state_dict()), dict(torch.load(path, weights_only=True)["state_dict"]))
+    assert dict(Data.load_from_checkpoint(path).hparams) == {"batch_size": 5}
 
 
-def untrained(make: Callable[[], Any]) -> Any:
-    """A module that has never been trained, with other weights."""
-    module = make()
-    with torch.no_grad():
-        module.head.bias.add_(1.0)
-    return module
+class All(Small):
+    """Has steps for every entry of the trainer."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
 
 
 @compat("LightningDataModule", "from_datasets")
 @compat_each("Trainer method", "fit validate test predict")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
-def test_all_entries_with_a_datamodule(
-    small: Any, make_trainer: Any, assert_alike: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every entry of the trainer after a fit, from the datamodule and from the best checkpoint, and what is shown."""
 
-    class All(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("test", self.loss(batch))
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0])
-
-    results = []
-    for kind in KINDS:
+    def act(kind: str) -> Any:
         torch.manual_seed(3)  # the training set is shuffled
         data = L.LightningDataModule.from_datasets(rows(), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
         saves = ModelCheckpoint(tmp_path / kind, monitor="val", save_last=True)
         trainer = make_trainer(kind, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
-        module = All()
+        module, untrained = All(), All()
+        with torch.no_grad():
+            untrained.head.bias.add_(1.0)
         trainer.fit(module, datamodule=data)
         capsys.readouterr()
-        results.append(
-            [
-                trainer.validate(module, datamodule=data),
-                trainer.test(datamodule=data, ckpt_path="best"),
-                capsys.readouterr().out.count("test/dataloader_idx_1"),
-                trainer.predict(module, datamodule=data, ckpt_path="last"),
-                trainer.predict(module, datamodule=data, return_predictions=False),
-                trainer.test(untrained(All), data.test_dataloader(), verbose=False),
-            ]
-        )
-    assert len(results[0][1]) == 2
-    assert len(results[0][3]) == 3
-    assert_alike(results[1], results[0])
+        return [
+            trainer.validate(module, datamodule=data),
+            trainer.test(datamodule=data, ckpt_path="best"),
+            capsys.readouterr().out.count("test/dataloader_idx_1"),
+            trainer.predict(module, datamodule=data, ckpt_path="last"),
+            trainer.predict(module, datamodule=data, return_predictions=False),
+            trainer.test(untrained, data.test_dataloader(), verbose=False),
+        ]
+
+    found = both(act)
+    assert len(found[1]) == 2
+    assert len(found[3]) == 3
 
 
 @compat("Trainer method", "init_module")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)]
 )
-def test_init_module(
-    make_trainer: Any, make_loader: Any, assert_alike: Any, precision: str, dtype: torch.dtype
-) -> None:
-    states = []
-    for kind in KINDS:
+def test_init_module(precision: str, dtype: torch.dtype) -> None:
+    def act(kind: str) -> Any:
         trainer = make_trainer(kind, precision=precision)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -361,20 +353,17 @@ def test_init_module(
             empty = Sized()
         empty.load_state_dict(module.state_dict())
         trainer.fit(empty, make_loader())
-        states.append(dict(empty.state_dict()))
+        return dict(empty.state_dict())
+
     # bfloat16 has 8 bits; a few roundings.
-    tolerances = (2**-7, 2**-7) if precision == "bf16-true" else (1e-4, 1e-6)
-    assert_alike(states[1], states[0], *tolerances)
+    both(act, **({"rtol": 2**-7, "atol": 2**-7} if precision == "bf16-true" else {}))
 
 
 @compat_each("Callback hook", "state_key state_dict load_state_dict")
-def test_states_of_callbacks_with_keys_of_their_own(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
-) -> None:
+def test_states_of_callbacks_with_keys_of_their_own(tmp_path: Path) -> None:
     class Counts(L.Callback):
         def __init__(self, start: int) -> None:
-            self.start = start
-            self.count = start
+            self.start = self.count = start
 
         @property
         def state_key(self) -> str:
@@ -389,15 +378,13 @@ def test_states_of_callbacks_with_keys_of_their_own(
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.count = state_dict["count"]
 
-    found = []
-    for kind in KINDS:
-        callbacks = [Counts(1), Counts(10)]
-        trainer = make_trainer(kind, callbacks=callbacks)
-        trainer.fit(small(), make_loader())
+    def act(kind: str) -> Any:
+        trainer = make_trainer(kind, callbacks=[Counts(1), Counts(10)])
+        trainer.fit(Small(), make_loader())
         trainer.save_checkpoint(tmp_path / kind)
-        saved = torch.load(tmp_path / kind, weights_only=True)["callbacks"]
         again = [Counts(10), Counts(1)]
-        make_trainer(kind, max_epochs=2, callbacks=again).fit(small(), make_loader(), ckpt_path=tmp_path / kind)
-        found.append([saved, [callback.count for callback in again]])
-    assert found[0][1] == [16, 7]
-    assert found[1] == found[0]
+        make_trainer(kind, max_epochs=2, callbacks=again).fit(Small(), make_loader(), ckpt_path=tmp_path / kind)
+        saved = torch.load(tmp_path / kind, weights_only=True)["callbacks"]
+        return saved, [callback.count for callback in again]
+
+    assert both(act)[1] == [16, 7]
