@@ -65,7 +65,8 @@ def make_loader(rows: int = 20, batch_size: int = 8, **kwargs: Any) -> DataLoade
 
 def ready(batches: Any) -> Any:
     """A list of batches as a loader of them: Lightning would take the bare list for several loaders."""
-    return DataLoader(batches, batch_size=None, collate_fn=_as_it_is) if isinstance(batches, list) else batches
+    is_list = isinstance(batches, list) and not isinstance(batches[0], DataLoader)
+    return DataLoader(batches, batch_size=None, collate_fn=_as_it_is) if is_list else batches
 
 
 def _as_it_is(batch: Any) -> Any:

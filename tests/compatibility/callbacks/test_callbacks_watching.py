@@ -28,40 +28,35 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_summary import summarize
 
-from tests.support.rows import compat
+from tests.support.parity import KINDS, both, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import Small
 
-KINDS = ("plain", "roundpipe")
+class Watched(Small):
+    """Has an example input, and logs in training and validation."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 6)
+        self.flops_per_batch = 1000
 
-@pytest.fixture
-def logs(small: Any) -> Any:
-    """The small model with an example input, a logged training loss and logged validation values."""
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, on_epoch=True)
+        return loss
 
-    class Logs(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.example_input_array = torch.zeros(2, 6)
-            self.flops_per_batch = 1000
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for name in ("val", "again", "worse", "rises"):
+            self.log(name, loss * (1.0 if name == "val" else 1.0 + self.current_epoch))
+        self.log("finite", loss if self.current_epoch < 2 else loss / 0.0)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss, prog_bar=True, on_epoch=True)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            loss = self.loss(batch)
-            for name in ("val", "again", "worse", "rises"):
-                self.log(name, loss * (1.0 if name == "val" else 1.0 + self.current_epoch))
-            self.log("finite", loss if self.current_epoch < 2 else loss / 0.0)
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"logits": self(batch[0]), "y": batch[1]}
-
-    return Logs
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self(batch[0]), "y": batch[1]}
 
 
 @compat("Callback", "EarlyStopping")
-def test_early_stopping_of_every_kind(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+def test_early_stopping_of_every_kind() -> None:
     """All of them in one run that goes on, and one that ends it."""
 
     class Follow(Callback):
@@ -70,13 +65,11 @@ def test_early_stopping_of_every_kind(logs: Any, make_trainer: Any, make_loader:
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             stops = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
-            self.seen.append(
-                [[c.state_dict()[k] for k in ("wait_count", "stopped_epoch", "best_score")] for c in stops]
-            )
+            states = [c.state_dict() for c in stops]
+            self.seen.append([[state[k] for k in ("wait_count", "stopped_epoch", "best_score")] for state in states])
             self.seen.append([c.stopping_reason.value for c in stops])
 
-    found = []
-    for kind in KINDS:
+    def act(kind: str) -> Any:
         follow = Follow()
         stops = [
             EarlyStopping("val", patience=2, check_on_train_epoch_end=False, mode="max"),
@@ -88,17 +81,17 @@ def test_early_stopping_of_every_kind(logs: Any, make_trainer: Any, make_loader:
             EarlyStopping("not logged", strict=False),
         ]
         trainer = make_trainer(kind, min_epochs=4, max_epochs=9, callbacks=[*stops, follow])
-        trainer.fit(logs(), make_loader(8), make_loader(10, 5))
-        found.append([follow.seen, trainer.current_epoch, trainer.global_step])
-    reasons = found[0][0][-1]
-    assert len(set(reasons)) == 5, reasons
-    assert found[0][1] == 4, "ended by a callback, after min_epochs"
-    assert_alike(found[1], found[0])
+        trainer.fit(Watched(), make_loader(8), make_loader(10, 5))
+        return follow.seen, trainer.current_epoch, trainer.global_step
+
+    seen, epoch, _ = both(act)
+    assert len(set(seen[-1])) == 5, seen[-1]
+    assert epoch == 4, "ended by a callback, after min_epochs"
 
 
 @compat("Callback", "Timer")
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_timer(logs: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch, interval: str) -> None:
+def test_timer(monkeypatch: pytest.MonkeyPatch, interval: str) -> None:
     """On a clock that goes on by a second per batch."""
     seconds = [0.0]
 
@@ -106,34 +99,33 @@ def test_timer(logs: Any, make_trainer: Any, make_loader: Any, monkeypatch: pyte
         def on_train_batch_start(self, *_: Any) -> None:
             seconds[0] += 1.0
 
-        def on_validation_batch_start(self, *_: Any) -> None:
-            seconds[0] += 1.0
+        on_validation_batch_start = on_train_batch_start
 
     monkeypatch.setattr("lightning.pytorch.callbacks.timer.time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    found = []
-    for kind in KINDS:
+
+    def act(kind: str) -> Any:
         timer = Timer(duration={"seconds": 7}, interval=interval)
         trainer = make_trainer(kind, max_epochs=9, callbacks=[Tick(), timer])
-        trainer.fit(logs(), make_loader(), make_loader(10, 5))
+        trainer.fit(Watched(), make_loader(), make_loader(10, 5))
         times = [timer.time_elapsed("train"), timer.time_elapsed("validate"), timer.time_remaining("train")]
-        found.append([trainer.global_step, *times, timer.state_dict()])
-    assert found[0][:2] == ([5, 9.0] if interval == "step" else [6, 10.0])
-    assert found[1] == found[0]
+        return [trainer.global_step, *times, timer.state_dict()]
+
+    assert both(act)[:2] == ([5, 9.0] if interval == "step" else [6, 10.0])
 
 
 @compat("Callback", "SpikeDetection")
-def test_a_spike_of_the_loss(logs: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    class Spikes(logs):
+def test_a_spike_of_the_loss(tmp_path: Path) -> None:
+    class Spikes(Watched):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * (100.0 if batch_idx == 3 else 1.0)
 
-    found = []
-    for kind in KINDS:
+    def act(kind: str) -> Any:
         callback = SpikeDetection(exclude_batches_path=tmp_path / kind, rtol=5.0)
         with pytest.raises(TrainingSpikeException, match="batch 3"):
             make_trainer(kind, callbacks=[callback]).fit(Spikes(), make_loader(40))
-        found.append(json.loads((tmp_path / kind / "skip_batches.json").read_text(encoding="utf-8")))
-    assert found == [[2, 3], [2, 3]]
+        return json.loads((tmp_path / kind / "skip_batches.json").read_text(encoding="utf-8"))
+
+    assert both(act) == [2, 3]
 
 
 class OwnBar(ProgressBar):
@@ -158,51 +150,46 @@ class OwnBar(ProgressBar):
         self.shown.append([self.total_val_batches_current_dataloader, is_new, *indices])
 
 
-@compat("Callback", "ProgressBar")
-@compat("Callback", "TQDMProgressBar")
-@compat("Callback", "RichProgressBar")
-@compat("Callback", "ModelSummary")
-@compat("Callback", "RichModelSummary")
-def test_bars_and_summaries(
-    logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+@compat_each("Callback", "ProgressBar TQDMProgressBar RichProgressBar ModelSummary RichModelSummary")
+@compat_each("Trainer argument", "enable_progress_bar enable_model_summary callbacks")
+def test_bars_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich", reason="needs the package rich, which RichProgressBar is made of")
-    found, texts = [], []
-    for kind in KINDS:
+    texts: list[str] = []
+
+    def act(kind: str) -> Any:
         own = OwnBar()
-        for bar, summary in (
-            (own, ModelSummary(3)),
-            (TQDMProgressBar(), RichModelSummary(-1)),
-            (RichProgressBar(), None),
-        ):
-            settings = {"enable_progress_bar": True, "enable_model_summary": summary is not None}
-            callbacks = [bar] if summary is None else [bar, summary]
+        found: list[Any] = [own.shown]
+        for callbacks in ([own, ModelSummary(3)], [TQDMProgressBar(), RichModelSummary(-1)], [RichProgressBar()], []):
+            has_summary = len(callbacks) != 1
+            settings = {"enable_progress_bar": True, "enable_model_summary": has_summary}
             trainer = make_trainer(kind, callbacks=callbacks, **settings)
-            trainer.fit(logs(), make_loader(), make_loader(10, 5))
+            trainer.fit(Watched(), make_loader(), make_loader(10, 5))
+            assert set(callbacks) <= set(trainer.callbacks)
+            assert any(isinstance(callback, ModelSummary) for callback in trainer.callbacks) == has_summary
+            found.append([type(callback).__name__ for callback in trainer.callbacks])
             texts.append(capsys.readouterr().out)
-        found.append(own.shown)
-    assert_alike(found[1], found[0])
-    plain, ours = texts[:3], texts[3:]
-    assert "FLOPs" in found[0][0]
+        assert make_trainer(kind).progress_bar_callback is None
+        return found
+
+    assert "FLOPs" in both(act)[0][0]
+    plain, ours = texts[:4], texts[4:]
     assert "body.0.0" in plain[1].split("Epoch")[0]
     assert ours[1].split("Epoch")[0] == plain[1].split("Epoch")[0], "the table, with sizes of the example input"
-    for before, after in zip(plain[1:], ours[1:], strict=True):
-        assert "3/3" in before
-        assert "3/3" in after
-        assert "loss_epoch" in before
-        assert "loss_epoch" in after
+    for text in plain[1:] + ours[1:]:
+        assert "3/3" in text
+        assert "loss_epoch" in text
 
 
 @compat("Callback", "DeviceStatsMonitor", "differs", "Figures of the host, and of every device of the pool.")
 @compat("Callback", "ThroughputMonitor")
-def test_monitors(logs: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+def test_monitors(tmp_path: Path) -> None:
     pytest.importorskip("psutil", reason="needs the package psutil, which DeviceStatsMonitor reads the host with")
     rows: list[list[dict[str, str]]] = []
     for kind in KINDS:
         throughput = ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), window_size=2)
         logger = CSVLogger(tmp_path, name=kind)
         settings = {"logger": logger, "log_every_n_steps": 1, "callbacks": [throughput, DeviceStatsMonitor()]}
-        make_trainer(kind, max_epochs=2, **settings).fit(logs(), make_loader(24), make_loader(10, 5))
+        make_trainer(kind, max_epochs=2, **settings).fit(Watched(), make_loader(24), make_loader(10, 5))
         with (Path(logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
             rows.append(list(csv.DictReader(file)))
     plain, ours = ([row for row in found if row["train/time"]] for found in rows)
@@ -237,18 +224,12 @@ class Writer(BasePredictionWriter):
 
 
 @compat("Callback", "BasePredictionWriter")
-def test_predictions_are_written(
-    logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path
-) -> None:
-    found: list[Any] = []
-
-    def read(folder: Path) -> dict[str, Any]:
-        return {path.name: torch.load(path) for path in sorted(folder.iterdir())}
-
-    for kind in KINDS:
+def test_predictions_are_written(tmp_path: Path) -> None:
+    def act(kind: str) -> Any:
         writer = Writer(tmp_path / kind)
-        make_trainer(kind, callbacks=[writer]).predict(logs(), make_loader(), return_predictions=False)
-        found.append([read(tmp_path / kind), writer.indices])
-    assert list(found[0][0]) == ["0.pt", "1.pt", "2.pt", "all.pt"]
-    assert found[0][1][2][0] == [16, 17, 18, 19]
-    assert_alike(found[1], found[0])
+        make_trainer(kind, callbacks=[writer]).predict(Watched(), make_loader(), return_predictions=False)
+        return {path.name: torch.load(path) for path in sorted(writer.folder.iterdir())}, writer.indices
+
+    files, indices = both(act)
+    assert list(files) == ["0.pt", "1.pt", "2.pt", "all.pt"]
+    assert indices[2][0] == [16, 17, 18, 19]

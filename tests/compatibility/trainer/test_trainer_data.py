@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_roundpipe import BatchSplitError
+from tests.support.parity import Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
-
-WIDTH, CLASSES = 6, 3
+from tests.support.small import CLASSES, WIDTH, Small
 
 
 def pairs_in(batch: Any) -> list[tuple[Tensor, Tensor]]:
@@ -29,74 +29,52 @@ def pairs_in(batch: Any) -> list[tuple[Tensor, Tensor]]:
     return []
 
 
-@pytest.fixture
-def learner(small: Any) -> Callable[[], Any]:
-    """Makes a module whose steps take any nesting of batches, and that notes the batches it is shown."""
+class Learner(Small):
+    """Its steps take any nesting of batches; notes the batches that it is shown."""
 
-    class Learner(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batches: list[Any] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
 
-        def note(self, what: str, batch: Any, *where: int) -> None:
-            pairs = pairs_in(batch)
-            self.batches.append((what, *where, type(batch).__name__, [x[:, 0].tolist() for x, _ in pairs]))
+    def note(self, batch: Any, *where: int) -> None:
+        pairs = pairs_in(batch)
+        stage = self.trainer.state.stage
+        self.batches.append((stage, *where, type(batch).__name__, [x[:, 0].tolist() for x, _ in pairs]))
 
-        def mean_loss(self, batch: Any) -> Tensor:
-            losses = [self.loss(pair) for pair in pairs_in(batch)]
-            return torch.stack(losses).mean()
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = note
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.mean_loss(batch)
-            self.log("loss", loss, on_step=False, on_epoch=True)
-            return loss
+    def mean_loss(self, batch: Any) -> Tensor:
+        return torch.stack([self.loss(pair) for pair in pairs_in(batch)]).mean()
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("val", self.mean_loss(batch))
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.mean_loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
 
-        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("test", self.mean_loss(batch) * (1 + dataloader_idx))
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.mean_loss(batch))
 
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return [self(x) + dataloader_idx for x, _ in pairs_in(batch)]
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.mean_loss(batch) * (1 + dataloader_idx))
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.note("train", batch, batch_idx)
-
-        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.note("validation", batch, batch_idx, dataloader_idx)
-
-        def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.note("test", batch, batch_idx, dataloader_idx)
-
-        def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.note("predict", batch, batch_idx, dataloader_idx)
-
-    return Learner
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return [self(x) + dataloader_idx for x, _ in pairs_in(batch)]
 
 
-@pytest.fixture
-def outcome(make_trainer: Any, learner: Any) -> Callable[..., Any]:
-    """What a run gives: batches, weights, logged values, results."""
+def evaluated(kind: str, data: Any) -> Any:
+    module, trainer = Learner(), make_trainer(kind)
+    found = [trainer.validate(module, data, verbose=False), trainer.test(module, data, verbose=False)]
+    if not isinstance(data, CombinedLoader) or data._mode == "sequential":  # as Lightning demands
+        found.append(trainer.predict(module, data))
+    return module.batches, found
 
-    def run(kind: str, train: Any, evaluation: Any, **settings: Any) -> dict[str, Any]:
-        module, trainer = learner(), make_trainer(kind, **settings)
-        found: dict[str, Any] = {}
-        if train is not None:
-            trainer.fit(module, train, evaluation)
-            found["fitted"] = [dict(module.state_dict()), dict(trainer.callback_metrics), trainer.global_step]
-        else:
-            found["validated"] = trainer.validate(module, evaluation, verbose=False)
-            found["tested"] = trainer.test(module, evaluation, verbose=False)
-            if not isinstance(evaluation, CombinedLoader) or evaluation._mode == "sequential":  # as Lightning demands
-                found["predicted"] = trainer.predict(module, evaluation)
-        return {**found, "batches": module.batches}
 
-    return run
+def shown(run: Run) -> Any:
+    return run.module.batches
 
 
 class Stream(IterableDataset[Any]):
-    """Rows one after the other; nobody knows how many."""
+    """Rows one after the other; their number unknown."""
 
     def __init__(self, num_rows: int = 20) -> None:
         self.num_rows = num_rows
@@ -157,11 +135,9 @@ TRAINING: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 @compat("Library", "torch DataLoader, IterableDataset")
 @compat("Library", "CombinedLoader", note="Loaders whose batches have as many rows as each other; else a clear error.")
 @pytest.mark.parametrize("name", TRAINING)
-def test_training_data(outcome: Any, make_loader: Any, assert_alike: Any, name: str) -> None:
+def test_training_data(name: str) -> None:
     make, settings = TRAINING[name]
-    plain, ours = (outcome(kind, make(make_loader), make_loader(8, 4), **settings) for kind in ("plain", "roundpipe"))
-    assert plain["fitted"][2] > 0
-    assert_alike(ours, plain)
+    compare(Learner, make(make_loader), make_loader(8, 4), also=shown, **settings)
 
 
 EVALUATION: dict[str, Callable[[Any], Any]] = {
@@ -177,20 +153,17 @@ EVALUATION: dict[str, Callable[[Any], Any]] = {
 
 @compat("Library", "CombinedLoader", note="Loaders whose batches have as many rows as each other; else a clear error.")
 @pytest.mark.parametrize("name", EVALUATION)
-def test_evaluation_data(outcome: Any, make_loader: Any, assert_alike: Any, name: str) -> None:
-    make = EVALUATION[name]
-    plain, ours = (outcome(kind, None, make(make_loader)) for kind in ("plain", "roundpipe"))
-    assert len(plain["batches"]) >= 4
-    assert_alike(ours, plain)
+def test_evaluation_data(name: str) -> None:
+    assert len(both(lambda kind: evaluated(kind, EVALUATION[name](make_loader)))[0]) >= 4
 
 
-def test_loaders_in_sequence_are_refused_as_in_plain(outcome: Any, make_loader: Any) -> None:
-    messages = []
-    for kind in ("plain", "roundpipe"):
+def test_loaders_in_sequence_are_refused_as_in_plain() -> None:
+    def act(kind: str) -> str:
         with pytest.raises(ValueError, match="sequential") as caught:
-            outcome(kind, CombinedLoader([make_loader(), make_loader()], "sequential"), None)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+            make_trainer(kind).fit(Learner(), CombinedLoader([make_loader(), make_loader()], "sequential"))
+        return str(caught.value)
+
+    both(act)
 
 
 @compat(
@@ -199,79 +172,32 @@ def test_loaders_in_sequence_are_refused_as_in_plain(outcome: Any, make_loader: 
     "refused",
     "BatchSplitError before the first step, which names the batch and the ways out.",
 )
-def test_loaders_of_different_batch_sizes_are_refused(outcome: Any, make_loader: Any, assert_alike: Any) -> None:
-    def loader() -> CombinedLoader:
-        return CombinedLoader({"labelled": make_loader(8, 2), "other": make_loader(20, 5)}, "min_size")
-
+def test_loaders_of_different_batch_sizes_are_refused() -> None:
+    data = CombinedLoader({"labelled": make_loader(8, 2), "other": make_loader(20, 5)}, "min_size")
     with pytest.raises(BatchSplitError, match=r"batch\['other'\]\[0\] of shape \(5, 6\).*size is 2") as caught:
-        outcome("roundpipe", loader(), None)
+        evaluated("roundpipe", data)
     for way_out in ("split_batch", "num_microbatches=1"):
         assert way_out in str(caught.value)
-    plain, ours = outcome("plain", loader(), None), outcome("roundpipe", loader(), None, num_microbatches=1)
-    assert_alike(ours, plain)
-
-
-@compat("LightningModule hook", "training_step (dataloader_iter)")
-@pytest.mark.parametrize("flavor", ["training", "validation"])
-def test_steps_that_pull_from_the_loader(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, flavor: str
-) -> None:
-    """One micro-batch each, as nobody else can see the batch."""
-
-    class Pulls(small):
-        def on_fit_start(self) -> None:
-            self.pulled: list[Any] = []
-
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            batch, batch_idx, dataloader_idx = next(dataloader_iter)
-            self.pulled.append(("train", batch_idx, dataloader_idx, len(batch[0])))
-            return self.loss(batch)
-
-    class PullsBoth(Pulls):
-        def validation_step(self, dataloader_iter: Any) -> None:
-            batch, batch_idx, dataloader_idx = next(dataloader_iter)
-            self.pulled.append(("validation", batch_idx, dataloader_idx, len(batch[0])))
-            self.log("val", self.loss(batch), batch_size=len(batch[0]))
-
-    found = []
-    for kind in ("plain", "roundpipe"):
-        module = (PullsBoth if flavor == "validation" else Pulls)()
-        trainer = make_trainer(kind, max_epochs=2)
-        loaders = (make_loader(), make_loader(10, 4)) if flavor == "validation" else (make_loader(),)
-        trainer.fit(module, *loaders)
-        found.append([module.pulled, dict(module.state_dict()), dict(trainer.callback_metrics), trainer.global_step])
-    assert found[0][3] == 6
-    assert_alike(found[1], found[0])
+    compare(Learner, data, also=shown, ours={"num_microbatches": 1})
 
 
 @compat("Library", "DataLoader with worker processes")
-def test_loaders_with_worker_processes(outcome: Any, make_loader: Any, assert_alike: Any) -> None:
-    def loader() -> DataLoader[Any]:
-        return make_loader(20, num_workers=1, persistent_workers=True)
-
-    plain, ours = (outcome(kind, loader(), None, max_epochs=2) for kind in ("plain", "roundpipe"))
-    assert_alike(ours, plain)
+def test_loaders_with_worker_processes() -> None:
+    compare(Learner, make_loader(20, num_workers=1, persistent_workers=True), also=shown, max_epochs=2)
 
 
-class Data(L.LightningDataModule):
-    """Loaders of a datamodule, several for validation."""
+def test_loaders_of_a_datamodule() -> None:
+    class Data(L.LightningDataModule):
+        """Several loaders for training and for validation."""
 
-    def __init__(self, make_loader: Any) -> None:
-        super().__init__()
-        self.make_loader = make_loader
+        def train_dataloader(self) -> Any:
+            return {"a": make_loader(24), "b": make_loader(16)}
 
-    def train_dataloader(self) -> Any:
-        return {"a": self.make_loader(24), "b": self.make_loader(16)}
+        def val_dataloader(self) -> Any:
+            return [make_loader(12), make_loader(10, 4)]
 
-    def val_dataloader(self) -> Any:
-        return [self.make_loader(12), self.make_loader(10, 4)]
+    def act(kind: str) -> Any:
+        run = fit(kind, Learner, fit_options={"datamodule": Data()})
+        return run.results, shown(run)
 
-
-def test_loaders_of_a_datamodule(learner: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    found = []
-    for kind in ("plain", "roundpipe"):
-        module, trainer = learner(), make_trainer(kind)
-        trainer.fit(module, datamodule=Data(make_loader))
-        found.append([module.batches, dict(module.state_dict()), dict(trainer.callback_metrics)])
-    assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= set(found[0][2])
-    assert_alike(found[1], found[0])
+    assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= set(both(act)[0]["metrics"])

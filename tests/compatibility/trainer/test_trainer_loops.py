@@ -6,9 +6,10 @@ change the journal of plain Lightning: otherwise the comparison would show nothi
 
 from __future__ import annotations
 
-import datetime
+import functools
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tests.support.rows import compat
+from tests.support.parity import Run, both, compare, fit, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import Small
 
 
 class Journal(L.Callback):
@@ -64,182 +67,108 @@ for _name in ("on_fit_start", "on_sanity_check_start", "on_train_epoch_start", "
     setattr(Journal, _name, _noting(_name))
 
 
-def make_learner(small: type, *, stop_at: int | None = None) -> Any:
-    """A module that validates, tests, predicts, and asks to stop after batch ``stop_at`` of every epoch."""
+class Learner(Small):
+    """Validates, tests, predicts, and asks to stop after batch ``stop_at`` of every epoch."""
 
-    class Learner(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.stop_at = stop_at
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == stop_at:
-                self.trainer.should_stop = True
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.stop_at:
+            self.trainer.should_stop = True
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("test", self.loss(batch))
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
 
-        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self(batch[0])
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch))
 
-    return Learner()
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
 
 
-@pytest.fixture
-def run(small: Any, make_trainer: Any, make_loader: Any) -> Callable[..., dict[str, Any]]:
+def run(kind: str, stop_at: int | None = None, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
     """Trains, and on request tests and predicts; gives everything that can be compared."""
-
-    def run_one(kind: str, stop_at: int | None = None, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
-        torch.manual_seed(11)
-        journal, module = Journal(), make_learner(small, stop_at=stop_at)
-        trainer = make_trainer(kind, callbacks=[journal], **settings)
-        trainer.fit(module, make_loader(20, shuffle=True), make_loader(10, 4))
-        fitted = dict(trainer.callback_metrics)
-        state = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        tested = trainer.test(module, make_loader(12, 4), verbose=False) if evaluates else None
-        predicted = trainer.predict(module, make_loader(9, 4)) if evaluates else None
-        return {
-            "journal": journal.entries,
-            "weights": dict(module.state_dict()),
-            "optimizer": state,
-            "metrics": fitted,
-            "tested": tested,
-            "predicted": predicted,
-            "progress": (trainer.current_epoch, trainer.global_step, trainer.fit_loop.epoch_progress.state_dict()),
-        }
-
-    return run_one
+    journal = Journal()
+    loaders = make_loader(20, shuffle=True), make_loader(10, 4)
+    trained = fit(kind, partial(Learner, stop_at), *loaders, callbacks=[journal], seed=11, **settings)
+    trainer, module = trained.trainer, trained.module
+    found = {"journal": journal.entries, **trained.results}
+    found["epochs"] = trainer.fit_loop.epoch_progress.state_dict()
+    if evaluates:
+        found["tested"] = trainer.test(module, make_loader(12, 4), verbose=False)
+        found["predicted"] = trainer.predict(module, make_loader(9, 4))
+    return found
 
 
-@pytest.fixture(scope="module")
-def journals_without() -> dict[str, Any]:
-    """Filled by the tests: journals of plain Lightning without the argument, by the settings."""
-    return {}
+@functools.cache
+def journal_without(settings: str) -> Any:
+    """The journal of plain Lightning with settings that are the key in ``OTHERWISE``."""
+    return run("plain", **OTHERWISE[settings])["journal"]
 
 
 TAKES_TIMES = "timedelta" in str(inspect.signature(L.Trainer.__init__).parameters["val_check_interval"].annotation)
-# id: (settings, settings of the run that plain Lightning must differ from)
-TWO_EPOCHS = {"max_epochs": 2}
-EVALUATES = {"evaluates": True}
-LOOPS: list[Any] = [
-    pytest.param({"fast_dev_run": True}, {}, id="fast_dev_run", marks=compat("Trainer argument", "fast_dev_run")),
-    pytest.param(
-        {"fast_dev_run": 2, "evaluates": True},
-        EVALUATES,
-        id="fast_dev_run=2",
-        marks=compat("Trainer argument", "fast_dev_run"),
-    ),
-    pytest.param(TWO_EPOCHS, {}, id="max_epochs", marks=compat("Trainer argument", "max_epochs")),
-    pytest.param({"max_epochs": 0}, {}, id="max_epochs=0", marks=compat("Trainer argument", "max_epochs")),
-    pytest.param(
-        {"min_epochs": 2, "max_epochs": 3, "stop_at": 0},
-        {"max_epochs": 3, "stop_at": 0},
-        id="min_epochs",
-        marks=compat("Trainer argument", "min_epochs"),
-    ),
-    pytest.param({"max_steps": 2}, {}, id="max_steps", marks=compat("Trainer argument", "max_steps")),
-    pytest.param(
-        {"max_epochs": -1, "max_steps": 5}, {}, id="endless epochs", marks=compat("Trainer argument", "max_steps")
-    ),
-    pytest.param(
-        {"min_steps": 5, "max_epochs": 3, "stop_at": 0},
-        {"max_epochs": 3, "stop_at": 0},
-        id="min_steps",
-        marks=compat("Trainer argument", "min_steps"),
-    ),
-    pytest.param(
-        {"max_time": datetime.timedelta(0), "max_epochs": 2},
-        TWO_EPOCHS,
-        id="max_time",
-        marks=compat("Trainer argument", "max_time"),
-    ),
-    pytest.param(
-        {"limit_train_batches": 2}, {}, id="limit_train", marks=compat("Trainer argument", "limit_train_batches")
-    ),
-    pytest.param(
-        {"limit_train_batches": 0.7},
-        {},
-        id="limit_train=0.7",
-        marks=compat("Trainer argument", "limit_train_batches"),
-    ),
-    pytest.param({"limit_val_batches": 1}, {}, id="limit_val", marks=compat("Trainer argument", "limit_val_batches")),
-    pytest.param({"limit_val_batches": 0}, {}, id="limit_val=0", marks=compat("Trainer argument", "limit_val_batches")),
-    pytest.param(
-        {"limit_test_batches": 2, "evaluates": True},
-        EVALUATES,
-        id="limit_test",
-        marks=compat("Trainer argument", "limit_test_batches"),
-    ),
-    pytest.param(
-        {"limit_predict_batches": 0.5, "evaluates": True},
-        EVALUATES,
-        id="limit_predict",
-        marks=compat("Trainer argument", "limit_predict_batches"),
-    ),
-    pytest.param({"overfit_batches": 1}, {}, id="overfit", marks=compat("Trainer argument", "overfit_batches")),
-    pytest.param(
-        {"overfit_batches": 0.7, "max_epochs": 2},
-        TWO_EPOCHS,
-        id="overfit=0.7",
-        marks=compat("Trainer argument", "overfit_batches"),
-    ),
-    pytest.param({"val_check_interval": 2}, {}, id="val_check", marks=compat("Trainer argument", "val_check_interval")),
-    pytest.param(
-        {"val_check_interval": 0.34}, {}, id="val_check=0.34", marks=compat("Trainer argument", "val_check_interval")
-    ),
-    pytest.param(
+# Settings of a run of plain Lightning that another run must differ from.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "one epoch": {},
+    "two epochs": {"max_epochs": 2},
+    "three stopped epochs": {"max_epochs": 3, "stop_at": 0},
+    "evaluation": {"evaluates": True},
+}
+# By name: what the run must differ from, and the settings.
+LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast_dev_run": ("one epoch", {"fast_dev_run": True}),
+    "fast_dev_run=2": ("evaluation", {"fast_dev_run": 2, "evaluates": True}),
+    "max_epochs": ("one epoch", {"max_epochs": 2}),
+    "max_epochs=0": ("one epoch", {"max_epochs": 0}),
+    "min_epochs": ("three stopped epochs", {"min_epochs": 2, "max_epochs": 3, "stop_at": 0}),
+    "max_steps": ("one epoch", {"max_steps": 2}),
+    "endless epochs": ("one epoch", {"max_epochs": -1, "max_steps": 5}),
+    "min_steps": ("three stopped epochs", {"min_steps": 5, "max_epochs": 3, "stop_at": 0}),
+    "max_time": ("two epochs", {"max_time": timedelta(0), "max_epochs": 2}),
+    "limit_train": ("one epoch", {"limit_train_batches": 2}),
+    "limit_train=0.7": ("one epoch", {"limit_train_batches": 0.7}),
+    "limit_val": ("one epoch", {"limit_val_batches": 1}),
+    "limit_val=0": ("one epoch", {"limit_val_batches": 0}),
+    "limit_test": ("evaluation", {"limit_test_batches": 2, "evaluates": True}),
+    "limit_predict": ("evaluation", {"limit_predict_batches": 0.5, "evaluates": True}),
+    "overfit": ("one epoch", {"overfit_batches": 1}),
+    "overfit=0.7": ("two epochs", {"overfit_batches": 0.7, "max_epochs": 2}),
+    "val_check": ("one epoch", {"val_check_interval": 2}),
+    "val_check=0.34": ("one epoch", {"val_check_interval": 0.34}),
+    "val_check across epochs": (
+        "two epochs",
         {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 2},
-        TWO_EPOCHS,
-        id="val_check across epochs",
-        marks=[compat("Trainer argument", "val_check_interval"), compat("Trainer argument", "check_val_every_n_epoch")],
     ),
-    pytest.param(
-        {"val_check_interval": datetime.timedelta(0)},
-        {},
-        id="val_check by time",
-        marks=[
-            compat("Trainer argument", "val_check_interval"),
-            pytest.mark.skipif(not TAKES_TIMES, reason="this version of Lightning knows no intervals in time"),
-        ],
-    ),
-    pytest.param(
-        {"check_val_every_n_epoch": 2, "max_epochs": 2},
-        TWO_EPOCHS,
-        id="check_val",
-        marks=compat("Trainer argument", "check_val_every_n_epoch"),
-    ),
-    pytest.param(
-        {"num_sanity_val_steps": 2}, {}, id="sanity", marks=compat("Trainer argument", "num_sanity_val_steps")
-    ),
-    pytest.param(
-        {"num_sanity_val_steps": -1}, {}, id="sanity=-1", marks=compat("Trainer argument", "num_sanity_val_steps")
-    ),
-    pytest.param(
-        {"accumulate_grad_batches": 2},
-        {},
-        id="accumulate",
-        marks=compat("Trainer argument", "accumulate_grad_batches"),
-    ),
-]
+    "val_check by time": ("one epoch", {"val_check_interval": timedelta(0)}),
+    "check_val": ("two epochs", {"check_val_every_n_epoch": 2, "max_epochs": 2}),
+    "sanity": ("one epoch", {"num_sanity_val_steps": 2}),
+    "sanity=-1": ("one epoch", {"num_sanity_val_steps": -1}),
+    "accumulate": ("one epoch", {"accumulate_grad_batches": 2}),
+}
 
 
+@compat_each(
+    "Trainer argument",
+    "fast_dev_run max_epochs min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches "
+    "limit_test_batches limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch "
+    "num_sanity_val_steps accumulate_grad_batches",
+)
 @pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set.*")
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
-@pytest.mark.parametrize(("settings", "otherwise"), LOOPS)
-def test_the_same_batches_in_the_same_order(
-    run: Any, assert_alike: Any, journals_without: dict[str, Any], settings: dict[str, Any], otherwise: dict[str, Any]
-) -> None:
-    plain, ours = run("plain", **settings), run("roundpipe", **settings)
-    assert ours["journal"] == plain["journal"]
-    assert_alike(ours, plain)
-    key = repr(otherwise)
-    if key not in journals_without:
-        journals_without[key] = run("plain", **otherwise)["journal"]
-    assert plain["journal"] != journals_without[key]
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_same_batches_in_the_same_order(name: str) -> None:
+    otherwise, settings = LOOPS[name]
+    if name == "val_check by time" and not TAKES_TIMES:
+        pytest.skip("this version of Lightning knows no intervals in time")
+    plain = both(lambda kind: run(kind, **settings))
+    assert plain["journal"] != journal_without(otherwise)
 
 
 # --- the loader of an epoch -------------------------------------------------------------------------------------------
@@ -247,11 +176,9 @@ def test_the_same_batches_in_the_same_order(
 
 @compat("Trainer argument", "reload_dataloaders_every_n_epochs")
 @pytest.mark.parametrize(("every", "num_loaders"), [(0, 1), (2, 2)])
-def test_loaders_are_made_anew(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, every: int, num_loaders: int
-) -> None:
-    def fit(kind: str) -> Any:
-        module, made = make_learner(small), []
+def test_loaders_are_made_anew(every: int, num_loaders: int) -> None:
+    def act(kind: str) -> Any:
+        module, made = Learner(), []
 
         def loader(what: str, batch_size: int) -> DataLoader[Any]:
             made.append((what, module.current_epoch))
@@ -262,9 +189,8 @@ def test_loaders_are_made_anew(
         make_trainer(kind, max_epochs=3, reload_dataloaders_every_n_epochs=every).fit(module)
         return made, dict(module.state_dict())
 
-    plain, ours = fit("plain"), fit("roundpipe")
-    assert [epoch for what, epoch in plain[0] if what == "train"] == [0, 2][:num_loaders]
-    assert_alike(ours, plain)
+    made, _ = both(act)
+    assert [epoch for what, epoch in made if what == "train"] == [0, 2][:num_loaders]
 
 
 class Backwards(Sampler[int]):
@@ -282,30 +208,22 @@ class Backwards(Sampler[int]):
 
 @compat("Trainer argument", "use_distributed_sampler", note="No effect, as on one device: there is one process.")
 @pytest.mark.parametrize("flag", [True, False])
-def test_samplers_are_kept(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, flag: bool) -> None:
-    weights = []
-    for kind in ("plain", "roundpipe"):
-        module = make_learner(small)
-        trainer = make_trainer(kind, use_distributed_sampler=flag)
-        trainer.fit(module, make_loader(20, sampler=Backwards(20)), make_loader(10, 4))
-        assert type(trainer.train_dataloader.sampler) is Backwards
-        assert type(trainer.val_dataloaders.sampler) is torch.utils.data.SequentialSampler
-        weights.append(dict(module.state_dict()))
-    assert_alike(weights[1], weights[0])
+def test_samplers_are_kept(flag: bool) -> None:
+    loaders = make_loader(20, sampler=Backwards(20)), make_loader(10, 4)
+    for run in compare(Learner, *loaders, use_distributed_sampler=flag):
+        assert type(run.trainer.train_dataloader.sampler) is Backwards
+        assert type(run.trainer.val_dataloaders.sampler) is torch.utils.data.SequentialSampler
 
 
 @compat("Trainer argument", "barebones")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but `Trainer\\(barebones=True")
-def test_barebones_switches_off_what_plain_switches_off(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
-) -> None:
+def test_barebones_switches_off_what_plain_switches_off() -> None:
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"))
-    found = []
-    for kind in ("plain", "roundpipe"):
-        module = make_learner(small)
-        trainer = make_trainer(kind, barebones=True, num_sanity_val_steps=None, **off)
-        trainer.fit(module, make_loader(), make_loader(10, 4))
-        assert not trainer.callback_metrics
-        assert not trainer.loggers
-        found.append([dict(module.state_dict()), [type(callback).__name__ for callback in trainer.callbacks]])
-    assert_alike(found[1], found[0])
+    settings = {"barebones": True, "num_sanity_val_steps": None, **off}
+    for run in compare(Learner, None, make_loader(10, 4), also=names_of_callbacks, **settings):
+        assert not run.trainer.callback_metrics
+        assert not run.trainer.loggers
+
+
+def names_of_callbacks(run: Run) -> list[str]:
+    return [type(callback).__name__ for callback in run.trainer.callbacks]
