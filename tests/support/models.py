@@ -1,4 +1,4 @@
-"""Models of the parity tests, and their data; what is special about a model is in the file of its test."""
+"""Models of the tests that compare; what is special about a model is in the file of its test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.support.small import Small
 
 WIDTH = 6
 
@@ -61,3 +63,15 @@ class Chain(Regression):
         for block in self.blocks:
             x = self.run_block(block, x)
         return self.head(x)
+
+
+class Logs(Small):
+    """The small model with a logged training loss and a logged validation loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))

@@ -10,11 +10,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from tests.support.models import Logs
+from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
-
-KINDS = ("plain", "roundpipe")
 
 
 class Counter(Callback):
@@ -50,24 +49,30 @@ class OwnCheckpoint(Checkpoint):
         trainer.save_checkpoint(self.folder / f"own-{trainer.current_epoch}.ckpt", weights_only=False)
 
 
-@pytest.fixture
-def logs(small: Any) -> Any:
-    """The small model with a scheduler, a logged training loss and a logged validation loss."""
+class Scheduled(Logs):
+    """With a scheduler, and a loss that is logged per epoch as well."""
 
-    class Logs(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss, on_epoch=True)
-            return loss
+    fails_at = -1
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == self.fails_at:
+            self.body(batch[0])
+            raise ValueError("a bad batch")
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
 
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
-    return Logs
+
+def trained(kind: str, callbacks: list[Any], path: Any = None, module: Any = None, **settings: Any) -> Any:
+    """The module after a run that may write checkpoints, and goes on from one."""
+    module = Scheduled() if module is None else module
+    trainer = make_trainer(kind, enable_checkpointing=True, callbacks=callbacks, **settings)
+    trainer.fit(module, make_loader(), make_loader(10, 4), ckpt_path=path, weights_only=False)
+    return module
 
 
 def every_mode(folder: Path) -> list[Any]:
@@ -105,55 +110,26 @@ def read(folder: Path) -> dict[str, Any]:
 @compat("Callback hook", "load_state_dict")
 @compat("Callback hook", "on_save_checkpoint")
 @compat("Callback hook", "on_load_checkpoint")
-def test_files_and_contents(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path) -> None:
+def test_files_and_contents(tmp_path: Path) -> None:
     """Every mode in one run, then a resumed run whose callbacks go on from their states."""
-    found, trained = {}, {}
-    for kind in KINDS:
+
+    def act(kind: str) -> Any:
         root = tmp_path / kind
-        trainer = make_trainer(kind, max_epochs=3, enable_checkpointing=True, callbacks=every_mode(root / "first"))
-        trainer.fit(logs(), make_loader(), make_loader(10, 4))
-        module, callbacks = logs(), every_mode(root / "again")
-        trainer = make_trainer(kind, max_epochs=4, enable_checkpointing=True, callbacks=callbacks)
-        path = root / "first" / "own" / "own-1.ckpt"
-        trainer.fit(module, make_loader(), make_loader(10, 4), ckpt_path=path, weights_only=False)
-        found[kind] = read(root)
-        trained[kind] = [dict(module.state_dict()), callbacks[-1].num_batches, callbacks[-1].loaded]
-    folders = [path.rsplit("/", 1)[0] for path in found["plain"]]
+        trained(kind, every_mode(root / "first"), max_epochs=3)
+        callbacks = every_mode(root / "again")
+        module = trained(kind, callbacks, root / "first" / "own" / "own-1.ckpt", max_epochs=4)
+        return read(root), dict(module.state_dict()), callbacks[-1].num_batches, callbacks[-1].loaded
+
+    files, _, num_batches, _ = both(act)
+    folders = [path.rsplit("/", 1)[0] for path in files]
     assert [folders.count(f"first/{name}") for name in ("min", "steps", "epochs", "often", "seldom")] == [3, 4, 1, 1, 0]
-    assert trained["plain"][1] == 12, "the state of the callback was loaded"
-    assert_alike(found["roundpipe"], found["plain"])
-    assert_alike(trained["roundpipe"], trained["plain"])
-
-
-@compat("Callback", "ModelCheckpoint")
-@compat("Plugin", "AsyncCheckpointIO")
-def test_written_by_a_thread(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path) -> None:
-    """The file holds the state of the step that it is named after, although training has gone on."""
-    found = {}
-    for kind in KINDS:
-        callback = ModelCheckpoint(tmp_path / kind, every_n_train_steps=1, save_top_k=-1)
-        settings = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
-        make_trainer(kind, max_epochs=2, callbacks=[callback], **settings).fit(logs(), make_loader())
-        found[kind] = read(tmp_path / kind)
-    assert len(found["plain"]) == 6
-    assert_alike(found["roundpipe"], found["plain"])
+    assert num_batches == 12, "the state of the callback was loaded"
 
 
 @compat("Callback", "OnExceptionCheckpoint")
 @compat("Callback", "ModelCheckpoint")
-def test_saved_on_an_exception(
-    logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path
-) -> None:
+def test_saved_on_an_exception(tmp_path: Path) -> None:
     """Micro-batches may have been under way; what is saved is the state after the last whole step."""
-
-    class Fails(logs):
-        fails = True
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.fails and self.trainer.global_step == 4:
-                self.body(batch[0])
-                raise ValueError("a bad batch")
-            return super().training_step(batch, batch_idx)
 
     class Keeps(OnExceptionCheckpoint):
         """Lightning removes the file when the trainer is torn down."""
@@ -161,20 +137,16 @@ def test_saved_on_an_exception(
         def teardown(self, *_: Any, **__: Any) -> None:
             pass
 
-    found, weights = {}, {}
-    for kind in KINDS:
-        folder = tmp_path / kind
-        callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", save_on_exception=True)]
-        trainer = make_trainer(kind, max_epochs=3, enable_checkpointing=True, callbacks=callbacks)
+    def act(kind: str) -> Any:
+        folder, failing = tmp_path / kind, Scheduled()
+        failing.fails_at = 4
         with pytest.raises(ValueError, match="a bad batch"):
-            trainer.fit(Fails(), make_loader(), make_loader(10, 4))
-        found[kind] = read(folder)
-        module = Fails()
-        module.fails = False
-        again = make_trainer(kind, max_epochs=3)
-        again.fit(module, make_loader(), make_loader(10, 4), ckpt_path=folder / "on_exception.ckpt", weights_only=False)
-        weights[kind] = dict(module.state_dict())
-    assert found["plain"]["on_exception.ckpt"]["global_step"] == 4
-    assert len(found["plain"]) >= 2
-    assert_alike(found["roundpipe"], found["plain"])
-    assert_alike(weights["roundpipe"], weights["plain"])
+            callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", save_on_exception=True)]
+            trained(kind, callbacks, module=failing, max_epochs=3)
+        found = read(folder)
+        quiet = [ModelCheckpoint(tmp_path / "again", save_top_k=0)]
+        return found, dict(trained(kind, quiet, folder / "on_exception.ckpt", max_epochs=3).state_dict())
+
+    files, _ = both(act)
+    assert files["on_exception.ckpt"]["global_step"] == 4
+    assert len(files) >= 2

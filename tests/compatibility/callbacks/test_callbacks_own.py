@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn
 
+from tests.support.models import Logs
+from tests.support.parity import COPIES, assert_alike, both, compare, make_loader, make_trainer
 from tests.support.rows import compat
-
-KINDS = ("plain", "roundpipe")
+from tests.support.small import Small
 
 
 class EmaByHand(Callback):
@@ -113,24 +114,15 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @compat("Callback", "Callback")
-def test_weights_and_gradients_in_hooks(
-    logs: Any, fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any, name: str
-) -> None:
+def test_weights_and_gradients_in_hooks(name: str) -> None:
     """With copies on the devices, which must not be older than what the callback has written."""
-    runs = fit_both(
-        logs,
-        max_epochs=2,
-        val_loader=make_loader(10, 5),
-        callbacks=lambda: [CALLBACKS[name]()],
-        ours={"options": {"virtual_copies": True}},
+    plain, ours = compare(
+        Logs, None, make_loader(10, 5), callbacks=lambda: [CALLBACKS[name]()], max_epochs=2, ours=COPIES
     )
-    plain, ours = runs
-    assert_same_training(plain, ours)
-    logged = [dict(run.trainer.callback_metrics) for run in (ours, plain)]
-    assert "val" in logged[1]
-    assert_alike(*logged)
+    logged = plain.trainer.callback_metrics
+    assert "val" in logged
     if name == "replacing":
-        assert len(logged[1]) == 2 + 10
+        assert len(logged) == 2 + 10
         assert_alike(ours.trainer.callbacks[0].norms, plain.trainer.callbacks[0].norms)
 
 
@@ -153,10 +145,10 @@ class Following(Callback):
 
 @pytest.mark.parametrize("how", ["data =", "data.mul_", "no_grad"])
 @compat("Callback", "Callback")
-def test_a_teacher_that_follows(small: Any, fit_both: Any, assert_same_training: Any, how: str) -> None:
+def test_a_teacher_that_follows(how: str) -> None:
     """Frozen weights stay on a device from step to step, but not if they change."""
 
-    class Taught(small):
+    class Taught(Small):
         def __init__(self) -> None:
             super().__init__()
             self.teacher = copy.deepcopy(self.body).requires_grad_(False)
@@ -169,26 +161,26 @@ def test_a_teacher_that_follows(small: Any, fit_both: Any, assert_same_training:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
-    options = {"options": {"virtual_copies": True}}
-    plain, ours = fit_both(Taught, max_epochs=2, callbacks=lambda: [Following(how)], ours=options)
-    assert_same_training(plain, ours)
+    compare(Taught, max_epochs=2, callbacks=lambda: [Following(how)], ours=COPIES)
 
 
 @compat("Callback", "LambdaCallback")
-def test_functions_as_hooks(logs: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+def test_functions_as_hooks() -> None:
     names = ("on_fit_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_validation_end")
     names += ("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_fit_end")
-    seen: dict[str, list[Any]] = {kind: [] for kind in KINDS}
 
-    def note(kind: str, name: str) -> Callable[..., None]:
-        def hook(trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-            gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
-            seen[kind].append([name, trainer.global_step, pl_module.training, len(args), gradients])
+    def act(kind: str) -> Any:
+        seen: list[Any] = []
 
-        return hook
+        def noting(name: str) -> Callable[..., None]:
+            def hook(trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+                gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
+                seen.append([name, trainer.global_step, pl_module.training, len(args), gradients])
 
-    for kind in KINDS:
-        callback = LambdaCallback(**{name: note(kind, name) for name in names})
-        make_trainer(kind, callbacks=[callback]).fit(logs(), make_loader(), make_loader(10, 4))
-    assert [call[0] for call in seen["plain"]].count("on_after_backward") == 3
-    assert_alike(seen["roundpipe"], seen["plain"])
+            return hook
+
+        callback = LambdaCallback(**{name: noting(name) for name in names})
+        make_trainer(kind, callbacks=[callback]).fit(Logs(), make_loader(), make_loader(10, 4))
+        return seen
+
+    assert [call[0] for call in both(act)].count("on_after_backward") == 3

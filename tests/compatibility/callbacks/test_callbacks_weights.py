@@ -6,6 +6,7 @@ Devices have copies of their own in all runs, which must not be older than what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -25,44 +26,34 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics.functional import mean_squared_error
 
+from tests.support.models import Logs
+from tests.support.parity import COPIES, Run, assert_alike, both, compare, fit, make_loader
 from tests.support.rows import compat
 
-COPIES = {"options": {"virtual_copies": True}}
 
-
-@pytest.fixture
-def compare(
-    fit_both: Any, make_loader: Any, assert_same_training: Any, assert_alike: Any
-) -> Callable[..., tuple[Any, Any]]:
-    """Trains with and without the pipeline; weights, optimizer state and logged values must agree."""
-
-    def run(make_module: Any, make_callback: Callable[[], Any], *others: Any, **kwargs: Any) -> tuple[Any, Any]:
-        callbacks = {"callbacks": lambda: [make_callback(), *others]}
-        plain, ours = fit_both(make_module, val_loader=make_loader(10, 5), **callbacks, **kwargs)
-        assert_same_training(plain, ours)
-        assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
-        assert {"loss", "val"} <= set(plain.trainer.callback_metrics)
-        return plain, ours
-
-    return run
+def compared(make_module: Any, make_callback: Callable[[], Any], *others: Any, **settings: Any) -> tuple[Run, Run]:
+    callbacks = {"callbacks": lambda: [make_callback(), *others]}
+    runs = compare(make_module, None, make_loader(10, 5), **callbacks, **{"ours": COPIES, **settings})
+    assert {"loss", "val"} <= set(runs[0].trainer.callback_metrics)
+    return runs
 
 
 @compat("Callback", "StochasticWeightAveraging")
-def test_swa(logs: Any, compare: Any) -> None:
-    plain, ours = compare(logs, lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2), max_epochs=4, ours=COPIES)
+def test_swa() -> None:
+    plain, ours = compared(Logs, lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2), max_epochs=4)
     assert plain.trainer.callbacks[0].n_averaged == ours.trainer.callbacks[0].n_averaged == 3
 
 
 @compat("Callback", "StochasticWeightAveraging")
-def test_swa_renews_the_statistics_of_batch_norm(logs: Any, compare: Any) -> None:
+def test_swa_renews_the_statistics_of_batch_norm() -> None:
     """A further epoch without backward, in which batch norm averages over all batches; exact with one micro-batch."""
 
-    class Norm(logs):
+    class Norm(Logs):
         def __init__(self) -> None:
             super().__init__()
             self.body.insert(1, nn.BatchNorm1d(6))
 
-    plain, _ = compare(
+    plain, _ = compared(
         Norm,
         lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_strategy="linear"),
         max_epochs=2,
@@ -78,32 +69,38 @@ AVERAGES: dict[str, Callable[[], WeightAveraging]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("mean", marks=compat("Callback", "WeightAveraging")),
-        pytest.param("ema", marks=compat("Callback", "EMAWeightAveraging")),
-        pytest.param("ema-epochs", marks=compat("Callback", "EMAWeightAveraging")),
-    ],
-)
-def test_averages(logs: Any, compare: Any, name: str, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    """Validation and the end see the average; the file holds both, and a resumed run goes on from both."""
+def saves_once(folder: Path, epoch: int) -> LambdaCallback:
+    """Writes a checkpoint with the kind of the trainer as its name, at the end of one epoch."""
 
     def save(trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(f"{trainer.default_root_dir}/{type(trainer.strategy).__name__}.ckpt")
+        if trainer.current_epoch == epoch:
+            trainer.save_checkpoint(folder / f"{type(trainer.strategy).__name__}.ckpt")
 
-    plain, ours = compare(
-        logs, AVERAGES[name], LambdaCallback(on_train_epoch_end=save), max_epochs=2, log_every_n_steps=1, ours=COPIES
+    return LambdaCallback(on_train_epoch_end=save)
+
+
+@compat("Callback", "WeightAveraging")
+@compat("Callback", "EMAWeightAveraging")
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages(name: str, tmp_path: Path) -> None:
+    """Validation and the end see the average; the file holds both, and a resumed run goes on from both."""
+
+    def path(run: Run) -> Path:
+        return tmp_path / f"{type(run.trainer.strategy).__name__}.ckpt"
+
+    plain, _ = compared(
+        Logs,
+        AVERAGES[name],
+        saves_once(tmp_path, 0),
+        also=lambda run: torch.load(path(run), weights_only=False),
+        max_epochs=2,
+        log_every_n_steps=1,
     )
-    paths = [f"{run.trainer.default_root_dir}/{type(run.trainer.strategy).__name__}.ckpt" for run in (plain, ours)]
-    files = [torch.load(path, weights_only=False) for path in paths]
-    assert "current_model_state" in files[0]
-    assert_alike(files[1], files[0])
-    module = logs()
-    resumed = make_trainer(max_epochs=2, callbacks=[AVERAGES[name]()], **COPIES)
-    resumed.fit(module, make_loader(), ckpt_path=paths[0], weights_only=False)
-    assert_alike(dict(module.state_dict()), dict(plain.module.state_dict()))
+    assert "current_model_state" in torch.load(path(plain), weights_only=False)
+    options = {"ckpt_path": path(plain), "weights_only": False}
+    callbacks = [AVERAGES[name]()]
+    resumed = fit("roundpipe", Logs, make_loader(), callbacks=callbacks, fit_options=options, max_epochs=2, **COPIES)
+    assert_alike(resumed.state, plain.state)
 
 
 class Backbone(L.LightningModule):
@@ -134,9 +131,9 @@ class Backbone(L.LightningModule):
 
 @compat("Callback", "BackboneFinetuning")
 @pytest.mark.parametrize(("train_bn", "num_microbatches"), [(True, 1), (False, 3)])
-def test_backbone(compare: Any, train_bn: bool, num_microbatches: int) -> None:
+def test_backbone(train_bn: bool, num_microbatches: int) -> None:
     """Frozen batch norm uses the statistics of its batch: only without it the number of micro-batches is free."""
-    plain, _ = compare(
+    plain, _ = compared(
         Backbone if train_bn else WithoutNorm,
         lambda: BackboneFinetuning(2, lambda epoch: 1.5, backbone_initial_lr=0.01, train_bn=train_bn),
         max_epochs=4,
@@ -165,23 +162,17 @@ class BlockByBlock(BaseFinetuning):
 
 
 @compat("Callback", "BaseFinetuning")
-def test_block_by_block(compare: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
+def test_block_by_block(tmp_path: Path) -> None:
     """Also when the run is resumed after a block was unfrozen (plain Lightning loses momentum there, and so do we)."""
-    path: list[str] = []
-
-    def save(trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 1 and not path:
-            path.append(f"{trainer.default_root_dir}/plain.ckpt")
-            trainer.save_checkpoint(path[0])
-
-    plain, _ = compare(WithoutNorm, BlockByBlock, LambdaCallback(on_train_epoch_end=save), max_epochs=3, ours=COPIES)
+    plain, _ = compared(WithoutNorm, BlockByBlock, saves_once(tmp_path, 1), max_epochs=3)
     assert len(plain.trainer.optimizers[0].param_groups) == 3
-    found = []
-    for kind in ("plain", "roundpipe"):
-        module, resumed = WithoutNorm(), make_trainer(kind, max_epochs=3, callbacks=[BlockByBlock()])
-        resumed.fit(module, make_loader(), ckpt_path=path[0], weights_only=False)
-        found.append([resumed.optimizers[0].state_dict(), dict(module.state_dict())])
-    assert_alike(found[1], found[0])
+    options = {"ckpt_path": tmp_path / "SingleDeviceStrategy.ckpt", "weights_only": False}
+
+    def resumed(kind: str) -> Any:
+        settings = {"callbacks": [BlockByBlock()], "fit_options": options, "max_epochs": 3}
+        return fit(kind, WithoutNorm, make_loader(), **settings).results
+
+    both(resumed)
 
 
 PRUNING: dict[str, dict[str, Any]] = {
@@ -201,19 +192,18 @@ PRUNING: dict[str, dict[str, Any]] = {
 
 @compat("Callback", "ModelPruning")
 @pytest.mark.parametrize("name", PRUNING)
-def test_pruning(logs: Any, compare: Any, name: str) -> None:
+def test_pruning(name: str) -> None:
     """Masks are put on weights inside units, more of them after every epoch, and training goes on below them."""
-    plain, ours = compare(logs, lambda: ModelPruning(**PRUNING[name]), max_epochs=3, ours=COPIES)
+    plain, ours = compared(Logs, lambda: ModelPruning(**PRUNING[name]), max_epochs=3)
     if name == "lottery":
         num_zeros = [sum(int((p == 0).sum()) for p in run.module.parameters()) for run in (plain, ours)]
         assert num_zeros[0] == num_zeros[1] > 30
     else:
-        assert "body.0.0.weight_mask" in plain.module.state_dict()
+        assert "body.0.0.weight_mask" in plain.state
         assert prune.is_pruned(ours.module)
 
 
 @compat("Callback", "GradientAccumulationScheduler")
-def test_accumulation(logs: Any, compare: Any) -> None:
-    scheduling = {0: 3, 1: 1, 3: 2}
-    plain, _ = compare(logs, lambda: GradientAccumulationScheduler(scheduling), max_epochs=4, ours=COPIES)
+def test_accumulation() -> None:
+    plain, _ = compared(Logs, lambda: GradientAccumulationScheduler({0: 3, 1: 1, 3: 2}), max_epochs=4)
     assert plain.trainer.global_step == 1 + 3 + 3 + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
-
-KINDS = ("plain", "roundpipe")
+from tests.support.small import Small
 
 # --- batches on their way ----------------------------------------------------------------------------------------
 
@@ -45,15 +44,38 @@ class Transfers:
         return [x[:rows] * 2, y[:rows]]
 
 
-def _evaluates(base: type) -> type:
-    class Evaluates(base):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("val", self(batch[0]).square().mean(), batch_size=len(batch[0]))
+class Evaluates(Small):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self(batch[0]).square().mean(), batch_size=len(batch[0]))
 
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0])
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
 
-    return Evaluates
+
+class Data(Transfers):
+    """Makes the loaders in ``setup``, packs the batches, and unpacks them on the way."""
+
+    stages: tuple[str, ...] = ()
+
+    def prepare_data(self) -> None:
+        self.stages += ("prepare",)
+
+    def setup(self, stage: str) -> None:
+        self.stages += (stage,)
+        default = torch.utils.data.default_collate
+        self.make = lambda rows: make_loader(rows, collate_fn=lambda batch: Packed(tuple(default(batch))))
+
+    def train_dataloader(self) -> Any:
+        return self.make(20)
+
+    def val_dataloader(self) -> Any:
+        return [self.make(11), self.make(8)]
+
+    def predict_dataloader(self) -> Any:
+        return self.make(13)
+
+    def teardown(self, stage: str) -> None:
+        self.stages += (f"end of {getattr(stage, 'value', stage)}",)
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])
@@ -61,68 +83,38 @@ def _evaluates(base: type) -> type:
 @compat_each("LightningModule hook", "train_dataloader val_dataloader predict_dataloader prepare_data")
 @compat_each("LightningDataModule", "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer")
 @compat_each("LightningDataModule", "train_dataloader val_dataloader predict_dataloader prepare_data setup teardown")
-def test_batches_from_loaders_to_steps(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, owner: str
-) -> None:
-    """The owner makes the loaders in ``setup``, packs the batches, and unpacks them on the way."""
+def test_batches_from_loaders_to_steps(owner: str) -> None:
+    def act(kind: str) -> Any:
+        has_data = owner == "datamodule"
+        make = Evaluates if has_data else type("Both", (Data, Evaluates), {})
+        data: Any = type("DataOf", (Data, L.LightningDataModule), {})() if has_data else None
+        run = fit(kind, make, fit_options={"datamodule": data}, seed=1, max_epochs=2)
+        predictions = run.trainer.predict(run.module, datamodule=data)
+        return run.results, predictions, (data or run.module).stages
 
-    class Data(Transfers):
-        stages: tuple[str, ...] = ()
-
-        def prepare_data(self) -> None:
-            self.stages += ("prepare",)
-
-        def setup(self, stage: str) -> None:
-            self.stages += (stage,)
-            default = torch.utils.data.default_collate
-            self.make = lambda rows: make_loader(rows, collate_fn=lambda batch: Packed(tuple(default(batch))))
-
-        def train_dataloader(self) -> Any:
-            return self.make(20)
-
-        def val_dataloader(self) -> Any:
-            return [self.make(11), self.make(8)]
-
-        def predict_dataloader(self) -> Any:
-            return self.make(13)
-
-        def teardown(self, stage: str) -> None:
-            self.stages += (f"end of {getattr(stage, 'value', stage)}",)
-
-    results = []
-    for kind in KINDS:
-        torch.manual_seed(1)
-        module = _evaluates(small)() if owner == "datamodule" else type("Both", (Data, _evaluates(small)), {})()
-        data = type("DataOf", (Data, L.LightningDataModule), {})() if owner == "datamodule" else None
-        trainer = make_trainer(kind, max_epochs=2)
-        trainer.fit(module, datamodule=data)
-        predictions = trainer.predict(module, datamodule=data)
-        stages = (data or module).stages
-        results.append([dict(module.state_dict()), dict(trainer.callback_metrics), predictions, stages])
-    assert results[0][3] == ("prepare", "fit", "end of fit", "prepare", "predict", "end of predict")
-    assert_alike(results[1], results[0])
+    assert both(act)[2] == ("prepare", "fit", "end of fit", "prepare", "predict", "end of predict")
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @compat("LightningDataModule", "from_datasets")
-def test_datamodule_from_datasets(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    results = []
-    for kind in KINDS:
-        module, trainer = _evaluates(small)(), make_trainer(kind)
+def test_datamodule_from_datasets() -> None:
+    def act(kind: str) -> Any:
+        module, trainer = Evaluates(), make_trainer(kind)
         sets = {f"{name}_dataset": make_loader(rows).dataset for name, rows in (("val", 11), ("predict", 7))}
         data = L.LightningDataModule.from_datasets(None, **sets, batch_size=4)
-        results.append([trainer.validate(module, data, verbose=False), trainer.predict(module, data)])
-    assert_alike(results[1], results[0])
+        return trainer.validate(module, data, verbose=False), trainer.predict(module, data)
+
+    both(act)
 
 
 # --- models and callbacks that hooks make ------------------------------------------------------------------------
 
 
 @compat_each("LightningModule hook", "configure_model setup")
-def test_models_made_in_hooks(small: Any, fit_both: Any, assert_same_training: Any, assert_alike: Any) -> None:
+def test_models_made_in_hooks() -> None:
     """The head in ``setup``, more blocks in ``configure_model``, a part that is frozen when ``fit`` starts."""
 
-    class Late(small):
+    class Late(Small):
         def __init__(self) -> None:
             super().__init__()
             del self.head
@@ -145,28 +137,26 @@ def test_models_made_in_hooks(small: Any, fit_both: Any, assert_same_training: A
                 x = x + block(x)
             return self.head(x)
 
-    plain, ours = fit_both(Late, max_epochs=2)
-    assert_same_training(plain, ours)
+    _, ours = compare(Late, max_epochs=2)
     assert ours.module.more[1][0].weight.grad is not None
     assert ours.module.more[0][0].weight.grad is None
 
 
 @compat("LightningModule hook", "configure_sharded_model")
-def test_the_old_name_of_configure_model(small: Any, fit_both: Any, assert_same_training: Any) -> None:
-    class Late(small):
+def test_the_old_name_of_configure_model() -> None:
+    class Late(Small):
         def configure_sharded_model(self) -> None:
             torch.nn.init.constant_(self.head.bias, 0.5)
 
     with pytest.warns(DeprecationWarning, match="configure_sharded_model"):
-        plain, ours = fit_both(Late)
-    assert_same_training(plain, ours)
+        compare(Late)
 
 
 @compat("LightningModule hook", "configure_callbacks")
-def test_callbacks_of_the_module(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_callbacks_of_the_module() -> None:
     """They join those of the trainer, and take the place of one of the same class."""
 
-    class Stops(small):
+    class Stops(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
@@ -174,23 +164,22 @@ def test_callbacks_of_the_module(small: Any, make_trainer: Any, make_loader: Any
             # No loss is above 100, which counts as better: training stops after the second epoch.
             return [EarlyStopping("val", mode="max", min_delta=100.0, patience=1)]
 
-    seen = []
-    for kind in KINDS:
-        given = [EarlyStopping("val", patience=50), L.Callback()]
-        trainer = make_trainer(kind, max_epochs=6, callbacks=given)
+    def act(kind: str) -> Any:
+        trainer = make_trainer(kind, max_epochs=6, callbacks=[EarlyStopping("val", patience=50), L.Callback()])
         trainer.fit(Stops(), make_loader(), make_loader(10))
-        seen.append((trainer.current_epoch, [type(callback).__name__ for callback in trainer.callbacks]))
-    assert seen[0] == seen[1]
-    assert seen[0][0] == 2
+        return trainer.current_epoch, [type(callback).__name__ for callback in trainer.callbacks]
+
+    assert both(act)[0] == 2
 
 
 # --- hooks that are no methods of the class ----------------------------------------------------------------------
 
 
 @compat("LightningModule hook", "hooks set on the instance")
-def test_hooks_set_on_the_instance(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    def train(kind: str) -> list[Any]:
-        module, calls = small(), []
+def test_hooks_set_on_the_instance() -> None:
+    def make() -> Any:
+        module = Small()
+        module.calls = calls = []
         for name in ("on_fit_start", "on_train_start", "on_train_epoch_end", "on_after_backward", "teardown"):
             setattr(module, name, lambda *args, _name=name, **kwargs: calls.append(_name))
         module.on_before_optimizer_step = lambda optimizer: module.head.weight.grad.mul_(3)
@@ -204,15 +193,16 @@ def test_hooks_set_on_the_instance(small: Any, make_trainer: Any, make_loader: A
         module.validation_step = lambda batch, batch_idx: module.log("val", module.loss(batch))
         module.train_dataloader = make_loader
         module.val_dataloader = lambda: make_loader(10)
-        trainer = make_trainer(kind, max_epochs=2)
-        trainer.fit(module)
-        metrics = dict(trainer.callback_metrics)
-        return [calls, dict(module.state_dict()), trainer.optimizers[0].state_dict(), metrics]
+        return module
 
-    results = [train(kind) for kind in KINDS]
-    assert results[0][0].count("on_after_backward") == 5
-    assert "val" in results[0][3]
-    assert_alike(results[1], results[0])
+    def act(kind: str) -> Any:
+        run = fit(kind, make, max_epochs=2)
+        run.assert_moved()
+        return run.results, run.module.calls
+
+    results, calls = both(act)
+    assert calls.count("on_after_backward") == 5
+    assert "val" in results["metrics"]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -244,33 +234,30 @@ class Counts(L.Callback):
         self.norm = checkpoint["norm"]
 
 
-def _make_data(make_loader: Callable[..., Any]) -> Any:
-    class Data(L.LightningDataModule):
-        position = 0
+class Position(L.LightningDataModule):
+    """Has a state in checkpoints."""
 
-        def train_dataloader(self) -> Any:
-            self.position += 1
-            return make_loader()
+    position = 0
 
-        def state_dict(self) -> dict[str, Any]:
-            return {"position": self.position}
+    def train_dataloader(self) -> Any:
+        self.position += 1
+        return make_loader()
 
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.position = 100 + state_dict["position"]
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
 
-    return Data()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = 100 + state_dict["position"]
 
 
 @pytest.mark.parametrize("reader", KINDS)
 @compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
 @compat_each("Callback hook", "on_save_checkpoint on_load_checkpoint state_dict load_state_dict")
 @compat_each("LightningDataModule", "state_dict load_state_dict")
-def test_what_hooks_put_into_checkpoints(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path, reader: str
-) -> None:
+def test_what_hooks_put_into_checkpoints(tmp_path: Path, reader: str) -> None:
     """Written here and read by plain Lightning, and the other way round."""
 
-    class Saves(small):
+    class Saves(Small):
         seen: Any = None
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -281,19 +268,17 @@ def test_what_hooks_put_into_checkpoints(
             self.seen = checkpoint["mine"]
             checkpoint["state_dict"]["head.bias"] = checkpoint["mine"]["bias"]
 
-    results = []
-    for writer in KINDS:
+    def act(writer: str) -> Any:
         path, first = tmp_path / f"{writer}.ckpt", make_trainer(writer, callbacks=[Counts()])
-        first.fit(Saves(), datamodule=_make_data(make_loader))
+        first.fit(Saves(), datamodule=Position())
         first.save_checkpoint(path)
-        module, counts, data = Saves(), Counts(), _make_data(make_loader)
-        trainer = make_trainer(reader, callbacks=[counts], max_epochs=2)
-        trainer.fit(module, datamodule=data, ckpt_path=path)
-        results.append([module.seen, dict(module.state_dict()), counts.num_batches, counts.norm, data.position])
-        results[-1].append({**torch.load(path, weights_only=False), "pytorch-lightning_version": None})
-    assert results[0][2] == 6
-    assert results[0][4] == 102
-    assert_alike(results[1], results[0])
+        counts, data = Counts(), Position()
+        options = {"datamodule": data, "ckpt_path": path}
+        run = fit(reader, Saves, callbacks=[counts], fit_options=options, max_epochs=2)
+        saved = {**torch.load(path, weights_only=False), "pytorch-lightning_version": None}
+        return counts.num_batches, data.position, counts.norm, run.module.seen, run.results, saved
+
+    assert both(act)[:2] == (6, 102)
 
 
 # --- exceptions --------------------------------------------------------------------------------------------------
@@ -301,53 +286,35 @@ def test_what_hooks_put_into_checkpoints(
 
 @compat("Callback hook", "on_exception")
 @compat("LightningDataModule", "on_exception")
-def test_on_exception_gets_what_was_raised(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_on_exception_gets_what_was_raised() -> None:
     class Fault(Exception):
         pass
 
     raised = Fault("in a step")
 
-    class Fails(small):
+    class Fails(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1:
                 raise raised
             return super().training_step(batch, batch_idx)
 
-    class Notes(L.Callback):
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            given.append((exception, trainer.global_step, trainer.state.status))
-
-    class Data(L.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return make_loader()
-
-        def on_exception(self, exception: BaseException) -> None:
-            given.append(exception)
-
-    results = []
-    for kind in KINDS:
+    def act(kind: str) -> Any:
         given: list[Any] = []
+
+        class Notes(L.Callback):
+            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+                given.append((exception, trainer.global_step, trainer.state.status))
+
+        class Data(L.LightningDataModule):
+            def train_dataloader(self) -> Any:
+                return make_loader()
+
+            def on_exception(self, exception: BaseException) -> None:
+                given.append(exception)
+
         with pytest.raises(Fault) as error:
             make_trainer(kind, callbacks=[Notes()]).fit(Fails(), datamodule=Data())
         assert error.value is raised
-        results.append(given)
-    assert results[0] == results[1]
-    assert len(results[0]) == 2
+        return given
 
-
-# --- torch.compile -----------------------------------------------------------------------------------------------
-
-
-@compat(
-    "LightningModule hook",
-    "hooks of a module compiled as a whole",
-    "refused",
-    "compile the units: `compile_units=True`",
-)
-def test_a_module_compiled_as_a_whole_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    module = small()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(RuntimeError, match="compiled model is incompatible"):
-        make_trainer().fit(torch.compile(module, backend="eager"), make_loader())
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert len(both(act)) == 2

@@ -22,7 +22,9 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from tests.support.parity import KINDS, assert_alike, both, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 Calls = list[tuple[str, Any]]
 
@@ -146,51 +148,51 @@ class Recording(loggers.Logger):
         self._note("after_save_checkpoint", checkpoint_callback.best_model_path, checkpoint_callback.current_score)
 
 
+class LogsAll(Small):
+    """Has hyperparameters, and logs in training, validation and test."""
+
+    def __init__(self, dropout: float = 0.0, fails_at: int = -1) -> None:
+        super().__init__(dropout)
+        self.save_hyperparameters()
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fails_at:
+            raise ValueError("as wanted")
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", batch[0].max(), reduce_fx="max", logger=True)
+        self.log("hidden", loss, logger=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val", self.loss(batch), on_step=True, on_epoch=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", self.loss(batch))
+
+
+def nothing(module: Any, trainer: L.Trainer) -> None:
+    """Nothing is done before the run."""
+
+
 @pytest.fixture
-def logging_module(small: Any) -> Any:
-    """A module with hyperparameters that logs in training, validation and test."""
-
-    class Logs(small):
-        def __init__(self, dropout: float = 0.0, fails_at: int = -1) -> None:
-            super().__init__(dropout)
-            self.save_hyperparameters()
-            self.fails_at = fails_at
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == self.fails_at:
-                raise ValueError("as wanted")
-            loss = self.loss(batch)
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            self.log("largest", batch[0].max(), reduce_fx="max", logger=True)
-            self.log("hidden", loss, logger=False)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            self.log("val", self.loss(batch), on_step=True, on_epoch=True)
-
-        def test_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("test", self.loss(batch))
-
-    return Logs
-
-
-@pytest.fixture
-def run_both(logging_module: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Fits and tests in both ways with the loggers that ``make_loggers(root)`` gives; what it gave, by way."""
+def run_both(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Fits and tests in both ways with the loggers that ``make_loggers(root)`` gives; gives them, plain first."""
 
     def run(
-        make_loggers: Callable[[Path], Any], before: Callable[[Any, Any], None] | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        made = {}
-        for kind in ("plain", "roundpipe"):
+        make_loggers: Callable[[Path], Any], before: Callable[[Any, Any], None] = nothing, **kwargs: Any
+    ) -> list[Any]:
+        made = []
+        for kind in KINDS:
             root = tmp_path / kind
-            made[kind] = make_loggers(root)
-            module = logging_module()
+            made.append(make_loggers(root))
+            module = LogsAll()
             checkpoints = ModelCheckpoint(root / "checkpoints", monitor="val_epoch", save_top_k=-1)
             settings = {"enable_checkpointing": True, "max_epochs": 2, "log_every_n_steps": 2, **kwargs}
-            trainer = make_trainer(kind, logger=made[kind], callbacks=[checkpoints], default_root_dir=root, **settings)
-            if before is not None:
-                before(module, trainer)
+            settings |= {"logger": made[-1], "callbacks": [checkpoints], "default_root_dir": root}
+            trainer = make_trainer(kind, **settings)
+            before(module, trainer)
             trainer.fit(module, make_loader(), make_loader(10, 4))
             trainer.test(module, make_loader(10, 4), verbose=False)
         return made
@@ -202,10 +204,11 @@ def run_both(logging_module: Any, make_trainer: Any, make_loader: Any, tmp_path:
 @compat("Logger", "Logger (several at once)")
 @compat("Logger", "Logger (values and steps, hyperparameters, graph, save, finalize, after_save_checkpoint)")
 @compat("Trainer argument", "log_every_n_steps")
+@compat("Trainer argument", "logger")
 @compat("LightningModule attribute", "logger")
 @compat("LightningModule attribute", "loggers")
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 1), (0, 1), (1, 2)])
-def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: int, accumulate: int) -> None:
+def test_a_logger_gets_the_same_calls(run_both: Any, every: int, accumulate: int) -> None:
     def check(module: Any, trainer: L.Trainer) -> None:
         trainer.callbacks.append(L.pytorch.callbacks.LambdaCallback(on_train_start=lambda t, m: same(m, t)))
 
@@ -216,10 +219,10 @@ def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: i
 
     settings = {"log_every_n_steps": every, "accumulate_grad_batches": accumulate}
     made = run_both(lambda root: [Recording(root), Recording(root, "other/")], check, **settings)
-    for plain, ours in zip(made["plain"], made["roundpipe"], strict=True):
+    for plain, ours in zip(*made, strict=True):
         assert [what for what, _ in ours.calls] == [what for what, _ in plain.calls]
         assert_alike(ours.calls, plain.calls)
-    first, second = made["plain"]
+    first, second = made[0]
     names = {what for what, _ in first.calls}
     assert names == {"log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"}
     steps = [details[1] for what, details in first.calls if what == "log_metrics" and "loss_step" in details[0]]
@@ -228,8 +231,8 @@ def test_a_logger_gets_the_same_calls(run_both: Any, assert_alike: Any, every: i
 
 
 @compat("LightningModule method", "log (the name `step` sets the step of loggers)")
-def test_own_steps(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    class Counts(small):
+def test_own_steps(tmp_path: Path) -> None:
+    class Counts(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("loss", loss)
@@ -242,17 +245,14 @@ def test_own_steps(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Pa
     assert steps == [0, 7, 14, 1000, 1007, 1014]
 
 
-def test_a_failed_run_is_finalized_alike(
-    logging_module: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Path
-) -> None:
-    calls = []
-    for kind in ("roundpipe", "plain"):
+def test_a_failed_run_is_finalized_alike(tmp_path: Path) -> None:
+    def act(kind: str) -> Calls:
         logger = Recording(tmp_path)
         with pytest.raises(ValueError, match="as wanted"):
-            make_trainer(kind, logger=logger, log_every_n_steps=1).fit(logging_module(fails_at=2), make_loader())
-        calls.append(logger.calls)
-    assert calls[1][-1] == ("finalize", ["failed"])
-    assert_alike(*calls)
+            make_trainer(kind, logger=logger, log_every_n_steps=1).fit(LogsAll(fails_at=2), make_loader())
+        return logger.calls
+
+    assert both(act)[-1] == ("finalize", ["failed"])
 
 
 @compat(
@@ -262,8 +262,8 @@ def test_a_failed_run_is_finalized_alike(
     "`self.logger.experiment` and `self.logger.log_metrics` are called once per micro-batch, with what it has: "
     "use them in hooks, or `self.log`.",
 )
-def test_experiment_in_steps(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    class Draws(small):
+def test_experiment_in_steps(tmp_path: Path) -> None:
+    class Draws(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image(float(batch[0].sum()))
             return self.loss(batch)
@@ -272,7 +272,7 @@ def test_experiment_in_steps(small: Any, make_trainer: Any, make_loader: Any, tm
             self.logger.log_metrics({"rows": len(batch[0])}, step=self.global_step)
 
     made = {}
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         made[kind] = Recording(tmp_path)
         make_trainer(kind, logger=made[kind]).fit(Draws(), make_loader())
     images = made["roundpipe"].images
@@ -288,7 +288,7 @@ def test_experiment_in_steps(small: Any, make_trainer: Any, make_loader: Any, tm
 @compat("Logger", "TensorBoardLogger (`log_graph`, `default_hp_metric`, hyperparameters, beside another logger)")
 @compat("Trainer argument", "logger")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
-def test_files_of_csv_and_tensorboard(run_both: Any, assert_alike: Any, small: Any) -> None:
+def test_files_of_csv_and_tensorboard(run_both: Any) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoardLogger needs the package tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -301,8 +301,8 @@ def test_files_of_csv_and_tensorboard(run_both: Any, assert_alike: Any, small: A
 
     made = run_both(make, with_example, log_every_n_steps=1)
     found = []
-    for kind in ("roundpipe", "plain"):
-        table, board = (Path(logger.log_dir) for logger in made[kind])
+    for pair in reversed(made):
+        table, board = (Path(logger.log_dir) for logger in pair)
         with (table / "metrics.csv").open() as file:
             rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
         events = EventAccumulator(str(board)).Reload()
@@ -362,7 +362,7 @@ class WandbRun(StandIn):
     "Gradients are seen once per step, those of the whole batch; parameters once per micro-batch, as the hook for them "
     "is on the forward: `log_freq` counts micro-batches there.",
 )
-def test_wandb(run_both: Any, stand_in: Any, assert_alike: Any) -> None:
+def test_wandb(run_both: Any, stand_in: Any) -> None:
     runs = []
 
     def make(root: Path) -> Any:
@@ -402,63 +402,60 @@ def test_wandb(run_both: Any, stand_in: Any, assert_alike: Any) -> None:
     assert len(ours.weights) == sum(min(rows, 3) for rows in batches)
 
 
+def fixed_version(module: Any, trainer: L.Trainer) -> None:
+    """Else the time of day."""
+    trainer.logger._version = "v"  # type: ignore[union-attr]
+
+
+# By package: its parts, where Lightning asks whether it is installed, how the logger is made, what is done before the
+# run, and calls that the package must have seen.
+STAND_INS: dict[str, tuple[str, str | None, Callable[[Path], Any], Callable[[Any, Any], None], set[str]]] = {
+    "mlflow": (
+        "tracking tracking.context entities utils utils.mlflow_tags",
+        "lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE",
+        lambda root: loggers.MLFlowLogger("tests", run_name="a", tracking_uri=f"file:{root}", log_model="all"),
+        nothing,
+        {f"mlflow.tracking.MlflowClient().{name}" for name in ("log_batch", "log_artifact", "set_terminated")}
+        | {"mlflow.entities.Metric", "mlflow.entities.Param"},
+    ),
+    "comet_ml": (
+        "",
+        "lightning.pytorch.loggers.comet._COMET_AVAILABLE",
+        lambda root: loggers.CometLogger(project="tests", online=False, prefix="p"),
+        nothing,
+        {f"comet_ml.start().__internal_api__{name}__" for name in ("log_metrics", "log_parameters", "set_model_graph")}
+        | {"comet_ml.start().flush"},
+    ),
+    "litlogger": (
+        "generator",
+        None,
+        lambda root: loggers.LitLogger(root_dir=root, name="tests", log_model=True),
+        fixed_version,
+        {f"litlogger.Experiment(){name}" for name in ("[loss_step].append", "[val_epoch].append", ".finalize")}
+        | {"litlogger.Model"},
+    ),
+}
+
+
 @compat("Logger", "MLFlowLogger", note="Tested with a stand-in for the package.")
-def test_mlflow(run_both: Any, stand_in: Any, assert_alike: Any) -> None:
-    packages = []
-
-    def make(root: Path) -> Any:
-        packages.append(
-            stand_in(
-                "mlflow",
-                "tracking tracking.context entities utils utils.mlflow_tags",
-                root,
-                "lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE",
-            )
-        )
-        return loggers.MLFlowLogger("tests", run_name="a", tracking_uri=f"file:{root}", log_model="all")
-
-    run_both(make)
-    plain, ours = packages
-    assert_alike(ours._calls, plain._calls)
-    names = {what for what, _ in plain._calls}
-    client = "mlflow.tracking.MlflowClient()"
-    assert {f"{client}.{name}" for name in ("log_batch", "log_artifact", "set_terminated")} <= names
-    assert {"mlflow.entities.Metric", "mlflow.entities.Param"} <= names
-
-
 @compat("Logger", "CometLogger", note="Tested with a stand-in for the package.")
-def test_comet(run_both: Any, stand_in: Any, assert_alike: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")  # the logger sets it; this puts it back
-    packages = []
-
-    def make(root: Path) -> Any:
-        packages.append(stand_in("comet_ml", "", root, "lightning.pytorch.loggers.comet._COMET_AVAILABLE"))
-        return loggers.CometLogger(project="tests", online=False, prefix="p")
-
-    run_both(make)
-    plain, ours = packages
-    assert_alike(ours._calls, plain._calls)
-    names = {what for what, _ in plain._calls}
-    methods = ("__internal_api__log_metrics__", "__internal_api__log_parameters__", "__internal_api__set_model_graph__")
-    assert {f"comet_ml.start().{name}" for name in (*methods, "flush")} <= names
-
-
 @compat("Logger", "LitLogger", note="Tested with a stand-in for the package.")
-@pytest.mark.skipif(not hasattr(loggers, "LitLogger"), reason="LitLogger is in Lightning from 2.6 on")
 @pytest.mark.filterwarnings("ignore:LitLogger does not support")
-def test_litlogger(run_both: Any, stand_in: Any, assert_alike: Any) -> None:
-    packages = []
+@pytest.mark.parametrize("package", STAND_INS)
+def test_packages_are_asked_for_the_same(
+    run_both: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    if package == "litlogger" and not hasattr(loggers, "LitLogger"):
+        pytest.skip("LitLogger is in Lightning from 2.6 on")
+    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")  # the logger of Comet sets it; this puts it back
+    parts, flag, make_logger, before, expected = STAND_INS[package]
+    packages: list[Any] = []
 
     def make(root: Path) -> Any:
-        packages.append(stand_in("litlogger", "generator", root))
-        return loggers.LitLogger(root_dir=root, name="tests", log_model=True)
+        packages.append(stand_in(package, parts, root, flag))
+        return make_logger(root)
 
-    def with_fixed_version(module: Any, trainer: L.Trainer) -> None:
-        trainer.logger._version = "v"  # else the time of day
-
-    run_both(make, with_fixed_version)
+    run_both(make, before)
     plain, ours = packages
     assert_alike(ours._calls, plain._calls)
-    names = {what for what, _ in plain._calls}
-    assert {"litlogger.Experiment()[loss_step].append", "litlogger.Experiment()[val_epoch].append"} <= names
-    assert {"litlogger.Model", "litlogger.Experiment().finalize"} <= names
+    assert expected <= {what for what, _ in plain._calls}

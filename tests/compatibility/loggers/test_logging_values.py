@@ -16,27 +16,22 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.support.metric_recorder import Recorder
+from tests.support.parity import KINDS, Run, compare, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 BOTH = {"on_step": True, "on_epoch": True}
 
 
-@pytest.fixture
-def compare(fit_both: Any, assert_alike: Any) -> Any:
-    """Fits plainly and with RoundPipe, compares what callbacks saw, and returns it."""
+def compared(make_module: Any, val: Any = None, **settings: Any) -> list[dict[str, Any]]:
+    """Trains for two epochs, compares what callbacks saw, dtypes included, and gives it."""
 
-    def run(make_module: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        plain, ours = fit_both(make_module, callbacks=lambda: [Recorder()], **{"max_epochs": 2, **kwargs})
-        logs = [
-            next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, Recorder))
-            for run in (ours, plain)
-        ]
-        assert_alike(*logs)
-        left, right = ([v.dtype for entry in seen for v in entry["logged_metrics"].values()] for seen in logs)
-        assert left == right
-        return logs[1]
+    def seen(run: Run) -> Any:
+        found = next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, Recorder))
+        return found, [str(value.dtype) for entry in found for value in entry["logged_metrics"].values()]
 
-    return run
+    plain, _ = compare(make_module, None, val, callbacks=lambda: [Recorder()], also=seen, max_epochs=2, **settings)
+    return seen(plain)[0]
 
 
 def log_options(module: L.LightningModule, loss: Any, rows: int) -> None:
@@ -88,8 +83,8 @@ def log_kinds(module: L.LightningModule, x: torch.Tensor, batch_idx: int) -> Non
 @compat("Trainer attribute", "progress_bar_metrics")
 @pytest.mark.filterwarnings("ignore:.*needs to be floating to be reduced")
 @pytest.mark.filterwarnings("ignore:.*no logger configured")
-def test_options_and_kinds_of_values(small: Any, compare: Any) -> None:
-    class Logs(small):
+def test_options_and_kinds_of_values() -> None:
+    class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             log_options(self, loss, len(batch[0]))
@@ -97,7 +92,7 @@ def test_options_and_kinds_of_values(small: Any, compare: Any) -> None:
             log_kinds(self, batch[0], batch_idx)
             return loss
 
-    seen = compare(Logs)
+    seen = compared(Logs)
     batches = [entry for entry in seen if entry["where"] == "train batch"]
     assert len(batches) == 6
     first, end = batches[0]["logged_metrics"], seen[-1]["logged_metrics"]
@@ -110,11 +105,11 @@ def test_options_and_kinds_of_values(small: Any, compare: Any) -> None:
 
 @compat("LightningModule method", "log (constants keep every digit)")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_constants_keep_every_digit(small: Any, make_trainer: Any, make_loader: Any, precision: Any) -> None:
+def test_constants_keep_every_digit(precision: Any) -> None:
     """The mean over micro-batches of 3, 3 and 2 rows must not change a number that they have in common."""
     constants = {"rate": 0.1, "index": 1234567.0, "third": 1 / 3, "tiny": 1e-7}
 
-    class Logs(small):
+    class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log_dict(constants)
             return self.loss(batch)
@@ -148,8 +143,8 @@ class Bare(nn.Module):
 @compat("LightningModule method", "log (a bound method that was kept, `super().log`, `log` of a callback)")
 @compat("Library", "torchmetrics (metrics that a unit updates)")
 @pytest.mark.parametrize("ours", [{}, {"num_microbatches": 1}, {"options": {"virtual_copies": True}}])
-def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, ours: dict[str, Any]) -> None:
-    class Logs(small):
+def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> None:
+    class Logs(Small):
         def __init__(self) -> None:
             super().__init__()
             with torch.random.fork_rng(devices=[]):
@@ -174,7 +169,7 @@ def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, ou
             self.log("called", unit.called, on_step=True, on_epoch=True)
             return loss
 
-    seen = compare(Logs, ours=ours)
+    seen = compared(Logs, ours=ours)
     assert {"unit_sum_epoch", "hook_epoch", "super_epoch", "kept_epoch", "updated", "called_epoch"} <= set(
         seen[-1]["logged_metrics"]
     )
@@ -184,8 +179,8 @@ def test_logs_that_do_not_come_from_the_step_itself(small: Any, compare: Any, ou
 @compat("LightningModule method", "log_dict (`MetricCollection`)")
 @compat("LightningModule method", "log (`add_dataloader_idx`)")
 @compat("Library", "torchmetrics (metrics and collections in steps)")
-def test_metrics_and_several_loaders(small: Any, compare: Any, make_loader: Any) -> None:
-    class Logs(small):
+def test_metrics_and_several_loaders() -> None:
+    class Logs(Small):
         def __init__(self) -> None:
             super().__init__()
             self.accuracy = MulticlassAccuracy(3, average="micro")
@@ -210,33 +205,9 @@ def test_metrics_and_several_loaders(small: Any, compare: Any, make_loader: Any)
             self.log_dict(metrics, on_epoch=True)
 
     loaders = [make_loader(10, 4), make_loader(7, 3)]
-    end = compare(Logs, val_loader=loaders)[-1]["callback_metrics"]
+    end = compared(Logs, loaders)[-1]["callback_metrics"]
     names = {"accuracy_step", "train_macro_epoch", "loss_epoch/dataloader_idx_1", "own_0", "own_1"}
     assert names | {"val_macro/dataloader_idx_0", "val_macro/dataloader_idx_1"} <= set(end)
-
-
-@compat("LightningModule method", "log (in manual optimization)")
-def test_manual_optimization(small: Any, compare: Any) -> None:
-    class Manual(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            for optimizer, name in zip(self.optimizers(), ("first", "second"), strict=True):
-                loss = self.loss(batch)
-                self.log(name, loss, prog_bar=True, **BOTH)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-                self.log(f"{name}_norm", self.head.weight.norm(), **BOTH)
-            self.log("largest", batch[0].max(), reduce_fx="max", **BOTH)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
-
-    seen = compare(Manual)
-    assert {"first_epoch", "second_epoch", "second_norm_step", "largest_epoch"} <= set(seen[-1]["logged_metrics"])
 
 
 class Child(L.LightningModule):
@@ -259,8 +230,8 @@ WRONG = {
 
 @compat("LightningModule method", "log (wrong use raises the error of Lightning, with the line of the user)")
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_use_names_the_line(small: Any, make_trainer: Any, make_loader: Any, case: str) -> None:
-    class Logs(small):
+def test_wrong_use_names_the_line(case: str) -> None:
+    class Logs(Small):
         def __init__(self) -> None:
             super().__init__()
             self.child, self.mean = Child(), MeanMetric()
@@ -271,7 +242,7 @@ def test_wrong_use_names_the_line(small: Any, make_trainer: Any, make_loader: An
             return loss
 
     errors = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         with pytest.raises((MisconfigurationException, ValueError)) as caught:
             make_trainer(kind, fast_dev_run=True).fit(Logs(), make_loader())
         errors.append(caught.value)
@@ -292,8 +263,8 @@ def test_wrong_use_names_the_line(small: Any, make_trainer: Any, make_loader: An
     "The reduction is taken over the micro-batches too: the largest mean of a micro-batch, not the mean of the batch. "
     "Log the maximum itself, or a metric object.",
 )
-def test_largest_mean(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Logs(small):
+def test_largest_mean() -> None:
+    class Logs(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("largest", batch[0].mean(), reduce_fx="max")
 
@@ -309,8 +280,8 @@ def test_largest_mean(small: Any, make_trainer: Any, make_loader: Any) -> None:
     "differs",
     "The mean of the counts of the micro-batches is logged, and a warning says so: use `reduce_fx='sum'`.",
 )
-def test_counts_get_a_warning(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Logs(small):
+def test_counts_get_a_warning() -> None:
+    class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("rows", len(batch[0]))
             self.log("even", len(batch[0][:2]))  # as many in every micro-batch, but not all of its rows
@@ -328,8 +299,8 @@ def test_counts_get_a_warning(small: Any, make_trainer: Any, make_loader: Any) -
     assert float(trainer.logged_metrics["rows"]) == pytest.approx((3 * 3 + 3 * 3 + 2 * 2) / 8)
 
 
-def test_counts_of_rows_that_are_equal_get_a_warning(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Logs(small):
+def test_counts_of_rows_that_are_equal_get_a_warning() -> None:
+    class Logs(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("rows", len(batch[0]))
 

@@ -261,6 +261,12 @@ def test_lazy_modules_that_are_called_before(fit_both: Any, assert_alike: Any, o
     status="refused",
     note="Lightning allows it for its own strategies only: use `RoundPipeStrategy(compile_units=True)`.",
 )
+@compat(
+    "LightningModule hook",
+    "hooks of a module compiled as a whole",
+    "refused",
+    "compile the units: `compile_units=True`",
+)
 def test_compiled_module(assert_refused: Any) -> None:
     compiled = torch.compile(Small(), backend="eager")
     assert_refused(

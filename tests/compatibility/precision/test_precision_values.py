@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,14 @@ from lightning.pytorch.plugins import (
     MixedPrecision,
 )
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.rows import compat
+from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import Small
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
 # 11 significant bits, bfloat16 8: one rounding is 2**-12 or 2**-9 relative, and a few of them meet in a weight. In
@@ -35,140 +39,88 @@ TOLERANCES: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.fixture
-def run(small: Any, make_trainer: Any, make_loader: Any) -> Callable[..., Any]:
-    """Trains, validates, tests and predicts; gives what steps saw, the results, the module and the trainer."""
+class Looks(Small):
+    """Notes which numbers its steps see."""
 
-    class Looks(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: set[Any] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
 
-        def look(self, what: str, x: Tensor, logits: Tensor) -> None:
-            cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            self.seen.add((what, x.dtype, logits.dtype, torch.get_default_dtype(), cast))
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        cast = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
+        dtypes = [str(dtype) for dtype in (x.dtype, logits.dtype, torch.get_default_dtype())]
+        self.seen.add((str(self.trainer.state.stage), *dtypes, cast))
+        return logits
 
-        def step(self, what: str, batch: Any) -> Tensor:
-            x, y = batch
-            logits = self(x)
-            self.look(what, x, logits)
-            return nn.functional.cross_entropy(logits, y)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.step("training", batch)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.step("validation", batch))
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch))
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("test", self.step("test", batch))
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-            logits = self(batch[0])
-            self.look("predict", batch[0], logits)
-            return logits
-
-    def train(kind: str, **settings: Any) -> Any:
-        module, trainer = Looks(), make_trainer(kind, **settings)
-        trainer.fit(module, make_loader(), make_loader(10, 4))
-        found = {
-            "weights": dict(module.state_dict()),
-            "optimizer": trainer.optimizers[0].state_dict(),
-            "fitted": dict(trainer.callback_metrics),
-            "tested": trainer.test(module, make_loader(10, 4), verbose=False),
-            "predicted": trainer.predict(module, make_loader(10, 4)),
-        }
-        return found, module.seen, trainer
-
-    return train
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
 
 
-def dtypes_in(value: Any) -> list[Any]:
-    """Of every tensor in a nesting, in order."""
-    if isinstance(value, dict):
-        return [dtype for entry in value.values() for dtype in dtypes_in(entry)]
-    if isinstance(value, (list, tuple)):
-        return [dtype for entry in value for dtype in dtypes_in(entry)]
-    return [value.dtype] if isinstance(value, Tensor) else []
+def evaluated(run: Run) -> Any:
+    tested = run.trainer.test(run.module, make_loader(10, 4), verbose=False)
+    return tested, run.trainer.predict(run.module, make_loader(10, 4))
 
 
-@pytest.fixture
-def assert_as_in_plain(run: Any, assert_alike: Any) -> Callable[..., Any]:
-    """Runs both with the same settings, which must come to ``precision``, and compares all they give."""
-
-    def check(precision: str, make_settings: Callable[[], dict[str, Any]]) -> Any:
-        (plain, plain_seen, plain_trainer), (ours, seen, trainer) = (
-            run(kind, **make_settings()) for kind in ("plain", "roundpipe")
-        )
-        assert trainer.precision == plain_trainer.precision == precision
-        assert type(trainer.precision_plugin) is type(plain_trainer.precision_plugin)
-        assert seen == plain_seen
-        assert {what for what, *_ in seen} == {"training", "validation", "test", "predict"}
-        assert dtypes_in(ours) == dtypes_in(plain)
-        assert_alike(ours, plain, **TOLERANCES[precision])
-        return seen
-
-    return check
+def compared(precision: str, **settings: Any) -> set[Any]:
+    """Trains, validates, tests and predicts in both ways; gives what steps have seen."""
+    runs = compare(Looks, None, make_loader(10, 4), also=evaluated, tolerances=TOLERANCES[precision], **settings)
+    plain, ours = runs
+    assert {run.trainer.precision for run in runs} == {precision}
+    assert type(ours.trainer.precision_plugin) is type(plain.trainer.precision_plugin)
+    assert ours.module.seen == plain.module.seen
+    assert len({stage for stage, *_ in ours.module.seen}) == 4
+    assert torch.get_default_dtype() == torch.float32
+    return ours.module.seen
 
 
-VALUES: list[Any] = [
-    pytest.param("32-true", "32-true", marks=compat("Precision", "32-true")),
-    pytest.param("64-true", "64-true", marks=compat("Precision", "64-true")),
-    pytest.param("16-true", "16-true", marks=compat("Precision", "16-true")),
-    pytest.param("bf16-true", "bf16-true", marks=compat("Precision", "bf16-true")),
-    pytest.param("bf16-mixed", "bf16-mixed", marks=compat("Precision", "bf16-mixed")),
-    pytest.param("16-mixed", "bf16-mixed", marks=compat("Precision", "16-mixed")),
-]
+VALUES: dict[str, str] = {value: value for value in TOLERANCES} | {"16-mixed": "bf16-mixed"}
 
 
 @compat("Trainer argument", "precision")
+@compat_each("Precision", "32-true 64-true 16-true bf16-true bf16-mixed 16-mixed")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
-@pytest.mark.parametrize(("value", "precision"), VALUES)
-def test_values_of_precision(assert_as_in_plain: Any, value: Any, precision: str) -> None:
-    assert_as_in_plain(precision, lambda: {"precision": value})
-    assert torch.get_default_dtype() == torch.float32
+@pytest.mark.parametrize("value", VALUES)
+def test_values_of_precision(value: str) -> None:
+    compared(VALUES[value], precision=value)
 
 
 @pytest.mark.filterwarnings("ignore:.*is supported for historical reasons but its usage is discouraged")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize("value", [16, "16", 32, "32", 64, "64", "bf16", None])
-def test_old_values_of_precision_mean_the_same(make_trainer: Any, value: Any) -> None:
-    plain, ours = (make_trainer(kind, precision=value) for kind in ("plain", "roundpipe"))
+def test_old_values_of_precision_mean_the_same(value: Any) -> None:
+    plain, ours = (make_trainer(kind, precision=value) for kind in KINDS)
     assert ours.precision == plain.precision
     assert type(ours.precision_plugin) is type(plain.precision_plugin)
 
 
-PLUGINS: list[Any] = [
-    pytest.param(Precision, "32-true", marks=compat("Plugin", "Precision")),
-    pytest.param(DoublePrecision, "64-true", marks=compat("Plugin", "DoublePrecision")),
-    pytest.param(lambda: HalfPrecision("bf16-true"), "bf16-true", marks=compat("Plugin", "HalfPrecision")),
-    pytest.param(lambda: MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed", marks=compat("Plugin", "MixedPrecision")),
-]
+PLUGINS: dict[str, Callable[[], Precision]] = {
+    "32-true": Precision,
+    "64-true": DoublePrecision,
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
+}
 
 
 @compat("Trainer argument", "plugins")
-@pytest.mark.parametrize(("make", "precision"), PLUGINS)
-def test_plugins_given_as_objects(assert_as_in_plain: Any, make: Callable[[], Precision], precision: str) -> None:
-    assert_as_in_plain(precision, lambda: {"plugins": make()})
+@compat_each("Plugin", "Precision DoublePrecision HalfPrecision MixedPrecision")
+@pytest.mark.parametrize("precision", PLUGINS)
+def test_plugins_given_as_objects(precision: str) -> None:
+    compared(precision, plain={"plugins": PLUGINS[precision]()}, ours={"plugins": PLUGINS[precision]()})
 
 
-def test_a_plugin_given_to_the_strategy(run: Any, assert_alike: Any) -> None:
-    plain, seen, _ = run("plain", precision="64-true")
-    ours, our_seen, trainer = run("roundpipe", options={"precision_plugin": DoublePrecision()})
-    assert trainer.precision == "64-true"
-    assert our_seen == seen
-    assert_alike(ours, plain, **TOLERANCES["64-true"])
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_modules_made_by_the_trainer_have_its_dtype(make_trainer: Any, precision: str) -> None:
-    dtypes = []
-    for kind in ("plain", "roundpipe"):
-        with make_trainer(kind, precision=precision).init_module():
-            layer = nn.Linear(2, 2)
-        dtypes.append((layer.weight.dtype, layer.weight.device))
-    assert dtypes[0] == dtypes[1]
-    assert dtypes[0][0] != torch.float32
+def test_a_plugin_given_to_the_strategy() -> None:
+    ours = {"options": {"precision_plugin": DoublePrecision()}}
+    compared("64-true", plain={"precision": "64-true"}, ours=ours)
 
 
 # --- plugins of the user ----------------------------------------------------------------------------------------------
@@ -253,31 +205,24 @@ class Noting(Precision):
 
 @compat("Plugin", "Precision")
 @compat("Trainer argument", "plugins")
-def test_every_hook_of_an_own_plugin_is_honoured(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, tmp_path: Any
-) -> None:
-    class Learner(small):
+def test_every_hook_of_an_own_plugin_is_honoured(tmp_path: Path) -> None:
+    class Learner(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert torch.is_autocast_enabled("cpu")  # float64 is not cast
             self.log("val", self.loss(batch))
 
-    found, plugins = [], [Noting(), Noting()]
-    for kind, plugin in zip(("plain", "roundpipe"), plugins, strict=True):
-        module, path = Learner(), tmp_path / f"{kind}.ckpt"
-        trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.1)
-        trainer.fit(module, make_loader(), make_loader(10, 4))
-        trainer.save_checkpoint(path)
-        resumed = Learner()
-        make_trainer(kind, plugins=[plugin], max_epochs=2).fit(
-            resumed, make_loader(), ckpt_path=path, weights_only=False
-        )
-        found.append([dict(module.state_dict()), dict(resumed.state_dict()), dict(trainer.callback_metrics)])
-    assert plugins[1].calls == plugins[0].calls
-    assert plugins[1].loaded == plugins[0].loaded
+    def act(kind: str) -> Any:
+        plugin, path = Noting(), tmp_path / f"{kind}.ckpt"
+        first = fit(kind, Learner, make_loader(), make_loader(10, 4), plugins=[plugin], gradient_clip_val=0.1)
+        first.trainer.save_checkpoint(path)
+        options = {"ckpt_path": path, "weights_only": False}
+        resumed = fit(kind, Learner, make_loader(), fit_options=options, plugins=[plugin], max_epochs=2)
+        return first.results, resumed.results, plugin.calls, plugin.loaded
+
+    first, _, calls, _ = both(act, **TOLERANCES["64-true"])
     hooks = {name for name, value in vars(Noting).items() if callable(value) and not name.startswith("_")}
-    assert set(plugins[0].calls) == hooks | {"forward_context left"}
-    assert found[0][0]["head.weight"].dtype == torch.float64
-    assert_alike(found[1], found[0], **TOLERANCES["64-true"])
+    assert set(calls) == hooks | {"forward_context left"}
+    assert first["state"]["head.weight"].dtype == torch.float64
 
 
 class Wraps(Precision):
@@ -293,9 +238,9 @@ class Wraps(Precision):
     "refused",
     "An error before training: change the module in place, and return it.",
 )
-def test_a_module_that_is_replaced_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_a_module_that_is_replaced_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"Wraps\.convert_module returned a Sequential.*in place"):
-        make_trainer(plugins=[Wraps()]).fit(small(), make_loader())
+        make_trainer(plugins=[Wraps()]).fit(Small(), make_loader())
 
 
 class OwnMixed(MixedPrecision):
@@ -308,21 +253,13 @@ class OwnMixed(MixedPrecision):
 
 
 @compat("Plugin", "MixedPrecision")
-def test_an_own_mixed_precision_is_honoured(run: Any, assert_alike: Any) -> None:
-    (plain, plain_seen, _), (ours, seen, _) = (
-        run(kind, plugins=[OwnMixed("bf16-mixed", "cpu")]) for kind in ("plain", "roundpipe")
-    )
-    assert seen == plain_seen
-    assert {(what, cast) for what, *_, cast in seen} == {
-        ("training", torch.bfloat16),
-        ("validation", None),
-        ("test", torch.bfloat16),
-        ("predict", torch.bfloat16),
-    }
-    assert_alike(ours, plain, **TOLERANCES["bf16-mixed"])
+def test_an_own_mixed_precision_is_honoured() -> None:
+    own = [{"plugins": [OwnMixed("bf16-mixed", "cpu")]} for _ in KINDS]
+    seen = compared("bf16-mixed", plain=own[0], ours=own[1])
+    assert {stage for stage, *_, cast in seen if cast is None} == {str(RunningStage.VALIDATING)}
 
 
-def test_an_own_mixed_precision_for_other_devices_is_refused(make_trainer: Any) -> None:
+def test_an_own_mixed_precision_for_other_devices_is_refused() -> None:
     """Lightning's own class is replaced by what Lightning would have made; one of the user cannot be."""
     assert make_trainer(plugins=[MixedPrecision("bf16-mixed", "cuda")]).precision_plugin.device == "cpu"
     with pytest.raises(MisconfigurationException, match=r"OwnMixed is autocast for 'cuda'.*device='cpu'"):
@@ -351,8 +288,8 @@ class InMode(Precision):
     "refused",
     "An error in the first step: micro-batches run on threads of their own, which would not be in the mode.",
 )
-def test_a_context_that_micro_batches_would_not_see_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_a_context_that_micro_batches_would_not_see_is_refused() -> None:
     trainer = make_trainer(plugins=[InMode()])
     with pytest.raises(MisconfigurationException, match=r"inside Changes, which holds for the calling thread alone"):
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
     assert trainer.global_step == 0
