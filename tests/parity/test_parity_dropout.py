@@ -157,4 +157,6 @@ def test_one_microbatch_draws_what_it_differentiates(
     gradients = {name: g for name, g in before.watch.gradients[-1].items() if g is not None}
     after = loss_after(step, gradients)
     predicted = sum(g.square().sum() for g in gradients.values()) * step
-    torch.testing.assert_close(before.watch.losses[0]["loss"] - after.watch.losses[0]["loss"], predicted, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        before.watch.losses[0]["loss"] - after.watch.losses[0]["loss"], predicted, rtol=1e-3, atol=0
+    )

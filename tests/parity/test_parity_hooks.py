@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.models import WIDTH, Block, Chain, vectors
 from tests.support.rows import compat
 
+
 def images() -> list[tuple[Tensor, Tensor]]:
     """More than two rows per micro-batch everywhere: batch norm refuses single ones, and pairs are ill-conditioned."""
     generator = torch.Generator().manual_seed(22)

@@ -61,7 +61,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
     "lora": (lora, data_of(padded)),
 }
 TASKS: dict[str, Callable[[], Task]] = {
-    name: (lambda make=make: Task(make())) for name, (make, _) in MODELS.items()  # type: ignore[misc]
+    name: (lambda make=make: Task(make()))
+    for name, (make, _) in MODELS.items()  # type: ignore[misc]
 }
 
 

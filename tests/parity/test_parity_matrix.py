@@ -88,7 +88,5 @@ def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
 @pytest.mark.ways("lazy")
 def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    run = assert_parity(
-        SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7
-    )
+    run = assert_parity(SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
     assert run.watch.num_microbatches == [min(num_microbatches, 7)] * 3

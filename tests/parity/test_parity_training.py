@@ -6,10 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.models import Chain, six_vectors, vectors

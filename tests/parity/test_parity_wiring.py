@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
+
 def sequences() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(12)
     return [(torch.randn(n, 5, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -92,7 +93,9 @@ class Watch(L.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # A sparse one may name a row twice.
         found = {name: None if p.grad is None else p.grad.detach() for name, p in pl_module.named_parameters()}
-        self.gradients.append({n: g.to_dense() if g is not None and g.is_sparse else _copied(g) for n, g in found.items()})
+        self.gradients.append(
+            {n: g.to_dense() if g is not None and g.is_sparse else _copied(g) for n, g in found.items()}
+        )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(_copied(outputs))
@@ -188,7 +191,8 @@ def fit(
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {name: value.detach().clone() for name, value in found.items() if not is_lazy(value)}
 
 
 def compare(
@@ -252,9 +256,7 @@ def assert_alike(
         assert isinstance(actual, Tensor), f"{where}: {actual!r} instead of a tensor"
         if of_largest and expected.is_floating_point() and expected.numel():
             atol = max(atol, of_largest * float(expected.detach().abs().nan_to_num(0.0, 0.0).max()))
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}"
-        )
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, float):
         one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
         assert_alike(one, other, where, **options)

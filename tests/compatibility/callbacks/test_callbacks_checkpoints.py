@@ -140,8 +140,8 @@ def test_saved_on_an_exception(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
         folder, failing = tmp_path / kind, Scheduled()
         failing.fails_at = 4
+        callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", save_on_exception=True)]
         with pytest.raises(ValueError, match="a bad batch"):
-            callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", save_on_exception=True)]
             trained(kind, callbacks, module=failing, max_epochs=3)
         found = read(folder)
         quiet = [ModelCheckpoint(tmp_path / "again", save_top_k=0)]

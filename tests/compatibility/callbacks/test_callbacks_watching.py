@@ -32,6 +32,7 @@ from tests.support.parity import KINDS, both, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import Small
 
+
 class Watched(Small):
     """Has an example input, and logs in training and validation."""
 

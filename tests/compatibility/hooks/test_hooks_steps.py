@@ -107,7 +107,10 @@ class Pulls(Small):
 @compat_each("LightningModule hook", "validation_step test_step predict_step")
 def test_signatures_of_evaluation_steps(module: Any) -> None:
     def act(kind: str) -> Any:
-        trainer, loaders = make_trainer(kind), make_loader(20) if module is Pulls else [make_loader(20), make_loader(11)]
+        trainer, loaders = (
+            make_trainer(kind),
+            make_loader(20) if module is Pulls else [make_loader(20), make_loader(11)],
+        )
         figures = [getattr(trainer, run)(module(), loaders, verbose=False) for run in ("validate", "test")]
         return figures, trainer.predict(module(), loaders)
 

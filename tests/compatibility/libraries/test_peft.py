@@ -71,9 +71,7 @@ METHODS = {
     "LoRA, reentrant checkpoints": lambda: checkpointed(True),
     "LoRA, checkpoints": lambda: checkpointed(False),
     "prompt tuning": lambda: prompted("PromptTuningConfig"),
-    "p-tuning": lambda: prompted(
-        "PromptEncoderConfig", encoder_hidden_size=8, encoder_reparameterization_type="LSTM"
-    ),
+    "p-tuning": lambda: prompted("PromptEncoderConfig", encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
     "prefix tuning": lambda: prompted("PrefixTuningConfig"),
     "LoHa": lambda: on_query("LoHaConfig", r=2, init_weights=False),
     "LoKr": lambda: on_query("LoKrConfig", r=2, init_weights=False),
@@ -171,9 +169,7 @@ def test_prefixes_in_generation() -> None:
             return self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
     runs = compare_tasks(lambda: Sampling(prompted("PrefixTuningConfig")))
-    tokens = [
-        make_trainer(kind).predict(run.module, ready(batches())) for kind, run in zip(KINDS, runs, strict=True)
-    ]
+    tokens = [make_trainer(kind).predict(run.module, ready(batches())) for kind, run in zip(KINDS, runs, strict=True)]
     assert [len(each) for each in tokens[0]] == [5, 4]
     assert all(torch.equal(one, other) for one, other in zip(*tokens, strict=True))
 

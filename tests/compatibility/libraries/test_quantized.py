@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.integration.checks import check_model
+from tests.support.parity import assert_alike, make_trainer
 from tests.support.rows import compat
 
 WIDTH = 6
@@ -231,9 +232,7 @@ HONOURED = [
 
 
 @pytest.mark.parametrize(("kind", "ways"), HONOURED)
-def test_bases_that_are_honoured(
-    kind: type[nn.Module], ways: tuple[bool, ...], make_trainer: Any, assert_alike: Any
-) -> None:
+def test_bases_that_are_honoured(kind: type[nn.Module], ways: tuple[bool, ...]) -> None:
     plain = Net(kind)
     make_trainer("plain").fit(plain, loader())
     trained = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
@@ -300,7 +299,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "ways", "message"), REFUSED)
-def test_bases_that_are_refused(kind: type[nn.Module], ways: tuple[bool, ...], message: str, make_trainer: Any) -> None:
+def test_bases_that_are_refused(kind: type[nn.Module], ways: tuple[bool, ...], message: str) -> None:
     """Before anything has run, in every kind of run."""
     make_trainer("plain").fit(Net(kind), loader())
     for virtual_copies in ways:
@@ -318,7 +317,7 @@ def test_bases_that_are_refused(kind: type[nn.Module], ways: tuple[bool, ...], m
     "refused",
     "Its hooks put weights on devices of their own choice: load the model without device_map.",
 )
-def test_hooks_of_accelerate_are_refused(make_trainer: Any) -> None:
+def test_hooks_of_accelerate_are_refused() -> None:
     net = Net(Gptq)
     net.layers[1]._hf_hook = object()
     with pytest.raises(MisconfigurationException, match=r"'layers\.1'.*accelerate.*without device_map"):

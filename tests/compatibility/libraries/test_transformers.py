@@ -344,9 +344,7 @@ class Decoding(Task):
 @compat("Library", "transformers DynamicCache")
 def test_decoding_by_hand() -> None:
     runs = compare_tasks(lambda: Decoding(causal()))
-    tokens = [
-        make_trainer(kind).predict(run.module, ready(batches())) for kind, run in zip(KINDS, runs, strict=True)
-    ]
+    tokens = [make_trainer(kind).predict(run.module, ready(batches())) for kind, run in zip(KINDS, runs, strict=True)]
     assert all(torch.equal(found, wanted) for wanted, found in zip(*tokens, strict=True))
 
 

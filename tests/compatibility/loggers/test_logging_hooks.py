@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,9 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 LEVELS = ((True, False), (False, True), (True, True))
 # Two hooks for one thing exclude each other, and the older one is on its way out.
@@ -77,24 +80,30 @@ class Watcher(L.Callback):
         self.seen.append(metrics_of(trainer))
 
 
-@pytest.fixture
-def run_everywhere(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Any) -> Any:
+class Whole(Small):
+    """Has steps of all kinds, and a scheduler."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@compat("LightningModule method", "log (in every hook of the module)")
+@compat("LightningModule method", "log (in every hook of a callback)")
+@compat("LightningModule method", "log (refused where Lightning refuses it)")
+@pytest.mark.filterwarnings("ignore:.*Found .* as the only argument")
+def test_every_hook(tmp_path: Path) -> None:
     """Fits with validation, tests, predicts and saves, with a module and a callback that log in all of their hooks."""
 
-    class Whole(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch)
-
-        test_step = validation_step
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0])
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    def run(kind: str) -> tuple[dict[str, Any], set[str], Refusals]:
+    def act(kind: str) -> Any:
         called: set[str] = set()
         refusals: Refusals = {}
         module = with_logging(Whole, "module", called, refusals)()
@@ -108,25 +117,12 @@ def run_everywhere(small: Any, make_trainer: Any, make_loader: Any, tmp_path: An
         trainer.predict(module, make_loader(6, 3), return_predictions=False)
         return {**kept, "batches": watcher.seen}, called, refusals
 
-    return run
-
-
-@compat("LightningModule method", "log (in every hook of the module)")
-@compat("LightningModule method", "log (in every hook of a callback)")
-@compat("LightningModule method", "log (refused where Lightning refuses it)")
-@pytest.mark.filterwarnings("ignore:.*Found .* as the only argument")
-def test_every_hook(run_everywhere: Any, assert_alike: Any) -> None:
-    kept, called, refusals = run_everywhere("roundpipe")
-    plain_kept, plain_called, plain_refusals = run_everywhere("plain")
-    assert called == plain_called
+    kept, called, refusals = both(act)
     expected = {name for name in _FxValidator.functions if name in dir(L.LightningModule)} - LEFT_OUT - NOT_CALLED
     assert expected - called <= {"load_state_dict"}
-    assert refusals == plain_refusals
     assert {"on_train_start", "predict_step", "configure_optimizers", "on_fit_end"} <= {key[1] for key in refusals}
-    assert_alike(kept, plain_kept)
-    logged = {name for entry in plain_kept["batches"] for kind in entry.values() for name in kind}
+    logged = {name for entry in kept["batches"] for kind in entry.values() for name in kind}
+    logged |= {*kept["fit"]["0"], *kept["test"]}
     for hook, levels in _FxValidator.functions.items():
         if levels is not None and hook in called:
-            assert any(
-                f".{hook}." in name for name in logged | set(plain_kept["fit"]["0"]) | set(plain_kept["test"])
-            ), hook
+            assert any(f".{hook}." in name for name in logged), hook

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +22,34 @@ from torch import Tensor
 
 from lightning_roundpipe.integration import profiling
 from lightning_roundpipe.integration.profiling import RecordsByThread, adapt, restore
+from tests.support.parity import KINDS, assert_alike, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 LAYERS = 5
 MICROBATCHES = 3
 
 
-@pytest.fixture
-def profiled(small: Any, make_trainer: Any, make_loader: Any) -> Callable[..., Any]:
-    """Trains and validates a module that profiles a part of its own steps; gives the module."""
+class Profiles(Small):
+    """Profiles a part of its own steps."""
 
-    class Profiles(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with self.trainer.profiler.profile("my loss"):
-                return self.my_loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with self.trainer.profiler.profile("my loss"):
+            return self.my_loss(batch)
 
-        def my_loss(self, batch: Any) -> Tensor:
-            return self.loss(batch)
+    def my_loss(self, batch: Any) -> Tensor:
+        return self.loss(batch)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            with self.trainer.profiler.profile("my loss"):
-                self.log("val", self.my_loss(batch))
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with self.trainer.profiler.profile("my loss"):
+            self.log("val", self.my_loss(batch))
 
-    def run(kind: str, profiler: Any, **settings: Any) -> Any:
-        module = Profiles()
-        make_trainer(kind, profiler=profiler, **settings).fit(module, make_loader(20, 8), make_loader(12, 4))
-        return module
 
-    return run
+def profiled(kind: str, profiler: Any) -> Any:
+    """The module after a training with validation."""
+    module = Profiles()
+    make_trainer(kind, profiler=profiler).fit(module, make_loader(20, 8), make_loader(12, 4))
+    return module
 
 
 class Recorder(Profiler):
@@ -84,9 +83,9 @@ class Recorder(Profiler):
     "Profiler", "Profiler", "differs", "Actions that code of a step profiles are recorded for the first micro-batch."
 )
 @compat("Trainer argument", "profiler")
-def test_an_own_profiler_gets_the_calls_of_plain(profiled: Any, assert_alike: Any) -> None:
+def test_an_own_profiler_gets_the_calls_of_plain() -> None:
     recorders = [Recorder(), Recorder()]
-    modules = [profiled(kind, recorder) for kind, recorder in zip(("plain", "roundpipe"), recorders, strict=True)]
+    modules = [profiled(kind, recorder) for kind, recorder in zip(KINDS, recorders, strict=True)]
     plain, ours = recorders
     assert ("start", "[Strategy].training_step") in plain.calls
     assert plain.calls.count(("start", "my loss")) == 6
@@ -105,9 +104,9 @@ def test_an_own_profiler_gets_the_calls_of_plain(profiled: Any, assert_alike: An
 )
 @compat("Trainer argument", "profiler")
 @pytest.mark.parametrize("given", ["simple", "object"])
-def test_simple_profiler(profiled: Any, given: str) -> None:
+def test_simple_profiler(given: str) -> None:
     counts = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         module = profiled(kind, "simple" if given == "simple" else SimpleProfiler())
         durations = module.trainer.profiler.recorded_durations
         counts.append({Recorder.named(name): len(times) for name, times in durations.items()})
@@ -124,9 +123,9 @@ def test_simple_profiler(profiled: Any, given: str) -> None:
     "Functions of a step are listed under actions that the step itself profiles, and for the first micro-batch.",
 )
 @compat("Trainer argument", "profiler")
-def test_advanced_profiler(profiled: Any, tmp_path: Path, assert_alike: Any) -> None:
+def test_advanced_profiler(tmp_path: Path) -> None:
     found = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         folder = tmp_path / kind
         profiled(kind, AdvancedProfiler(dirpath=folder, filename="profile", dump_stats=True))
         text = (folder / "fit-profile.txt").read_text()
@@ -154,11 +153,9 @@ def calls_in(table: str) -> dict[str, int]:
 @compat("Trainer argument", "profiler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
 @pytest.mark.parametrize("record_module_names", [True, False])
-def test_the_profiler_of_torch_sees_all_micro_batches(
-    profiled: Any, tmp_path: Path, assert_alike: Any, record_module_names: bool
-) -> None:
+def test_the_profiler_of_torch_sees_all_micro_batches(tmp_path: Path, record_module_names: bool) -> None:
     found, weights = [], []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         folder = tmp_path / kind
         profiler = PyTorchProfiler(
             dirpath=folder,
@@ -184,7 +181,7 @@ def test_the_profiler_of_torch_sees_all_micro_batches(
 
 
 @compat("Profiler", "PassThroughProfiler")
-def test_no_profiler_is_left_alone(profiled: Any) -> None:
+def test_no_profiler_is_left_alone() -> None:
     module = profiled("roundpipe", None)
     assert type(module.trainer.profiler) is PassThroughProfiler
     assert not {"start", "stop"} & vars(module.trainer.profiler).keys()
@@ -192,8 +189,8 @@ def test_no_profiler_is_left_alone(profiled: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*Profiler.__del__")
 @compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without the package torch_xla.")
-def test_the_profiler_of_xla_needs_xla(make_trainer: Any) -> None:
-    for kind in ("plain", "roundpipe"):
+def test_the_profiler_of_xla_needs_xla() -> None:
+    for kind in KINDS:
         with pytest.raises(ModuleNotFoundError, match="torch_xla"):
             make_trainer(kind, profiler="xla")
     with pytest.raises(ModuleNotFoundError, match="torch_xla"):

@@ -1,6 +1,7 @@
 """Checkpoints that other strategies write, made by a real run of theirs on two processes.
 
-``python -m tests.compatibility.migration.other_strategies FOLDER`` writes, each after two steps and after one epoch of 3 steps:
+``python -m tests.compatibility.migration.other_strategies FOLDER`` writes, each after two steps and after one epoch of
+3 steps:
 
 - ``ddp-2.ckpt``, ``ddp-3.ckpt``: DDP.
 - ``full-2.ckpt``, ...: FSDP2, gathered into one file (``ModelParallelStrategy``).

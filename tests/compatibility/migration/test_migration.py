@@ -17,21 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.forks import Forks
-from tests.support.rows import compat
-
 from tests.compatibility.migration.other_strategies import Migrating, Rows, SavesAfter
+from tests.support.forks import Forks
+from tests.support.parity import KINDS, assert_alike, make_trainer
+from tests.support.rows import compat
 
 ROOT = Path(__file__).resolve().parents[3]
 EPOCHS, STEPS = 2, 6
-
-
-def quiet(**settings: Any) -> L.Trainer:
-    """A Trainer for fixtures that several tests share."""
-    return L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **settings,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +32,7 @@ def written(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for head_first in (True, False):
         saves = SavesAfter(f"{folder}/begun-{head_first}.ckpt", (2,))
-        trainer = quiet(strategy=RoundPipeStrategy(num_microbatches=3), devices=2, max_epochs=1, callbacks=[saves])
-        trainer.fit(Migrating(head_first=head_first), Rows())
+        make_trainer(callbacks=[saves]).fit(Migrating(head_first=head_first), Rows())
     forks.run(ROOT / "tests" / "compatibility" / "migration" / "other_strategies.py", str(folder), folder=folder)
     return folder
 
@@ -50,7 +41,7 @@ def written(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of a plain run on one device, after 2, 3 and all 6 steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    trainer = quiet(devices=1, max_epochs=EPOCHS, callbacks=[SavesAfter(f"{folder}/{{}}.ckpt", (2, 3))])
+    trainer = make_trainer("plain", max_epochs=EPOCHS, callbacks=[SavesAfter(f"{folder}/{{}}.ckpt", (2, 3))])
     trainer.fit(Migrating(), Rows())
     assert trainer.global_step == STEPS
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -79,9 +70,7 @@ def training_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def assert_goes_on(
-    make_trainer: Any, uninterrupted: Path, assert_alike: Any, tmp_path: Path
-) -> Callable[..., L.Trainer]:
+def assert_goes_on(uninterrupted: Path, tmp_path: Path) -> Callable[..., L.Trainer]:
     """A run that goes on from a checkpoint ends like the plain one that was never interrupted."""
 
     def check(path: Any, kind: str = "roundpipe", module: Any = None, **settings: Any) -> L.Trainer:
@@ -110,7 +99,7 @@ def test_files_of_several_processes(written: Path, assert_goes_on: Any, name: st
 @compat("Migration", "checkpoint from here, resumed by DDP")
 @compat("Migration", "checkpoint from here, resumed by FSDP")
 @pytest.mark.parametrize("name", ["ddp", "full"])
-def test_several_processes_go_on(written: Path, uninterrupted: Path, assert_alike: Any, name: str) -> None:
+def test_several_processes_go_on(written: Path, uninterrupted: Path, name: str) -> None:
     ended, expected = training_of(written / f"{name}-6.ckpt"), training_of(uninterrupted / "end.ckpt")
     assert ended.pop("steps")[1] == expected.pop("steps")[1] == STEPS  # the epoch is not over when this one is saved
     if name == "full":  # has another order of parameters
@@ -140,9 +129,7 @@ def consolidate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
 @compat("Migration", "folder of FSDP that was made one file, resumed here")
 @pytest.mark.filterwarnings("ignore:.*")  # of torch about its own format
 @pytest.mark.parametrize("name", ["fsdp", "sharded"])
-def test_folders_of_several_processes(
-    written: Path, make_trainer: Any, assert_goes_on: Any, consolidate: Any, name: str
-) -> None:
+def test_folders_of_several_processes(written: Path, assert_goes_on: Any, consolidate: Any, name: str) -> None:
     """The error names two commands: the first is for FSDPStrategy, the second for ModelParallelStrategy."""
     folder = written / f"{name}-2"
     with pytest.raises(IsADirectoryError, match=r"parts of several processes.*consolidate_checkpoint") as caught:
@@ -169,9 +156,7 @@ def as_converted_by_deepspeed(checkpoint: dict[str, Any], prefix: str) -> dict[s
     note="The file has no optimizer state: load its weights and begin a new training, as with any other strategy.",
 )
 @pytest.mark.parametrize("prefix", ["", "_forward_module.", "module."])
-def test_files_of_deepspeed(
-    uninterrupted: Path, make_trainer: Any, assert_alike: Any, tmp_path: Path, prefix: str
-) -> None:
+def test_files_of_deepspeed(uninterrupted: Path, tmp_path: Path, prefix: str) -> None:
     path = tmp_path / "deepspeed.ckpt"
     original = content(uninterrupted / "3.ckpt")
     torch.save(as_converted_by_deepspeed(original, prefix), path)
@@ -191,7 +176,7 @@ def test_files_of_deepspeed(
     status="refused",
     note="Make one file of its weights first, with `convert_zero_checkpoint_to_fp32_state_dict`.",
 )
-def test_folder_of_deepspeed(make_trainer: Any, tmp_path: Path) -> None:
+def test_folder_of_deepspeed(tmp_path: Path) -> None:
     folder = tmp_path / "run.ckpt"
     (folder / "checkpoint").mkdir(parents=True)
     torch.save({}, folder / "checkpoint" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -208,7 +193,7 @@ def test_folder_of_deepspeed(make_trainer: Any, tmp_path: Path) -> None:
     status="refused",
     note="The error says what is missing in it.",
 )
-def test_what_is_no_checkpoint(make_trainer: Any, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     torch.save(Migrating().state_dict(), weights)
     torch.save({"state_dict": Migrating().state_dict()}, tmp_path / "only.ckpt")
@@ -231,9 +216,7 @@ def test_what_is_no_checkpoint(make_trainer: Any, tmp_path: Path) -> None:
 @compat("Migration", "checkpoint of plain Lightning, resumed here")
 @compat("Migration", "checkpoint with another number of devices and micro-batches")
 @pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "epoch-end"])
-def test_there_and_back(
-    make_trainer: Any, uninterrupted: Path, assert_goes_on: Any, assert_alike: Any, tmp_path: Path, step: int
-) -> None:
+def test_there_and_back(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path, step: int) -> None:
     pattern = str(tmp_path / "ours-{}.ckpt")
     begun = make_trainer(max_epochs=1, callbacks=[SavesAfter(pattern)])
     begun.fit(Migrating(), Rows())
@@ -247,7 +230,7 @@ def test_there_and_back(
 
 
 @compat("Migration", "state of loops and callbacks in a checkpoint")
-def test_loops_and_callbacks(make_trainer: Any, assert_alike: Any, tmp_path: Path) -> None:
+def test_loops_and_callbacks(tmp_path: Path) -> None:
     """Began with one, went on with the other: the file is that of a plain run, callbacks included."""
     found = []
     for name, kinds in (
@@ -285,9 +268,7 @@ def rows_loader() -> DataLoader[Any]:
 @compat("Migration", "weights_only")
 @compat("Migration", "load_from_checkpoint")
 @compat("Migration", "hyper-parameters in a checkpoint")
-def test_weights_only_and_hyper_parameters(
-    make_trainer: Any, uninterrupted: Path, assert_goes_on: Any, assert_alike: Any, tmp_path: Path
-) -> None:
+def test_weights_only_and_hyper_parameters(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path) -> None:
     path = tmp_path / "ours.ckpt"
     trainer = make_trainer()
     module = Migrating(lr=0.03)
@@ -320,7 +301,7 @@ class Compiled(Migrating):
         self.body = torch.compile(self.body, backend="eager")
 
 
-def test_names_for_a_compiled_module(uninterrupted: Path, assert_alike: Any) -> None:
+def test_names_for_a_compiled_module(uninterrupted: Path) -> None:
     """The other way round: the module has the marks, the file has not; nothing is compiled to load it."""
     saved = content(uninterrupted / "2.ckpt")
     module, strategy = Compiled(), RoundPipeStrategy()
@@ -332,13 +313,13 @@ def test_names_for_a_compiled_module(uninterrupted: Path, assert_alike: Any) -> 
 
 
 @compat("Migration", "strict_loading=False")
-def test_strict_and_not(make_trainer: Any, uninterrupted: Path, tmp_path: Path) -> None:
+def test_strict_and_not(uninterrupted: Path, tmp_path: Path) -> None:
     saved = content(uninterrupted / "3.ckpt")
     saved["state_dict"]["gone.weight"] = torch.ones(2)
     del saved["state_dict"]["head.bias"]
     torch.save(saved, tmp_path / "other.ckpt")
     found = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias.*\n.*Unexpected key.*gone\.weight") as caught:
             make_trainer(kind).validate(Migrating(), Rows(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
         module = Migrating()
@@ -360,7 +341,7 @@ def named(optimizer: dict[str, Any], module: nn.Module, order: Callable[[list[st
     return {"state": state, "param_groups": saved}
 
 
-def test_optimizer_state_by_name(uninterrupted: Path, make_trainer: Any, assert_goes_on: Any, tmp_path: Path) -> None:
+def test_optimizer_state_by_name(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path) -> None:
     """Order does not matter then: taken by number, states would silently go to other weights of the same shape."""
     saved = content(uninterrupted / "2.ckpt")
     (optimizer,) = saved["optimizer_states"]
@@ -373,7 +354,7 @@ def test_optimizer_state_by_name(uninterrupted: Path, make_trainer: Any, assert_
         make_trainer(max_epochs=EPOCHS).fit(Migrating(), Rows(), ckpt_path=tmp_path / "other.ckpt")
 
 
-def test_plugins_may_read_folders(make_trainer: Any, tmp_path: Path, uninterrupted: Path) -> None:
+def test_plugins_may_read_folders(tmp_path: Path, uninterrupted: Path) -> None:
     """Only Lightning's own way of reading needs a file."""
 
     class Folders(L.pytorch.plugins.io.CheckpointIO):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -18,10 +17,11 @@ from torch.nn import functional as F
 
 from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
+from tests.compatibility.mistakes.refusals import assert_refused, with_step
+from tests.support.loaders import Loader
+from tests.support.parity import KINDS, assert_alike, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
-
-from tests.compatibility.mistakes.refusals import Batches, refusal, with_step
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])
@@ -30,17 +30,11 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"virtual_copies": request.param}
 
 
-@pytest.fixture
-def assert_refused(make_trainer: Any, make_loader: Any) -> Callable[..., str]:
-    """See :func:`refusal`."""
-    return refusal(make_trainer, make_loader)
-
-
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
 @compat("Misuse", "the batch changed in place in `training_step`")
-def test_batch_changed_in_place(fit_both: Any, assert_same_training: Any, options: dict[str, Any]) -> None:
+def test_batch_changed_in_place(options: dict[str, Any]) -> None:
     class Scales(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             batch[0].mul_(2).add_(1)
@@ -49,14 +43,12 @@ def test_batch_changed_in_place(fit_both: Any, assert_same_training: Any, option
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.seen = batch[0]
 
-    plain, ours = fit_both(Scales, ours={"options": options})
-    assert_same_training(plain, ours)
+    plain, ours = compare(Scales, ours={"options": options})
     assert torch.equal(ours.module.seen, plain.module.seen)
     # One stage keeps the graphs of all micro-batches with what they were made of.
     profile = CostProfile(tuple(CallCost(name, 1.0, 2.0) for name in (*(f"body.{i}.0" for i in range(4)), "head")))
-    plain, ours = fit_both(Scales, ours={"options": {**options, "cost_profile": profile}, "devices": 1})
+    _, ours = compare(Scales, ours={"options": {**options, "cost_profile": profile}, "devices": 1})
     assert ours.trainer.strategy.last_step.partition.num_stages == 1
-    assert_same_training(plain, ours)
 
 
 @compat(
@@ -65,13 +57,13 @@ def test_batch_changed_in_place(fit_both: Any, assert_same_training: Any, option
     status="refused",
     note="Change a copy of it.",
 )
-def test_shared_tensor_changed_in_place(assert_refused: Any, make_loader: Any) -> None:
+def test_shared_tensor_changed_in_place() -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         batch["more"][0].mul_(0.5)
         return self.loss((batch["x"] * batch["more"][0], batch["y"]))
 
-    def batches() -> Batches:
-        return Batches({"x": x, "y": y, "more": [torch.ones(1, WIDTH)]} for x, y in make_loader())
+    def batches() -> Loader:
+        return Loader([{"x": x, "y": y, "more": [torch.ones(1, WIDTH)]} for x, y in make_loader()])
 
     message = assert_refused(
         with_step(step), r"changes the tensor batch\['more'\]\[0\] in place.*clone", loader=batches(), after=0
@@ -87,15 +79,15 @@ class Sample:
 
 
 @compat("Misuse", "batches that cannot be pickled")
-def test_batches_that_cannot_be_pickled(fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_batches_that_cannot_be_pickled() -> None:
     class Stacks(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((torch.stack([sample.x for sample in batch]), torch.stack([sample.y for sample in batch])))
 
-    samples = Batches([Sample(a, b) for a, b in zip(x, y, strict=True)] for x, y in make_loader())
+    samples = Loader([[Sample(a, b) for a, b in zip(x, y, strict=True)] for x, y in make_loader()])
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(samples.batches[0])
-    assert_same_training(*fit_both(Stacks, samples))
+    compare(Stacks, samples)
 
 
 @compat(
@@ -104,32 +96,32 @@ def test_batches_that_cannot_be_pickled(fit_both: Any, make_loader: Any, assert_
     status="refused",
     note="Split it yourself (`split_batch`, `roundpipe_split_batch`), or use `num_microbatches=1`.",
 )
-def test_batch_of_unknown_kind(assert_refused: Any, fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_batch_of_unknown_kind() -> None:
     class Unpacks(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((batch.x, batch.y))
 
-    objects = Batches(Sample(x, y) for x, y in make_loader())
+    objects = Loader([Sample(x, y) for x, y in make_loader()])
     match = r"batch of type Sample cannot be split \(its rows are unknown\).*roundpipe_split_batch.*num_microbatches=1"
     assert_refused(Unpacks(), match, BatchSplitError, objects)
-    assert_same_training(*fit_both(Unpacks, objects, ours={"num_microbatches": 1}))
+    compare(Unpacks, objects, ours={"num_microbatches": 1})
 
 
 @compat("Misuse", "batches without rows (text, a number)")
 @pytest.mark.parametrize("batch", ["text", 7], ids=str)
-def test_batches_without_rows(fit_both: Any, make_loader: Any, assert_same_training: Any, batch: Any) -> None:
+def test_batches_without_rows(batch: Any) -> None:
     rows = list(make_loader())
 
     class Fetches(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(rows[batch_idx])
 
-    assert_same_training(*fit_both(Fetches, Batches([batch] * 3)))
+    compare(Fetches, Loader([batch] * 3))
 
 
 @compat("Misuse", "batch norm and a batch of one row")
 @compat("Misuse", "batch norm and fewer rows than twice the micro-batches")
-def test_batch_norm_and_few_rows(make_trainer: Any, make_loader: Any) -> None:
+def test_batch_norm_and_few_rows() -> None:
     class Normalizes(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +129,7 @@ def test_batch_norm_and_few_rows(make_trainer: Any, make_loader: Any) -> None:
 
     for rows, steps in ((11, 2), (9, 1)):  # the last batch has 3 rows, or 1
         found = []
-        for kind in ("plain", "roundpipe"):
+        for kind in KINDS:
             trainer = make_trainer(kind)
             if rows == 11:
                 trainer.fit(Normalizes(), make_loader(rows))
@@ -156,7 +148,7 @@ def test_batch_norm_and_few_rows(make_trainer: Any, make_loader: Any) -> None:
     status="differs",
     note="The error is that of the code, with a note that names `num_microbatches` (from Python 3.11 on).",
 )
-def test_too_few_rows_for_the_code(make_trainer: Any, make_loader: Any) -> None:
+def test_too_few_rows_for_the_code() -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return self.loss((F.batch_norm(x, None, None, training=True), y))
@@ -177,14 +169,13 @@ def test_too_few_rows_for_the_code(make_trainer: Any, make_loader: Any) -> None:
     status="differs",
     note="Trains as in plain Lightning, with a warning that there is nothing to pipeline.",
 )
-def test_nothing_to_pipeline(fit_both: Any, make_loader: Any, assert_same_training: Any) -> None:
+def test_nothing_to_pipeline() -> None:
     with pytest.warns(UserWarning, match=r"has 1 row, so.*batch_size of 3 or more") as caught:
-        plain, ours = fit_both(Small, make_loader(4, 1))
+        compare(Small, make_loader(4, 1))
     assert sum("nothing" in str(w.message) or "single micro-batch" in str(w.message) for w in caught) == 1
-    assert_same_training(plain, ours)
 
 
-def test_no_hint_where_it_would_be_wrong(make_trainer: Any, make_loader: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_no_hint_where_it_would_be_wrong(recwarn: pytest.WarningsRecorder) -> None:
     make_trainer().fit(Small(), make_loader(9))  # the last batch has one row
     make_trainer(num_microbatches=1).fit(Small(), make_loader(4, 1))
     make_trainer(devices=1).fit(Small(), make_loader(4, 1))
@@ -212,7 +203,7 @@ def test_no_hint_where_it_would_be_wrong(make_trainer: Any, make_loader: Any, re
     ],
     ids=["float", "dict", "float in a dict", "tuple", "vector", "detached"],
 )
-def test_wrong_results(assert_refused: Any, wrong: Any, error: Any, match: str) -> None:
+def test_wrong_results(wrong: Any, error: Any, match: str) -> None:
     assert_refused(with_step(lambda self, batch, batch_idx: wrong(self.loss(batch))), match, error)
 
 
@@ -231,7 +222,7 @@ class Lazy(Small):
     status="refused",
     note="Call the module once, with an example, in `configure_model`.",
 )
-def test_lazy_modules(make_trainer: Any, make_loader: Any, options: dict[str, Any]) -> None:
+def test_lazy_modules(options: dict[str, Any]) -> None:
     for run in ("fit", "validate"):
         module = Lazy()
         module.validation_step = module.training_step
@@ -240,7 +231,7 @@ def test_lazy_modules(make_trainer: Any, make_loader: Any, options: dict[str, An
 
 
 @compat("Misuse", "lazy modules that are called once in `configure_model`")
-def test_lazy_modules_that_are_called_before(fit_both: Any, assert_alike: Any, options: dict[str, Any]) -> None:
+def test_lazy_modules_that_are_called_before(options: dict[str, Any]) -> None:
     class Called(Lazy):
         def configure_model(self) -> None:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -248,11 +239,7 @@ def test_lazy_modules_that_are_called_before(fit_both: Any, assert_alike: Any, o
                 self.eval()(torch.zeros(2, WIDTH))
                 self.train()
 
-    plain, ours = fit_both(Called, ours={"options": options, "num_microbatches": 1})
-    initial = Called()
-    initial.configure_model()
-    assert not torch.equal(plain.module.head.weight, initial.head.weight)
-    assert_alike(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
+    compare(Called, ours={"options": options, "num_microbatches": 1})
 
 
 @compat(
@@ -267,7 +254,7 @@ def test_lazy_modules_that_are_called_before(fit_both: Any, assert_alike: Any, o
     "refused",
     "compile the units: `compile_units=True`",
 )
-def test_compiled_module(assert_refused: Any) -> None:
+def test_compiled_module() -> None:
     compiled = torch.compile(Small(), backend="eager")
     assert_refused(
         compiled, "compiled model is incompatible with the current strategy: `RoundPipeStrategy`", RuntimeError
@@ -297,7 +284,7 @@ def test_forgotten_import() -> None:
     status="refused",
     note="Its Trainer does not know the strategy, and Lightning's not its modules: `import lightning as L`.",
 )
-def test_the_other_package(make_trainer: Any, make_loader: Any) -> None:
+def test_the_other_package() -> None:
     other = pytest.importorskip("pytorch_lightning", reason="needs the package pytorch_lightning")
     for strategy in ("roundpipe", RoundPipeStrategy()):
         with pytest.raises(ValueError, match="invalid strategy name"):
@@ -312,7 +299,7 @@ def test_the_other_package(make_trainer: Any, make_loader: Any) -> None:
     status="refused",
     note="Lightning says that accelerator or devices are set twice: make a new `RoundPipeStrategy` for each Trainer.",
 )
-def test_strategy_of_another_trainer(make_trainer: Any, make_loader: Any) -> None:
+def test_strategy_of_another_trainer() -> None:
     trainer = make_trainer()
     for accelerator in ("cpu", "auto"):
         with pytest.raises(MisconfigurationException, match=r"set through (both|RoundPipeStrategy)"):
@@ -369,7 +356,7 @@ def test_wrong_options(wrong: dict[str, Any], match: str) -> None:
 @compat("Misuse", "`deepcopy` of a Trainer that has run")
 @compat("Misuse", "`pickle` of a Trainer")
 @pytest.mark.parametrize("has_run", [False, True])
-def test_copies_of_a_trainer(make_trainer: Any, make_loader: Any, assert_alike: Any, has_run: bool) -> None:
+def test_copies_of_a_trainer(has_run: bool) -> None:
     """A plain Trainer that has run cannot be pickled either: Lightning's wrappers of optimizers cannot."""
     trainer, module, expected = make_trainer(), Small(), Small()
     if has_run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,22 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_roundpipe import GradientCutError, UnitEscapeError
+from tests.compatibility.mistakes.refusals import Step, assert_refused, with_step
+from tests.support.parity import compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
-
-from tests.compatibility.mistakes.refusals import Step, refusal, with_step
 
 
 @pytest.fixture(params=[False, True], ids=["aliases", "copies"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Units compute with the masters, or with copies of them."""
     return {"virtual_copies": request.param}
-
-
-@pytest.fixture
-def assert_refused(make_trainer: Any, make_loader: Any) -> Callable[..., str]:
-    """See :func:`refusal`."""
-    return refusal(make_trainer, make_loader)
 
 
 # --- weights and gradients -------------------------------------------------------------------------------------------
@@ -72,7 +65,7 @@ class Teacher(Small):
     note="It would be changed once per micro-batch: change it in `on_train_batch_start` or `on_train_batch_end`.",
 )
 @pytest.mark.parametrize("step", [_in_place, _through_data, _replaced_data], ids=lambda step: step.__name__[1:])
-def test_weights_changed_in_a_step(assert_refused: Any, options: dict[str, Any], step: Step) -> None:
+def test_weights_changed_in_a_step(options: dict[str, Any], step: Step) -> None:
     message = assert_refused(
         with_step(step), r"training_step, or code that it calls, changes the weight", options=options
     )
@@ -81,7 +74,7 @@ def test_weights_changed_in_a_step(assert_refused: Any, options: dict[str, Any],
     assert "on_train_batch_start" in message
 
 
-def test_weights_changed_in_a_later_step(assert_refused: Any, make_loader: Any) -> None:
+def test_weights_changed_in_a_later_step() -> None:
     assert_refused(Teacher(), r"weight 'slow.weight' in place", after=1)
 
     def later(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -98,7 +91,7 @@ def test_weights_changed_in_a_later_step(assert_refused: Any, make_loader: Any) 
     assert_refused(with_step(noticed), r"weight 'head.weight' in place", after=5, loader=make_loader(48))
 
 
-def test_weights_changed_in_validation(make_trainer: Any, make_loader: Any) -> None:
+def test_weights_changed_in_validation() -> None:
     module = Small()
     module.validation_step = lambda batch, batch_idx: _in_place(module, batch, batch_idx)
     with pytest.raises(MisconfigurationException, match=r"validation_step, or code that it calls, changes the weight"):
@@ -106,17 +99,14 @@ def test_weights_changed_in_validation(make_trainer: Any, make_loader: Any) -> N
 
 
 @compat("Misuse", "a weight changed in place in `training_step`, with `num_microbatches=1`")
-def test_weights_changed_with_one_microbatch(
-    fit_both: Any, assert_same_training: Any, assert_refused: Any, options: dict[str, Any]
-) -> None:
-    plain, ours = fit_both(lambda: with_step(_in_place), ours={"num_microbatches": 1, "options": options})
-    assert_same_training(plain, ours)
+def test_weights_changed_with_one_microbatch(options: dict[str, Any]) -> None:
+    compare(lambda: with_step(_in_place), ours={"num_microbatches": 1, "options": options})
     if options["virtual_copies"]:
         assert_refused(with_step(_through_data), "through .data", num_microbatches=1, options=options)
 
 
 @compat("Misuse", "weights changed in hooks that run once per batch")
-def test_weights_changed_in_hooks(fit_both: Any, assert_same_training: Any, options: dict[str, Any]) -> None:
+def test_weights_changed_in_hooks(options: dict[str, Any]) -> None:
     class Clamps(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.head.weight.data.clamp_(-0.2, 0.2)
@@ -125,8 +115,7 @@ def test_weights_changed_in_hooks(fit_both: Any, assert_same_training: Any, opti
             with torch.no_grad():
                 self.body[0][0].weight.mul_(0.9)
 
-    plain, ours = fit_both(Clamps, ours={"options": options})
-    assert_same_training(plain, ours)
+    compare(Clamps, ours={"options": options})
 
 
 class Shrinks(nn.Linear):
@@ -145,7 +134,7 @@ class Shrinks(nn.Linear):
     note="A unit runs again in the backward, and on copies: change the weights in a hook.",
 )
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_weights_changed_by_a_unit(assert_refused: Any, options: dict[str, Any], num_microbatches: int) -> None:
+def test_weights_changed_by_a_unit(options: dict[str, Any], num_microbatches: int) -> None:
     module = Small()
     module.head = Shrinks(WIDTH, 3)
     match = r"forward of unit 'head' \(Shrinks\) changes its weight 'head.weight'"
@@ -192,13 +181,12 @@ class Reparametrized(Small):
     status="refused",
     note="What is looked up is scaled on the copy: scale the rows in a hook, with `torch.embedding_renorm_`.",
 )
-def test_max_norm(fit_both: Any, assert_same_training: Any, assert_refused: Any) -> None:
-    plain, ours = fit_both(Looks)
-    assert_same_training(plain, ours)
+def test_max_norm() -> None:
+    compare(Looks)
     assert_refused(Looks(), r"unit 'table' \(Embedding\) changes its weight", options={"virtual_copies": True})
 
 
-def test_what_is_no_mistake(make_trainer: Any, make_loader: Any, options: dict[str, Any]) -> None:
+def test_what_is_no_mistake(options: dict[str, Any]) -> None:
     module = Reparametrized()
     trainer = make_trainer(options=options)
     trainer.fit(module, make_loader())
@@ -222,7 +210,7 @@ def _own_penalty(self: Any, batch: Any, batch_idx: int) -> Any:
     note="Write it in `on_after_backward` or `on_before_optimizer_step`.",
 )
 @pytest.mark.parametrize("step", [_writes_gradient, _own_penalty], ids=lambda step: step.__name__[1:])
-def test_gradients_written_in_a_step(assert_refused: Any, step: Step) -> None:
+def test_gradients_written_in_a_step(step: Step) -> None:
     assert_refused(with_step(step), r"writes the gradient \(.grad\) of 'head.weight'.*on_after_backward")
 
 
@@ -245,7 +233,7 @@ def _input_gradient(self: Any, batch: Any, batch_idx: int) -> Any:
     note="Name units that keep the differentiated part outside, or use another strategy.",
 )
 @pytest.mark.parametrize("step", [_own_backward, _input_gradient], ids=lambda step: step.__name__[1:])
-def test_gradients_through_a_unit(assert_refused: Any, step: Step) -> None:
+def test_gradients_through_a_unit(step: Step) -> None:
     assert_refused(with_step(step), r"went through unit 'head'.*units=\[", GradientCutError)
 
 
@@ -277,7 +265,7 @@ class _Leak(nn.Linear):
     status="refused",
     note="Return it, assign it to an attribute, or make a coarser module the unit.",
 )
-def test_side_channel(assert_refused: Any) -> None:
+def test_side_channel() -> None:
     try:
         assert_refused(Leaks(), r"a tensor leaves unit 'body.1.2'.*Return it", UnitEscapeError)
     finally:
@@ -305,18 +293,17 @@ def _manual(edit: str) -> Any:
 
 
 @pytest.mark.parametrize("edit", ["before", "between", "after"])
-def test_weights_changed_beside_optimizers(assert_refused: Any, options: dict[str, Any], edit: str) -> None:
+def test_weights_changed_beside_optimizers(options: dict[str, Any], edit: str) -> None:
     """Optimizers that are stepped by hand change weights in the middle of a step; nothing else may."""
     after = {"before": 0, "between": 1, "after": 2}[edit]
     assert_refused(_manual(edit), r"changes the weight 'head\.\w+' in place", after=after, options=options)
 
 
-def test_optimizers_change_weights(fit_both: Any, assert_same_training: Any, options: dict[str, Any]) -> None:
+def test_optimizers_change_weights(options: dict[str, Any]) -> None:
     class Manual(type(_manual("nowhere"))):  # type: ignore[misc]
         pass
 
-    plain, ours = fit_both(Manual, ours={"options": options})
-    assert_same_training(plain, ours)
+    _, ours = compare(Manual, ours={"options": options})
     assert ours.trainer.global_step == 6
 
 
@@ -330,7 +317,7 @@ def test_optimizers_change_weights(fit_both: Any, assert_same_training: Any, opt
     note="Weights stay on the host. What `__init__` and `setup` move to a GPU is brought back without an error.",
 )
 @pytest.mark.parametrize("place", ["__init__", "setup", "on_train_start", "on_train_batch_start", "training_step"])
-def test_moved_by_hand(assert_refused: Any, options: dict[str, Any], place: str) -> None:
+def test_moved_by_hand(options: dict[str, Any], place: str) -> None:
     """``meta`` stands in for a GPU: there is no other device here. It has no data, which is noticed first: by
     copies as well, to which user code brings what is on another device."""
     module = Small()
@@ -352,7 +339,7 @@ def test_moved_by_hand(assert_refused: Any, options: dict[str, Any], place: str)
     assert_refused(module, match, error, options=options)
 
 
-def test_moves_to_where_it_is(fit_both: Any, assert_same_training: Any) -> None:
+def test_moves_to_where_it_is() -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.to(self.device)
         return self.loss([entry.to(self.device) for entry in batch])
@@ -360,4 +347,4 @@ def test_moves_to_where_it_is(fit_both: Any, assert_same_training: Any) -> None:
     class Moves(Small):
         training_step = step
 
-    assert_same_training(*fit_both(Moves))
+    compare(Moves)

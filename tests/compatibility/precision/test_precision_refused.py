@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.parity import KINDS, make_trainer
 from tests.support.rows import compat
 
 
@@ -41,9 +42,9 @@ NEED_PACKAGES: list[Any] = [
 
 
 @pytest.mark.parametrize("precision", NEED_PACKAGES)
-def test_what_needs_a_package_says_so_as_in_plain(make_trainer: Any, precision: str) -> None:
+def test_what_needs_a_package_says_so_as_in_plain(precision: str) -> None:
     messages = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         with pytest.raises(ModuleNotFoundError, match="transformer_engine") as caught:
             make_trainer(kind, precision=precision)
         messages.append(str(caught.value))
@@ -101,7 +102,7 @@ REFUSED: list[Any] = [
 
 @compat("Misuse", "precision plugin of another strategy", "refused", "An error when the Trainer is made.")
 @pytest.mark.parametrize(("kind", "message"), REFUSED)
-def test_plugins_of_other_strategies_are_refused(make_trainer: Any, kind: type[Precision], message: str) -> None:
+def test_plugins_of_other_strategies_are_refused(kind: type[Precision], message: str) -> None:
     with pytest.raises((MisconfigurationException, RuntimeError), match=message):
         make_trainer(plugins=[made_without_its_package(kind, "bf16-mixed")])
     strategy = RoundPipeStrategy(precision_plugin=made_without_its_package(kind, "bf16-mixed"))
@@ -110,9 +111,9 @@ def test_plugins_of_other_strategies_are_refused(make_trainer: Any, kind: type[P
 
 
 @pytest.mark.parametrize("settings", [{"precision": "half"}, {"precision": "16-mixed", "plugins": [Precision()]}])
-def test_impossible_choices_raise_what_plain_raises(make_trainer: Any, settings: dict[str, Any]) -> None:
+def test_impossible_choices_raise_what_plain_raises(settings: dict[str, Any]) -> None:
     messages = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         with pytest.raises(ValueError, match=r"[pP]recision") as caught:
             make_trainer(kind, **settings)
         messages.append(_without_address(str(caught.value)))

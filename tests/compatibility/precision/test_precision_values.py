@@ -71,11 +71,11 @@ def evaluated(run: Run) -> Any:
     return tested, run.trainer.predict(run.module, make_loader(10, 4))
 
 
-def compared(precision: str, **settings: Any) -> set[Any]:
+def compared(expected: str, **settings: Any) -> set[Any]:
     """Trains, validates, tests and predicts in both ways; gives what steps have seen."""
-    runs = compare(Looks, None, make_loader(10, 4), also=evaluated, tolerances=TOLERANCES[precision], **settings)
+    runs = compare(Looks, None, make_loader(10, 4), also=evaluated, tolerances=TOLERANCES[expected], **settings)
     plain, ours = runs
-    assert {run.trainer.precision for run in runs} == {precision}
+    assert {run.trainer.precision for run in runs} == {expected}
     assert type(ours.trainer.precision_plugin) is type(plain.trainer.precision_plugin)
     assert ours.module.seen == plain.module.seen
     assert len({stage for stage, *_ in ours.module.seen}) == 4

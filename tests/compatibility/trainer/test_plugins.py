@@ -37,7 +37,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.parity import KINDS, assert_alike, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 # --- checkpoint IO ----------------------------------------------------------------------------------------------------
 
@@ -68,11 +70,9 @@ class OwnIO(CheckpointIO):
 @compat("Plugin", "CheckpointIO")
 @compat("Trainer argument", "plugins")
 @pytest.mark.parametrize("by", ["trainer", "strategy"])
-def test_an_own_checkpoint_io_gets_the_calls_of_plain(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, assert_alike: Any, by: str
-) -> None:
+def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -> None:
     found = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         io, weights = OwnIO(), []
         for epochs, path in ((1, None), (2, tmp_path / kind / "last.ckpt")):
             saving = ModelCheckpoint(tmp_path / kind, every_n_train_steps=2, save_last=True, save_top_k=1)
@@ -81,7 +81,7 @@ def test_an_own_checkpoint_io_gets_the_calls_of_plain(
                 settings["plugins"] = [io]
             else:
                 settings["options"] = {"checkpoint_io": io}
-            trainer, module = make_trainer(kind, **settings), small()
+            trainer, module = make_trainer(kind, **settings), Small()
             trainer.fit(module, make_loader(), ckpt_path=path, weights_only=False)
             trainer.save_checkpoint(tmp_path / kind / "own.ckpt", storage_options={"option": 1})
             weights.append(dict(module.state_dict()))
@@ -91,12 +91,12 @@ def test_an_own_checkpoint_io_gets_the_calls_of_plain(
 
 
 @compat("Plugin", "TorchCheckpointIO")
-def test_the_default_checkpoint_io(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+def test_the_default_checkpoint_io(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), small()
+    trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), Small()
     trainer.fit(module, make_loader())
     trainer.save_checkpoint(path)
-    other = small.load_from_checkpoint(path, weights_only=False)
+    other = Small.load_from_checkpoint(path, weights_only=False)
     for name, value in module.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
 
@@ -114,17 +114,15 @@ class Late(TorchCheckpointIO):
 
 
 @compat("Plugin", "AsyncCheckpointIO")
-def test_what_is_written_later_is_what_was_saved(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, assert_alike: Any
-) -> None:
+def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
     """Steps that are made before the file is written do not change what is in it."""
 
-    class Allows(small):
+    class Allows(Small):
         def on_train_end(self) -> None:
             late.may_write.set()
 
     written = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         late, folder = Late(), tmp_path / kind
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(
@@ -177,16 +175,14 @@ SYNCS: list[Any] = [
 
 
 @pytest.mark.parametrize("settings", SYNCS)
-def test_there_is_nobody_to_synchronize_with(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, settings: dict[str, Any]
-) -> None:
-    class Normed(small):
+def test_there_is_nobody_to_synchronize_with(settings: dict[str, Any]) -> None:
+    class Normed(Small):
         def __init__(self) -> None:
             super().__init__()
             self.body.append(nn.BatchNorm1d(6))
 
     states = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         if kind == "plain":
             trainer = make_trainer(kind, **settings)
         else:
@@ -309,19 +305,12 @@ ALONE: list[Any] = [
 
 @pytest.mark.parametrize(("variables", "environment", "is_given"), ALONE)
 def test_one_launched_process_is_one_process(
-    launched: Any,
-    small: Any,
-    make_trainer: Any,
-    make_loader: Any,
-    assert_alike: Any,
-    variables: dict[str, str],
-    environment: type[ClusterEnvironment],
-    is_given: bool,
+    launched: Any, variables: dict[str, str], environment: type[ClusterEnvironment], is_given: bool
 ) -> None:
     launched(variables)
     weights = []
-    for kind in ("plain", "roundpipe"):
-        trainer, module = make_trainer(kind, **({"plugins": [environment()]} if is_given else {})), small()
+    for kind in KINDS:
+        trainer, module = make_trainer(kind, **({"plugins": [environment()]} if is_given else {})), Small()
         assert type(trainer._accelerator_connector.cluster_environment) is environment
         assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
         assert trainer.is_global_zero
@@ -333,17 +322,11 @@ def test_one_launched_process_is_one_process(
 
 @compat("Plugin", "SLURMEnvironment")
 def test_a_job_is_saved_and_queued_again_on_a_signal(
-    launched: Any,
-    small: Any,
-    make_trainer: Any,
-    make_loader: Any,
-    assert_alike: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes in the middle of a step, from which Lightning saves a checkpoint, and the next job goes on."""
 
-    class Signalled(small):
+    class Signalled(Small):
         is_sent = False
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -357,12 +340,12 @@ def test_a_job_is_saved_and_queued_again_on_a_signal(
     asked: list[Any] = []
     monkeypatch.setattr(signal_connector, "call", lambda command: asked.append(command) or 0)
     found = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         folder = tmp_path / kind
         make_trainer(kind, default_root_dir=folder).fit(Signalled(), make_loader())
         (path,) = folder.glob("hpc_ckpt_*.ckpt")
         saved = torch.load(path, weights_only=False)
-        trainer, module = make_trainer(kind, default_root_dir=folder, max_epochs=2), small()
+        trainer, module = make_trainer(kind, default_root_dir=folder, max_epochs=2), Small()
         trainer.fit(module, make_loader(), weights_only=False)
         found.append([saved["state_dict"], saved["optimizer_states"], saved["global_step"], dict(module.state_dict())])
         assert trainer.global_step == 6
@@ -391,7 +374,7 @@ SEVERAL: list[Any] = [
 
 @compat("Misuse", "several processes of a launcher", "refused", "An error in each of them when the Trainer is made.")
 @pytest.mark.parametrize(("variables", "place"), SEVERAL)
-def test_several_processes_are_refused(launched: Any, make_trainer: Any, variables: dict[str, str], place: str) -> None:
+def test_several_processes_are_refused(launched: Any, variables: dict[str, str], place: str) -> None:
     launched(variables)
     with pytest.raises(MisconfigurationException, match=rf"one process.*this is {place}.*'python train.py'"):
         make_trainer()
@@ -400,9 +383,7 @@ def test_several_processes_are_refused(launched: Any, make_trainer: Any, variabl
 
 @compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
 @pytest.mark.parametrize("environment", [OwnOfThree, KubeflowEnvironment])
-def test_environments_of_several_processes_are_refused(
-    launched: Any, make_trainer: Any, environment: type[ClusterEnvironment]
-) -> None:
+def test_environments_of_several_processes_are_refused(launched: Any, environment: type[ClusterEnvironment]) -> None:
     launched(ranked(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
     with pytest.raises(
         MisconfigurationException, match=rf"process 0 of 3, started by a launcher \({environment.__name__}\)"
@@ -419,16 +400,14 @@ def test_environments_that_need_a_package(environment: type[ClusterEnvironment],
 
 
 @compat("Library", "Jupyter")
-def test_a_notebook_is_fine(
-    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch, assert_alike: Any
-) -> None:
+def test_a_notebook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strategies with a launcher for scripts are refused there; this one has none."""
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
         make_trainer("plain", strategy="ddp", devices=2)
     weights = []
-    for kind in ("plain", "roundpipe"):
-        trainer, module = make_trainer(kind), small()
+    for kind in KINDS:
+        trainer, module = make_trainer(kind), Small()
         for _ in range(2):  # a cell that is run again
             trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
             trainer.fit(module, make_loader())
@@ -437,9 +416,9 @@ def test_a_notebook_is_fine(
 
 
 @compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
-def test_what_is_no_plugin_is_refused_as_in_plain(make_trainer: Any) -> None:
+def test_what_is_no_plugin_is_refused_as_in_plain() -> None:
     messages = []
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         with pytest.raises(MisconfigurationException, match="invalid type for plugin") as caught:
             make_trainer(kind, plugins=["slurm"])
         messages.append(str(caught.value))

@@ -81,7 +81,7 @@ def test_accelerators_that_are_not_there(accelerator: str) -> None:
     both(act)
 
 
-# --- what is written ---------------------------------------------------------------------------------------------------
+# --- what is written --------------------------------------------------------------------------------------------------
 
 
 class Hyperparameters(Logger):
