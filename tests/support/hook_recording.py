@@ -18,6 +18,8 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tests.support.identical import assert_identical
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -82,7 +84,7 @@ class Recording:
             self.entries.append({**entry, "rows": len(batch[0])})
             return
         last["rows"] += len(batch[0])
-        assert_entries_alike([entry], [{key: value for key, value in last.items() if key != "rows"}], exact=True)
+        assert_identical(entry, {key: value for key, value in last.items() if key != "rows"})
 
     def forget_rows_of_the_last_step(self) -> None:
         """For a step that fails: micro-batches after the one that fails do not begin."""
@@ -138,23 +140,3 @@ def _flat_tensor(tensors: list[Any]) -> Tensor:
 def names_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The hooks, in order."""
     return [entry["hook"] for entry in entries]
-
-
-def assert_entries_alike(ours: Any, plain: Any, exact: bool = False, where: str = "") -> None:
-    """Compares nestings of entries: tensors to rounding of float32 sums (unless ``exact``), anything else exactly."""
-    if isinstance(plain, dict):
-        assert list(ours) == list(plain), where
-        for key in plain:
-            assert_entries_alike(ours[key], plain[key], exact, f"{where}.{plain.get('hook', '')}.{key}")
-    elif isinstance(plain, (list, tuple)):
-        assert len(ours) == len(plain), where
-        for index, expected in enumerate(plain):
-            assert_entries_alike(ours[index], expected, exact, f"{where}.{index}")
-    elif isinstance(plain, Tensor):
-        rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-6)
-        if ours.shape != plain.shape or not torch.allclose(ours, plain, rtol=rtol, atol=atol):
-            torch.testing.assert_close(ours, plain, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
-    elif isinstance(plain, float):
-        assert_entries_alike(torch.tensor(ours), torch.tensor(plain), exact, where)
-    else:
-        assert ours == plain, where

@@ -21,10 +21,9 @@ from tests.support.hook_recording import (
     DATAMODULE_HOOKS,
     MODULE_HOOKS,
     Recording,
-    assert_entries_alike,
     names_of,
 )
-from tests.support.parity import make_loader, make_trainer
+from tests.support.parity import assert_alike, make_loader, make_trainer
 from tests.support.rows import compat_each
 from tests.support.small import Small
 
@@ -260,7 +259,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any],
 def test_hooks_of_all_owners_in_order(runs: Any, scenario: str) -> None:
     ours, plain = runs[scenario]
     assert names_of(ours) == names_of(plain)
-    assert_entries_alike(ours, plain)
+    assert_alike(ours, plain)
 
 
 @compat_each(
