@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -242,6 +243,18 @@ def both(act: Callable[[str], Any], **tolerances: float) -> Any:
     plain, ours = (act(kind) for kind in KINDS)
     assert_alike(ours, plain, **tolerances)
     return plain
+
+
+def both_refuse(act: Callable[[str], Any], error: type[Exception] | tuple[type[Exception], ...], match: str) -> None:
+    """What is done with either kind of trainer ends in the same error."""
+
+    def message(kind: str) -> Any:
+        with pytest.raises(error, match=match) as caught:
+            act(kind)
+        # Up to the address of an object.
+        return caught.type.__name__, str(caught.value).split(" object at ")[0]
+
+    both(message)
 
 
 def assert_alike(

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.parity import both, compare, fit, make_loader, make_trainer
+from tests.support.parity import both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -148,12 +148,8 @@ def test_a_closure_that_is_never_called_is_the_error_of_plain() -> None:
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             pass
 
-    def act(kind: str) -> str:
-        with pytest.raises(MisconfigurationException, match="closure hasn't been executed") as error:
-            make_trainer(kind).fit(Forgets(), make_loader())
-        return str(error.value)
-
-    both(act)
+    match = "closure hasn't been executed"
+    both_refuse(lambda kind: make_trainer(kind).fit(Forgets(), make_loader()), MisconfigurationException, match)
 
 
 @compat("LightningModule hook", "optimizer_zero_grad")

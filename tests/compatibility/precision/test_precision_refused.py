@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.parity import KINDS, make_trainer
+from tests.support.parity import both_refuse, make_trainer
 from tests.support.rows import compat
 
 
@@ -27,82 +28,44 @@ def made_without_its_package(kind: type[Precision], precision: str) -> Precision
     return plugin
 
 
-NEED_PACKAGES: list[Any] = [
-    pytest.param(
-        "transformer-engine",
-        marks=compat("Precision", "transformer-engine", "refused", "An error; without the package, Lightning's own."),
-    ),
-    pytest.param(
-        "transformer-engine-float16",
-        marks=compat(
-            "Precision", "transformer-engine-float16", "refused", "An error; without the package, Lightning's own."
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize("precision", NEED_PACKAGES)
+@compat("Precision", "transformer-engine", "refused", "An error; without the package, Lightning's own.")
+@compat("Precision", "transformer-engine-float16", "refused", "An error; without the package, Lightning's own.")
+@pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16"])
 def test_what_needs_a_package_says_so_as_in_plain(precision: str) -> None:
-    messages = []
-    for kind in KINDS:
-        with pytest.raises(ModuleNotFoundError, match="transformer_engine") as caught:
-            make_trainer(kind, precision=precision)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+    both_refuse(partial(make_trainer, precision=precision), ModuleNotFoundError, "transformer_engine")
 
 
-REFUSED: list[Any] = [
-    pytest.param(
-        TransformerEnginePrecision,
-        r"keeps scales outside parameters.*precision='bf16-mixed'",
-        marks=compat(
-            "Plugin",
-            "TransformerEnginePrecision",
-            "refused",
-            "An error when the Trainer is made: its scales live outside parameters and buffers. Use bf16-mixed.",
-        ),
+REFUSED: dict[type[Precision], str] = {
+    TransformerEnginePrecision: r"keeps scales outside parameters.*precision='bf16-mixed'",
+    BitsandbytesPrecision: (
+        "only supported on CUDA GPUs|quantizes weights when they are moved to a GPU.*precision='bf16-mixed'"
     ),
-    pytest.param(
-        BitsandbytesPrecision,
-        "only supported on CUDA GPUs|quantizes weights when they are moved to a GPU.*precision='bf16-mixed'",
-        marks=compat(
-            "Plugin",
-            "BitsandbytesPrecision",
-            "refused",
-            "An error when the Trainer is made: it quantizes weights that are moved to a GPU, and these stay on the "
-            "host. Without a GPU, Lightning's own error.",
-        ),
-    ),
-    pytest.param(
-        FSDPPrecision,
-        r"works with FSDPStrategy only.*precision='bf16-mixed'",
-        marks=compat(
-            "Plugin", "FSDPPrecision", "refused", "An error when the Trainer is made: set precision, without plugin."
-        ),
-    ),
-    pytest.param(
-        DeepSpeedPrecision,
-        r"works with DeepSpeedStrategy only.*precision='bf16-mixed'",
-        marks=compat(
-            "Plugin",
-            "DeepSpeedPrecision",
-            "refused",
-            "An error when the Trainer is made: set precision, without plugin.",
-        ),
-    ),
-    pytest.param(
-        XLAPrecision,
-        r"works with XLAStrategy only.*precision='bf16-mixed'",
-        marks=compat(
-            "Plugin", "XLAPrecision", "refused", "An error when the Trainer is made: set precision, without plugin."
-        ),
-    ),
-]
+    FSDPPrecision: r"works with FSDPStrategy only.*precision='bf16-mixed'",
+    DeepSpeedPrecision: r"works with DeepSpeedStrategy only.*precision='bf16-mixed'",
+    XLAPrecision: r"works with XLAStrategy only.*precision='bf16-mixed'",
+}
 
 
+@compat(
+    "Plugin",
+    "TransformerEnginePrecision",
+    "refused",
+    "An error when the Trainer is made: its scales live outside parameters and buffers. Use bf16-mixed.",
+)
+@compat(
+    "Plugin",
+    "BitsandbytesPrecision",
+    "refused",
+    "An error when the Trainer is made: it quantizes weights that are moved to a GPU, and these stay on the host. "
+    "Without a GPU, Lightning's own error.",
+)
+@compat("Plugin", "FSDPPrecision", "refused", "An error when the Trainer is made: set precision, without plugin.")
+@compat("Plugin", "DeepSpeedPrecision", "refused", "An error when the Trainer is made: set precision, without plugin.")
+@compat("Plugin", "XLAPrecision", "refused", "An error when the Trainer is made: set precision, without plugin.")
 @compat("Misuse", "precision plugin of another strategy", "refused", "An error when the Trainer is made.")
-@pytest.mark.parametrize(("kind", "message"), REFUSED)
-def test_plugins_of_other_strategies_are_refused(kind: type[Precision], message: str) -> None:
+@pytest.mark.parametrize("kind", REFUSED)
+def test_plugins_of_other_strategies_are_refused(kind: type[Precision]) -> None:
+    message = REFUSED[kind]
     with pytest.raises((MisconfigurationException, RuntimeError), match=message):
         make_trainer(plugins=[made_without_its_package(kind, "bf16-mixed")])
     strategy = RoundPipeStrategy(precision_plugin=made_without_its_package(kind, "bf16-mixed"))
@@ -112,14 +75,4 @@ def test_plugins_of_other_strategies_are_refused(kind: type[Precision], message:
 
 @pytest.mark.parametrize("settings", [{"precision": "half"}, {"precision": "16-mixed", "plugins": [Precision()]}])
 def test_impossible_choices_raise_what_plain_raises(settings: dict[str, Any]) -> None:
-    messages = []
-    for kind in KINDS:
-        with pytest.raises(ValueError, match=r"[pP]recision") as caught:
-            make_trainer(kind, **settings)
-        messages.append(_without_address(str(caught.value)))
-    assert messages[0] == messages[1]
-
-
-def _without_address(text: str) -> str:
-    """Up to the address of an object."""
-    return text.split(" object at ")[0]
+    both_refuse(partial(make_trainer, **settings), ValueError, r"[pP]recision")

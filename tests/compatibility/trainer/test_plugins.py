@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.parity import KINDS, assert_alike, make_loader, make_trainer
+from tests.support.identical import assert_identical
+from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -71,8 +73,7 @@ class OwnIO(CheckpointIO):
 @compat("Trainer argument", "plugins")
 @pytest.mark.parametrize("by", ["trainer", "strategy"])
 def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -> None:
-    found = []
-    for kind in KINDS:
+    def act(kind: str) -> Any:
         io, weights = OwnIO(), []
         for epochs, path in ((1, None), (2, tmp_path / kind / "last.ckpt")):
             saving = ModelCheckpoint(tmp_path / kind, every_n_train_steps=2, save_last=True, save_top_k=1)
@@ -85,9 +86,9 @@ def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -
             trainer.fit(module, make_loader(), ckpt_path=path, weights_only=False)
             trainer.save_checkpoint(tmp_path / kind / "own.ckpt", storage_options={"option": 1})
             weights.append(dict(module.state_dict()))
-        found.append([io.calls, weights])
-    assert {call[0] for call in found[0][0]} == {"save", "load", "remove", "teardown"}
-    assert_alike(found[1], found[0])
+        return io.calls, weights
+
+    assert {call[0] for call in both(act)[0]} == {"save", "load", "remove", "teardown"}
 
 
 @compat("Plugin", "TorchCheckpointIO")
@@ -96,9 +97,7 @@ def test_the_default_checkpoint_io(tmp_path: Path) -> None:
     trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), Small()
     trainer.fit(module, make_loader())
     trainer.save_checkpoint(path)
-    other = Small.load_from_checkpoint(path, weights_only=False)
-    for name, value in module.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value)
+    assert_identical(Small.load_from_checkpoint(path, weights_only=False).state_dict(), module.state_dict())
 
 
 class Late(TorchCheckpointIO):
@@ -117,12 +116,11 @@ class Late(TorchCheckpointIO):
 def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
     """Steps that are made before the file is written do not change what is in it."""
 
-    class Allows(Small):
-        def on_train_end(self) -> None:
-            late.may_write.set()
+    def act(kind: str) -> Any:
+        class Allows(Small):
+            def on_train_end(self) -> None:
+                late.may_write.set()
 
-    written = []
-    for kind in KINDS:
         late, folder = Late(), tmp_path / kind
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(
@@ -131,9 +129,10 @@ def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
         trainer.fit(Allows(), make_loader())
         files = sorted(folder.iterdir())
         checkpoints = [torch.load(file, weights_only=False) for file in files]
-        written.append([[c["state_dict"], c["optimizer_states"], c["global_step"]] for c in checkpoints])
         assert len({float(c["state_dict"]["head.weight"].norm()) for c in checkpoints}) == len(files) == 6
-    assert_alike(written[1], written[0])
+        return [[c["state_dict"], c["optimizer_states"], c["global_step"]] for c in checkpoints]
+
+    both(act)
 
 
 @compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without the package torch_xla.")
@@ -149,80 +148,45 @@ class OwnSync(LayerSync):
     """Would put something else in the place of layers."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        raise AssertionError("there is nobody to synchronize with")
+        raise AssertionError("there is one process, and nothing to synchronize")
 
-    def revert(self, model: nn.Module) -> nn.Module:
-        raise AssertionError("there is nobody to synchronize with")
+    revert = apply
 
 
-SYNCS: list[Any] = [
-    pytest.param(
-        {"sync_batchnorm": True},
-        marks=compat(
-            "Trainer argument",
-            "sync_batchnorm",
-            note="A warning: no effect, as on one device. num_microbatches=1 lets batch norm see the whole batch.",
-        ),
-    ),
-    pytest.param(
-        {"plugins": [TorchSyncBatchNorm()]},
-        marks=compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device."),
-    ),
-    pytest.param(
-        {"plugins": [OwnSync()]}, marks=compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
-    ),
+SYNCS: list[dict[str, Any]] = [
+    {"sync_batchnorm": True},
+    {"plugins": [TorchSyncBatchNorm()]},
+    {"plugins": [OwnSync()]},
 ]
 
 
 @pytest.mark.parametrize("settings", SYNCS)
-def test_there_is_nobody_to_synchronize_with(settings: dict[str, Any]) -> None:
+@compat(
+    "Trainer argument",
+    "sync_batchnorm",
+    note="A warning: no effect, as on one device. num_microbatches=1 lets batch norm see the whole batch.",
+)
+@compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device.")
+@compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
+def test_layers_of_one_process_are_not_synchronized(settings: dict[str, Any]) -> None:
     class Normed(Small):
         def __init__(self) -> None:
             super().__init__()
             self.body.append(nn.BatchNorm1d(6))
 
-    states = []
-    for kind in KINDS:
-        if kind == "plain":
-            trainer = make_trainer(kind, **settings)
-        else:
-            with pytest.warns(UserWarning, match=r"no effect with strategy='roundpipe'.*num_microbatches=1"):
-                trainer = make_trainer(kind, num_microbatches=1, **settings)
-        module = Normed()
-        trainer.fit(module, make_loader())
-        assert type(module.body[4]) is nn.BatchNorm1d
-        states.append(dict(module.state_dict()))
-    assert_alike(states[1], states[0])
+    with pytest.warns(UserWarning, match=r"no effect with strategy='roundpipe'.*num_microbatches=1"):
+        runs = compare(Normed, ours={"num_microbatches": 1}, **settings)
+    assert {type(run.module.body[4]) for run in runs} == {nn.BatchNorm1d}
 
 
 # --- cluster environments and launchers -------------------------------------------------------------------------------
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "run",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29400",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "GROUP_RANK": "0",
-    "WORLD_SIZE": "1",
-}
-SLURM = {
-    "SLURM_NTASKS": "1",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_NNODES": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_JOB_ID": "1234",
-}
-KUBEFLOW = {
-    "KUBERNETES_PORT": "tcp://127.0.0.1:443",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29400",
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-}
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400", "RANK": "0", "WORLD_SIZE": "1"}
+TORCHRUN = {**MASTER, "TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+SLURM = {f"SLURM_{name}": "1" for name in ("NTASKS", "NTASKS_PER_NODE", "NNODES")}
+SLURM |= {f"SLURM_{name}": "0" for name in ("PROCID", "LOCALID", "NODEID")}
+SLURM |= {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"}
+KUBEFLOW = {**MASTER, "KUBERNETES_PORT": "tcp://127.0.0.1:443"}
 LSF = {"LSB_JOBID": "1", "JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"}
 # All that a launcher may have set around the tests themselves.
 VARIABLES = {*TORCHRUN, *SLURM, *KUBEFLOW, *LSF, "LSB_DJOB_RANKFILE", "NODE_RANK"}
@@ -260,64 +224,35 @@ class OwnOfThree(Own):
     num_processes = 3
 
 
-ALONE: list[Any] = [
-    pytest.param(
-        {},
-        Own,
-        True,
-        id="own",
-        marks=compat("Plugin", "ClusterEnvironment", note="One process; an error if there are several."),
-    ),
-    pytest.param({}, LightningEnvironment, False, id="python", marks=compat("Plugin", "LightningEnvironment")),
-    pytest.param({}, LightningEnvironment, True, id="python, given"),
-    pytest.param(
-        TORCHRUN,
-        TorchElasticEnvironment,
-        False,
-        id="torchrun",
-        marks=compat("Plugin", "TorchElasticEnvironment", note="One process; an error if torchrun starts several."),
-    ),
-    pytest.param({}, TorchElasticEnvironment, True, id="torchrun, given"),
-    pytest.param(
-        SLURM,
-        SLURMEnvironment,
-        False,
-        id="slurm",
-        marks=compat("Plugin", "SLURMEnvironment", note="One task; an error if srun starts several."),
-    ),
-    pytest.param(SLURM, SLURMEnvironment, True, id="slurm, given"),
-    pytest.param(
-        KUBEFLOW,
-        KubeflowEnvironment,
-        True,
-        id="kubeflow",
-        marks=compat("Plugin", "KubeflowEnvironment", note="One process; an error if there are several."),
-    ),
-    pytest.param(
-        LSF,
-        LSFEnvironment,
-        False,
-        id="lsf",
-        marks=compat("Plugin", "LSFEnvironment", note="One process; an error if jsrun starts several."),
-    ),
-]
+ALONE: dict[str, tuple[dict[str, str], type[ClusterEnvironment], bool]] = {
+    "own": ({}, Own, True),
+    "python": ({}, LightningEnvironment, False),
+    "python, given": ({}, LightningEnvironment, True),
+    "torchrun": (TORCHRUN, TorchElasticEnvironment, False),
+    "torchrun, given": ({}, TorchElasticEnvironment, True),
+    "slurm": (SLURM, SLURMEnvironment, False),
+    "slurm, given": (SLURM, SLURMEnvironment, True),
+    "kubeflow": (KUBEFLOW, KubeflowEnvironment, True),
+    "lsf": (LSF, LSFEnvironment, False),
+}
 
 
-@pytest.mark.parametrize(("variables", "environment", "is_given"), ALONE)
-def test_one_launched_process_is_one_process(
-    launched: Any, variables: dict[str, str], environment: type[ClusterEnvironment], is_given: bool
-) -> None:
+@pytest.mark.parametrize("name", ALONE)
+@compat("Plugin", "ClusterEnvironment", note="One process; an error if there are several.")
+@compat("Plugin", "LightningEnvironment")
+@compat("Plugin", "TorchElasticEnvironment", note="One process; an error if torchrun starts several.")
+@compat("Plugin", "SLURMEnvironment", note="One task; an error if srun starts several.")
+@compat("Plugin", "KubeflowEnvironment", note="One process; an error if there are several.")
+@compat("Plugin", "LSFEnvironment", note="One process; an error if jsrun starts several.")
+def test_one_launched_process_is_one_process(launched: Any, name: str) -> None:
+    variables, environment, is_given = ALONE[name]
     launched(variables)
-    weights = []
-    for kind in KINDS:
-        trainer, module = make_trainer(kind, **({"plugins": [environment()]} if is_given else {})), Small()
+    for run in compare(Small, **({"plugins": [environment()]} if is_given else {})):
+        trainer = run.trainer
         assert type(trainer._accelerator_connector.cluster_environment) is environment
         assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
         assert trainer.is_global_zero
-        trainer.fit(module, make_loader())
-        weights.append(dict(module.state_dict()))
     assert trainer.strategy.launcher is None
-    assert_alike(weights[1], weights[0])
 
 
 @compat("Plugin", "SLURMEnvironment")
@@ -339,34 +274,30 @@ def test_a_job_is_saved_and_queued_again_on_a_signal(
     launched(SLURM)
     asked: list[Any] = []
     monkeypatch.setattr(signal_connector, "call", lambda command: asked.append(command) or 0)
-    found = []
-    for kind in KINDS:
+
+    def act(kind: str) -> Any:
         folder = tmp_path / kind
         make_trainer(kind, default_root_dir=folder).fit(Signalled(), make_loader())
         (path,) = folder.glob("hpc_ckpt_*.ckpt")
         saved = torch.load(path, weights_only=False)
         trainer, module = make_trainer(kind, default_root_dir=folder, max_epochs=2), Small()
         trainer.fit(module, make_loader(), weights_only=False)
-        found.append([saved["state_dict"], saved["optimizer_states"], saved["global_step"], dict(module.state_dict())])
         assert trainer.global_step == 6
+        return saved["global_step"], saved["state_dict"], saved["optimizer_states"], dict(module.state_dict())
+
+    assert both(act)[0] == 1
     assert asked == [["scontrol", "requeue", SLURM["SLURM_JOB_ID"]]] * 2
-    assert found[0][2] == 1
-    assert_alike(found[1], found[0])
-
-
-def ranked(variables: dict[str, str], **changes: str) -> dict[str, str]:
-    return {**variables, **changes}
 
 
 SEVERAL: list[Any] = [
-    pytest.param(ranked(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), "process 1 of 2", id="torchrun"),
-    pytest.param(ranked(TORCHRUN, WORLD_SIZE="4"), "process 0 of 4", id="torchrun, first"),
+    pytest.param(dict(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), "process 1 of 2", id="torchrun"),
+    pytest.param(dict(TORCHRUN, WORLD_SIZE="4"), "process 0 of 4", id="torchrun, first"),
     pytest.param(
-        ranked(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1"),
+        dict(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1"),
         "process 1 of 2",
         id="srun",
     ),
-    pytest.param(ranked(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), "process 3 of 8", id="jsrun"),
+    pytest.param(dict(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), "process 3 of 8", id="jsrun"),
     pytest.param({"RANK": "1", "WORLD_SIZE": "2"}, "process 1 of 2", id="by hand"),
     pytest.param({"LOCAL_RANK": "1"}, r"process 1, ", id="a process of DDP"),
 ]
@@ -384,7 +315,7 @@ def test_several_processes_are_refused(launched: Any, variables: dict[str, str],
 @compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
 @pytest.mark.parametrize("environment", [OwnOfThree, KubeflowEnvironment])
 def test_environments_of_several_processes_are_refused(launched: Any, environment: type[ClusterEnvironment]) -> None:
-    launched(ranked(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
+    launched(dict(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
     with pytest.raises(
         MisconfigurationException, match=rf"process 0 of 3, started by a launcher \({environment.__name__}\)"
     ):
@@ -405,24 +336,22 @@ def test_a_notebook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
         make_trainer("plain", strategy="ddp", devices=2)
-    weights = []
-    for kind in KINDS:
+
+    def act(kind: str) -> Any:
         trainer, module = make_trainer(kind), Small()
         for _ in range(2):  # a cell that is run again
             trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
             trainer.fit(module, make_loader())
-        weights.append(dict(module.state_dict()))
-    assert_alike(weights[1], weights[0])
+        return dict(module.state_dict())
+
+    both(act)
 
 
 @compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
 def test_what_is_no_plugin_is_refused_as_in_plain() -> None:
-    messages = []
-    for kind in KINDS:
-        with pytest.raises(MisconfigurationException, match="invalid type for plugin") as caught:
-            make_trainer(kind, plugins=["slurm"])
-        messages.append(str(caught.value))
-        with pytest.raises(MisconfigurationException, match="multiple values for CheckpointIO"):
-            make_trainer(kind, plugins=[TorchCheckpointIO(), TorchCheckpointIO()])
-    assert messages[0] == messages[1]
+    for plugins, match in (
+        (["slurm"], "invalid type for plugin"),
+        ([TorchCheckpointIO(), TorchCheckpointIO()], "multiple values for CheckpointIO"),
+    ):
+        both_refuse(partial(make_trainer, plugins=plugins), MisconfigurationException, match)
     assert isinstance(L.Trainer(strategy="roundpipe", logger=False, barebones=True).strategy, RoundPipeStrategy)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
+from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -72,13 +72,8 @@ def test_several_nodes_are_refused() -> None:
 def test_accelerators_that_are_not_there(accelerator: str) -> None:
     if accelerator == "cuda" and torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
-
-    def act(kind: str) -> Any:
-        with pytest.raises((ModuleNotFoundError, MisconfigurationException, ValueError)) as caught:
-            make_trainer(kind, accelerator=accelerator)
-        return caught.type.__name__, str(caught.value)
-
-    both(act)
+    errors = (ModuleNotFoundError, MisconfigurationException, ValueError)
+    both_refuse(lambda kind: make_trainer(kind, accelerator=accelerator), errors, "")
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
