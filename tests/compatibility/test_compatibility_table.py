@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 
+from tests.compatibility.inventory import ONLY_IN, inventory
 from tests.compatibility.table import (
     COMMAND,
     PAGE,
@@ -18,7 +19,6 @@ from tests.compatibility.table import (
     marks_of,
     page_of,
 )
-from tests.support.inventory import ONLY_IN, inventory
 from tests.support.rows import KINDS
 
 IMPORT = "from tests.support.rows import compat\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.inventory import inventory
+from tests.compatibility.inventory import inventory
+from tests.support.parity import KINDS, assert_alike, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import WIDTH, Small
 
@@ -131,29 +132,28 @@ class Asking(Small):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Record, L.Trainer]]:
     """By kind of trainer: what was said during ``fit``, ``test`` and ``predict`` and after each, and the trainer."""
     found = {}
-    for kind in ("plain", "roundpipe"):
+    for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
-        own: dict[str, Any] = {"devices": 1}
-        if kind == "roundpipe":
-            own = {"devices": 2, "strategy": RoundPipeStrategy(num_microbatches=3, threads_per_device=1)}
-        trainer = L.Trainer(
-            accelerator="cpu",
+        trainer = make_trainer(
+            kind,
             default_root_dir=folder,
             max_epochs=2,
             min_epochs=1,
             limit_train_batches=2,
             num_sanity_val_steps=1,
-            enable_model_summary=False,
+            enable_checkpointing=True,
+            enable_progress_bar=True,
             log_every_n_steps=1,
             callbacks=[ModelCheckpoint(monitor="val"), EarlyStopping("val"), Quiet()],
             logger=CSVLogger(folder, version=0),
-            **own,
         )
-        module = Asking(str(folder))
-        loader = torch.utils.data.DataLoader(_rows(20), batch_size=8)
-        for name, call in _calls(trainer, module, loader).items():
-            call()
-            module.ask(f"after {name}")
+        module, loader = Asking(str(folder)), make_loader()
+        trainer.fit(module, loader, loader)
+        module.ask("after fit")
+        trainer.test(module, loader, ckpt_path="best", verbose=False)
+        module.ask("after test")
+        trainer.predict(module, loader)
+        module.ask("after predict")
         found[kind] = (module._record, trainer)
     return found
 
@@ -164,21 +164,6 @@ class Quiet(TQDMProgressBar):
     @property
     def is_disabled(self) -> bool:
         return True
-
-
-def _rows(count: int) -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(count)
-    return torch.utils.data.TensorDataset(
-        torch.randn(count, WIDTH, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
-def _calls(trainer: L.Trainer, module: L.LightningModule, loader: Any) -> dict[str, Callable[[], Any]]:
-    return {
-        "fit": lambda: trainer.fit(module, loader, loader),
-        "test": lambda: trainer.test(module, loader, ckpt_path="best", verbose=False),
-        "predict": lambda: trainer.predict(module, loader),
-    }
 
 
 @compat_each(
@@ -197,7 +182,7 @@ def _calls(trainer: L.Trainer, module: L.LightningModule, loader: Any) -> dict[s
     "trainer fabric example_input_array current_epoch global_step global_rank local_rank on_gpu automatic_optimization "
     "strict_loading logger loggers device_mesh hparams hparams_initial dtype device",
 )
-def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]], assert_alike: Callable[..., None]) -> None:
+def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]]) -> None:
     plain, ours = runs["plain"][0], runs["roundpipe"][0]
     assert len(plain) > 20
     assert_alike(ours, plain)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
-from tests.support.hook_recording import (
+from tests.compatibility.hooks.hook_recording import (
     CALLBACK_HOOKS,
     DATAMODULE_HOOKS,
     MODULE_HOOKS,

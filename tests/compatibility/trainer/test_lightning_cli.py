@@ -21,6 +21,8 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink, lightning_cli
 from lightning_roundpipe.options import LOSS_WEIGHTS
 from tests.support.forks import Forks
+from tests.support.identical import assert_identical
+from tests.support.parity import assert_alike
 from tests.support.rows import compat
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -178,7 +180,7 @@ def numbers_of(table: str) -> list[Any]:
 @compat("LightningCLI", "command `roundpipe-lightning`")
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
-def test_all_commands_from_yaml(config: Any, project: str, tmp_path: Path, assert_alike: Any) -> None:
+def test_all_commands_from_yaml(config: Any, project: str, tmp_path: Path) -> None:
     plain = run_all(config, project, tmp_path / "plain", {"strategy": "auto", "devices": 1})
     assert plain["scheduler"][0]["last_epoch"] == 2
     assert len(plain["metrics"]["fit"]) == 1 + 2 * 5
@@ -302,7 +304,10 @@ def test_help(project: str, capsys: pytest.CaptureFixture[str]) -> None:
 @compat("LightningCLI", "`SaveConfigCallback`")
 @pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
 def test_configurations_can_be_read_again(
-    config: Any, project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_alike: Any
+    config: Any,
+    project: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = str(config({"devices": 2, "max_epochs": 1}))
     arguments = ["--trainer.strategy.num_microbatches=3", "--trainer.strategy.virtual_copies.gb_per_s=50"]
@@ -328,7 +333,7 @@ def test_configurations_can_be_read_again(
         (checkpoint,) = logs.rglob("*.ckpt")
         weights.append(dict(torch.load(checkpoint, weights_only=False)["state_dict"]))
         assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["strategy"] == strategy
-    assert_alike(weights[1], weights[0], rtol=0.0, atol=0.0)
+    assert_identical(weights[1], weights[0])
 
 
 @compat("LightningCLI", "`link_arguments`, `subclass_mode_model`, `subclass_mode_data`")
