@@ -2,7 +2,7 @@
 
 [Note: inventory]
 Names are read from Lightning itself, so that a new version with a new argument, hook or callback fails the test of the
-table until somebody has written a row. Kinds that are not in :func:`inventory` (``Library``, ``Misuse``) have rows as
+table until there is a row for it. Kinds that are not in :func:`inventory` (``Library``, ``Misuse``) have rows as
 their tests give them. Names that only some of the supported versions have are in :data:`ONLY_IN`.
 """
 

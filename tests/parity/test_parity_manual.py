@@ -248,7 +248,7 @@ class Attributes(Gan):
 
 
 class Forgiving(Gan):
-    """A hook that fails, and code that goes on without that step; an output that nobody differentiates."""
+    """A hook that fails, and code that goes on without that step; an output that is not differentiated."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)

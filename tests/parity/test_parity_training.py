@@ -116,7 +116,7 @@ def test_post_accumulate_hooks_see_whole_gradients(
     run = assert_parity(AccumulationHook, six_vectors, **pipeline, min_calls=6)
     expected = train(AccumulationHook, six_vectors).module.norms
     assert len(run.module.norms) == len(expected) == 6
-    # Within a step the order of two parameters is nobody's promise.
+    # Within a step the order of two parameters is not fixed.
     for step in range(3):
         mine, plain = (sorted(norms[2 * step : 2 * step + 2]) for norms in (run.module.norms, expected))
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
