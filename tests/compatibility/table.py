@@ -137,7 +137,7 @@ class _File:
     tests: list[tuple[str, set[str]]] = field(default_factory=list)  # id, names in its decorators
     constants: dict[str, ast.AST] = field(default_factory=dict)  # what is assigned on the level of the module
     marks: list[Mark] = field(default_factory=list)
-    shared: list[ast.AST] = field(default_factory=list)  # marks of whole modules and classes
+    shared: list[ast.AST] = field(default_factory=list)  # marks of the whole module
     needs: dict[str, list[str]] = field(default_factory=dict)  # packages without which a test is skipped
 
     def place(self, node: ast.AST) -> str:
@@ -152,43 +152,35 @@ class _File:
                 if any(_calls(parameter)):
                     _refuse_hidden_skips(parameter.keywords, self.place(parameter))
 
-    def read(self, statements: Iterable[ast.stmt], prefix: str = "", names: frozenset[str] = frozenset()) -> None:
-        """Goes through a module or class. ``names`` are those in decorators of the classes around."""
+    def read(self, statements: Iterable[ast.stmt]) -> None:
+        """Goes through a module."""
         for node in statements:
-            if isinstance(node, ast.ClassDef):
-                inner = f"{prefix}{node.name}::"
-                self._read_decorators(node, f"{self.path}::{prefix}{node.name}")
-                self.read(node.body, inner, names | _names(node.decorator_list))
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                test = f"{self.path}::{prefix}{node.name}"
-                self._read_decorators(node, test)
-                if node.name.startswith("test"):
-                    self.tests.append((test, set(names | _names(node.decorator_list))))
-                    self.needs[test] = [str(ast.literal_eval(c.args[0])) for c in _calls(node, "importorskip")]
-                self._refuse_marks([*node.body, node.args])
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._read_function(node)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-                self._read_assignment(node, prefix)
+                self._read_assignment(node)
             else:
                 self._refuse_marks([node])
 
-    def _read_decorators(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, test: str) -> None:
-        if not any(any(_calls(entry)) for entry in node.decorator_list):
-            return
-        if not node.name.lower().startswith("test"):
-            raise TableError(f"{self.place(node)}: {node.name} has a compat() mark and is no test")
-        direct = [entry for entry in node.decorator_list if not any(_calls(entry, "parametrize"))]
-        _refuse_hidden_skips(direct, self.place(node))
-        self.add(node.decorator_list, test)
+    def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        test = f"{self.path}::{node.name}"
+        if any(any(_calls(entry)) for entry in node.decorator_list):
+            if not node.name.startswith("test"):
+                raise TableError(f"{self.place(node)}: {node.name} has a compat() mark and is no test")
+            direct = [entry for entry in node.decorator_list if not any(_calls(entry, "parametrize"))]
+            _refuse_hidden_skips(direct, self.place(node))
+            self.add(node.decorator_list, test)
+        if node.name.startswith("test"):
+            self.tests.append((test, _names(node.decorator_list)))
+            self.needs[test] = [str(ast.literal_eval(c.args[0])) for c in _calls(node, "importorskip")]
+        self._refuse_marks([*node.body, node.args])
 
-    def _read_assignment(self, node: ast.Assign | ast.AnnAssign, prefix: str) -> None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = _names(targets)
+    def _read_assignment(self, node: ast.Assign | ast.AnnAssign) -> None:
+        names = _names(node.targets if isinstance(node, ast.Assign) else [node.target])
         if node.value is None:
             return
         if names == {"pytestmark"}:
             self.shared.append(node.value)
-            self.add([node.value], f"{self.path}::{prefix}".rstrip(":"))
-        elif prefix:
             self._refuse_marks([node.value])
         else:
             self.constants.update(dict.fromkeys(names, node.value))
@@ -233,8 +225,11 @@ def all_marks(tests: Path = ROOT / "tests") -> list[Mark]:
     """Marks of all test files, in the order of their paths. Raises TableError, with all that is wrong."""
     marks, errors = [], []
     for path in sorted(tests.rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "compat" not in source:
+            continue
         try:
-            marks += marks_of(path.read_text(encoding="utf-8"), path.relative_to(tests).as_posix())
+            marks += marks_of(source, path.relative_to(tests).as_posix())
         except TableError as error:
             errors.append(str(error))
     if errors:

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.models import vectors
+
 WIDTH = 8
 
 
-def vectors() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(41)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (11, 11, 7)]
+def data() -> list[tuple[Tensor, Tensor]]:
+    return vectors(11, 11, 7)
 
 
 def tokens() -> list[Tensor]:
@@ -76,14 +77,14 @@ class DropoutTransformer(L.LightningModule):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
 
-MODELS = [(DropoutInAndOutsideUnits, vectors), (DropoutTransformer, tokens)]
+MODELS = [(DropoutInAndOutsideUnits, data), (DropoutTransformer, tokens)]
 with_models = pytest.mark.parametrize(
     ("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS]
 )
 
 
 @with_models
-@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 5])
 @pytest.mark.ways("aliases")
 def test_results_are_bit_identical_for_every_number_of_devices(
     train: Callable[..., Any],
@@ -95,9 +96,9 @@ def test_results_are_bit_identical_for_every_number_of_devices(
     options = {"round_size": num_microbatches}
     outcomes = [
         train(model, make_data, devices=n, num_microbatches=num_microbatches, strategy_options=options)
-        for n in (1, 2, 4, 8)
+        for n in (1, 2, 4)
     ]
-    assert min(outcomes[0].num_calls) >= 3
+    assert min(outcomes[0].watch.num_calls) >= 3
     for outcome in outcomes[1:]:
         assert_same(outcome, outcomes[0], exact=True)
     copies = train(
@@ -117,7 +118,7 @@ def test_the_seed_decides(
     """Other steps and other micro-batches draw other numbers: equal rows get unequal losses."""
     repeated = [make_data()[0]] * 3
     outcome = train(model, lambda: repeated, devices=2, num_microbatches=3, optimizer=lambda p: torch.optim.SGD(p, 0.0))
-    assert len({loss.item() for loss in outcome.losses}) == 3
+    assert len({outputs["loss"].item() for outputs in outcome.watch.losses}) == 3
 
 
 @with_models
@@ -131,7 +132,7 @@ def test_one_microbatch_draws_what_it_differentiates(
     of the loss other than the predicted one.
     """
     step = 1e-5
-    data = make_data()[:1]
+    first = make_data()[:1]
 
     def loss_after(moved: float, gradients: dict[str, Tensor]) -> Any:
         def make() -> L.LightningModule:
@@ -144,7 +145,7 @@ def test_one_microbatch_draws_what_it_differentiates(
 
         return train(
             make,
-            lambda: data,
+            lambda: first,
             devices=2,
             num_microbatches=4,
             steps=1,
@@ -153,7 +154,9 @@ def test_one_microbatch_draws_what_it_differentiates(
         )
 
     before = loss_after(0.0, {})
-    gradients = {name: g for name, g in before.gradients.items() if g is not None}
+    gradients = {name: g for name, g in before.watch.gradients[-1].items() if g is not None}
     after = loss_after(step, gradients)
     predicted = sum(g.square().sum() for g in gradients.values()) * step
-    torch.testing.assert_close(before.losses[0] - after.losses[0], predicted, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        before.watch.losses[0]["loss"] - after.watch.losses[0]["loss"], predicted, rtol=1e-3, atol=0
+    )

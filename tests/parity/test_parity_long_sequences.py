@@ -114,8 +114,8 @@ def test_weight_of_the_head_in_the_loss(
     if loss is fused and not hasattr(nn, "LinearCrossEntropyOptions"):
         pytest.skip("this torch has no linear_cross_entropy in pieces")
     monkeypatch.setattr(loose_parameters, "LARGE_BYTES", 0)  # gradients are added up on the device
-    outcome = assert_parity(maker(loss, tied), batches, **pipeline)
-    assert set(outcome.num_calls) == {1 + 4 + 1}  # the head is no unit
+    run = assert_parity(maker(loss, tied), batches, **pipeline)
+    assert set(run.watch.num_calls) == {1 + 4 + 1}  # the head is no unit
     if uses:
         assert all(uses) or loss is in_pieces  # a checkpoint recomputes in the middle of a backward
 

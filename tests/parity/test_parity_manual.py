@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -15,9 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader
 
-from lightning_roundpipe import RoundPipeStrategy
+from tests.support.identical import assert_identical
+from tests.support.parity import KINDS, assert_alike, compare, fit
 from tests.support.rows import compat
 
 WIDTH = 6
@@ -102,7 +100,8 @@ class Carried(Gan):
         critic.zero_grad()
         self.manual_backward(loss)
         critic.step()
-        self.log("critic", loss)
+        self.log("critic", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", real.max(), reduce_fx="max", on_step=True, on_epoch=True)
         loss = self.generator_loss(fake)
         generator.zero_grad()
         self.manual_backward(loss)
@@ -135,6 +134,26 @@ class Toggled(Gan):
             critic.step()
             critic.zero_grad()
         return {"loss": loss, "norm": norm, "fake": fake}
+
+
+class InTurns(Gan):
+    """Toggled by a context manager, which must leave frozen what was frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.D[3].bias.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, z = batch
+        for index, optimizer in enumerate(self.optimizers()):
+            with self.toggled_optimizer(optimizer):
+                self._note("toggled", index)
+                loss = self.critic_loss(real, self.G(z)) if index else self.generator_loss(self.G(z))
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            self._note("toggled back", index)
+            self.log(f"loss{index}", loss)
 
 
 class Retained(Gan):
@@ -229,7 +248,7 @@ class Attributes(Gan):
 
 
 class Forgiving(Gan):
-    """A hook that fails, and code that goes on without that step; an output that nobody differentiates."""
+    """A hook that fails, and code that goes on without that step; an output that is not differentiated."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -297,94 +316,21 @@ class OwnObjects(Gan):
         self.log("lr", generator.param_groups[0]["lr"])
 
 
-@dataclass
-class Outcome:
-    """What a run left behind, after every batch: weights, optimizer states, logged values; and the events."""
-
-    weights: list[list[Tensor]] = field(default_factory=list)
-    states: list[Any] = field(default_factory=list)
-    logged: list[dict[str, Tensor]] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    num_calls: list[int] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    global_step: int = 0
-
-
-class Recorder(L.Callback):
-    def __init__(self) -> None:
-        self.outcome = Outcome()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        here = self.outcome
-        here.weights.append([p.detach().clone() for p in pl_module.parameters()])
-        here.states.append([_tensors(optimizer.state_dict()) for optimizer in trainer.optimizers])
-        here.logged.append({name: value.clone() for name, value in trainer.logged_metrics.items()})
-        here.outputs.append(_tensors(outputs))
-        if isinstance(trainer.strategy, RoundPipeStrategy):
-            here.num_calls.append(trainer.strategy.last_step.partition.num_calls)
+MODULES: list[Any] = [
+    *(Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiving, Reading, OwnObjects),
+    pytest.param(
+        InTurns,
+        marks=[
+            compat("LightningModule method", "toggled_optimizer"),
+            pytest.mark.skipif(
+                not hasattr(L.LightningModule, "toggled_optimizer"), reason="Lightning 2.5.0 does not have it yet"
+            ),
+        ],
+    ),
+]
 
 
-def _tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tensors(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_tensors(entry) for entry in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def train(
-    make: Callable[[], Gan], *, devices: int | None = None, num_microbatches: int = 3, count: int = 4, **options: Any
-) -> Outcome:
-    """Trains for ``count`` batches: pipelined over ``devices``, or (None) plain, on one device."""
-    module, recorder = make(), Recorder()
-    strategy: Any = "auto"
-    if devices is not None:
-        strategy = RoundPipeStrategy(num_microbatches=num_microbatches, threads_per_device=1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices or 1,
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    torch.manual_seed(6)
-    trainer.fit(module, DataLoader(batches(count), batch_size=None, collate_fn=lambda batch: batch))
-    recorder.outcome.events = module.events
-    recorder.outcome.global_step = trainer.global_step
-    return recorder.outcome
-
-
-def assert_same(actual: Any, expected: Any, where: str = "", *, exact: bool = False) -> None:
-    if isinstance(expected, Tensor):
-        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-4, "atol": 2e-6}
-        torch.testing.assert_close(actual, expected, **tolerance, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), where
-        for key in expected:
-            assert_same(actual[key], expected[key], f"{where}.{key}", exact=exact)
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(one, other, f"{where}[{i}]", exact=exact)
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, rel=1e-6), where
-    else:
-        assert actual == expected, f"{where}: {actual!r} instead of {expected!r}"
-
-
-def assert_same_outcome(actual: Outcome, expected: Outcome, **kwargs: Any) -> None:
-    for name in ("weights", "states", "logged", "outputs", "events", "global_step"):
-        assert_same(getattr(actual, name), getattr(expected, name), name, **kwargs)
-    moved = (expected.weights[-1][0] - expected.weights[0][0]).abs().max()
-    assert moved > 0, "the plain run has trained nothing: the comparison would prove nothing"
-
-
-MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiving, Reading, OwnObjects]
+ONE = {"num_microbatches": 1}
 
 
 @compat("LightningModule method", "manual_backward")
@@ -393,26 +339,31 @@ MODULES = [Carried, Toggled, Retained, Closures, Accumulated, Attributes, Forgiv
 @compat("LightningModule method", "toggle_optimizer")
 @compat("LightningModule method", "untoggle_optimizer")
 @compat("LightningModule method", "clip_gradients")
+@compat("LightningModule method", "log (in manual optimization)")
 @compat("LightningModule attribute", "automatic_optimization")
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.ways("lazy")
 def test_equal_to_one_device(module: type[Gan]) -> None:
-    count = 6 if module is Accumulated else 4
     # LBFGS divides by small differences of gradients: in float32 it follows the rounding.
     options = {"precision": "64-true"} if module is Closures else {}
-    plain = train(module, count=count, **options)
-    ours = train(module, devices=2, count=count, **options)
-    assert_same_outcome(ours, plain)
+    _, ours = compare(
+        module,
+        batches(6 if module is Accumulated else 4),
+        seed=6,
+        also=lambda run: run.module.events,
+        tolerances={"rtol": 2e-4, "atol": 2e-6},
+        **options,
+    )
     # Both networks were in pipelined segments, layer by layer: a part of them would be fewer calls.
-    assert min(ours.num_calls[1:]) >= 8
+    assert min(ours.watch.num_calls[1:]) >= 8
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.ways("aliases")
 def test_one_microbatch_is_exact(module: type[Gan]) -> None:
-    plain = train(module)
-    ours = train(module, devices=2, num_microbatches=1)
-    assert_same_outcome(ours, plain, exact=True)
+    plain, ours = (fit(kind, module, batches(), seed=6, **more) for kind, more in (("plain", {}), ("roundpipe", ONE)))
+    plain.assert_moved()
+    assert_identical([ours.results, ours.module.events], [plain.results, plain.module.events])
 
 
 @pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last barrier"])
@@ -438,8 +389,8 @@ def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
 
     message = r"the gradient \(.grad\) of 'D.*made 3 times: clip with self.clip_gradients\(...\), or call torch.nn"
     with pytest.raises(MisconfigurationException, match=message):
-        train(Changing, devices=2)
-    train(Changing, devices=2, num_microbatches=1)
+        fit("roundpipe", Changing, batches())
+    fit("roundpipe", Changing, batches(), **ONE)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
@@ -448,7 +399,7 @@ def test_a_loss_that_is_no_scalar() -> None:
             self.manual_backward(self.D(batch[0]))
 
     with pytest.raises(MisconfigurationException, match=r"a loss of shape \(3, 1\): it must be a scalar"):
-        train(Rows, devices=2)
+        fit("roundpipe", Rows, batches())
 
 
 @pytest.mark.ways("lazy")
@@ -456,27 +407,19 @@ def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     class Dropped(Carried):
         dropout = 0.4
 
-    one, three = train(Dropped, devices=1), train(Dropped, devices=3)
-    other = train(Carried, devices=1)
-    assert_same(three.weights, one.weights)
-    assert not torch.equal(one.weights[0][0], other.weights[0][0])
+    one, three = (fit("roundpipe", Dropped, batches(), seed=6, devices=devices) for devices in (1, 3))
+    assert_alike(three.state, one.state)
+    other = fit("roundpipe", Carried, batches(), seed=6, devices=1)
+    assert not torch.equal(one.state["G.0.weight"], other.state["G.0.weight"])
 
 
 def test_loss_scaling() -> None:
     """Scaled in the backward, taken out before the step; a step that overflows is skipped, and the scale halved."""
-
-    def plugin() -> MixedPrecision:
+    runs, scales = [], []
+    for kind in KINDS:
         # So large that the first steps overflow in float16.
-        return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**22))
-
-    kept: list[MixedPrecision] = []
-    outcomes = []
-    for devices in (None, 2):
-        kept.append(plugin())
-        outcomes.append(train(Carried, devices=devices, num_microbatches=2, count=6, plugins=[kept[-1]]))
-    scales = [one.scaler.get_scale() for one in kept]
-    assert scales[0] == scales[1]
-    assert scales[0] < 2.0**22
-    plain, ours = outcomes
-    for one, other in zip(ours.weights[-1], plain.weights[-1], strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**22))
+        runs.append(fit(kind, Carried, batches(6), seed=6, num_microbatches=2, plugins=[plugin]))
+        scales.append(plugin.scaler.get_scale())  # type: ignore[union-attr]
+    assert scales[0] == scales[1] < 2.0**22
+    assert_alike(runs[1].state, runs[0].state, rtol=2e-2, atol=2e-3)

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.models import Chain, vectors
+
 DEVICES = (1, 2, 4, 8)
 GRID = [(n, m) for n in DEVICES for m in dict.fromkeys((1, 2, 3, n + 1))]
+CORNERS = [(1, 1), (1, 3), (2, 2), (4, 5), (8, 2), (8, 9)]
 
 
-class Block(nn.Module):
+class NormedBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -27,22 +30,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class ResidualMLP(L.LightningModule):
-    def __init__(self, width: int = 8, depth: int = 5) -> None:
+class ResidualMLP(Chain):
+    def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self(x), y)
+        self.blocks = nn.ModuleList(NormedBlock(6) for _ in range(5))
 
 
 class SmallTransformer(L.LightningModule):
@@ -66,44 +57,37 @@ class SmallTransformer(L.LightningModule):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())}
 
 
-def regression_data(sizes: tuple[int, ...] = (4, 4, 2)) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
-
-
 def token_data(sizes: tuple[int, ...] = (7, 7, 7)) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     return [{"tokens": torch.randint(13, (n, 6), generator=generator)} for n in sizes]
 
 
 def ten_rows_in_batches_of_four() -> DataLoader[tuple[Tensor, ...]]:
-    x, y = (torch.cat(part) for part in zip(*regression_data(), strict=True))
+    x, y = (torch.cat(part) for part in zip(*vectors(4, 4, 2), strict=True))
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
 def large_batches() -> list[tuple[Tensor, Tensor]]:
-    return regression_data((11, 11, 5))
+    return vectors(11, 11, 5)
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
 def test_residual_mlp(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    outcome = assert_parity(ResidualMLP, large_batches, devices=devices, num_microbatches=num_microbatches, min_calls=7)
-    assert outcome.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
+    run = assert_parity(ResidualMLP, large_batches, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
 
 
-@pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+@pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
 @pytest.mark.ways("aliases")
 def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    outcome = assert_parity(
+    run = assert_parity(
         ResidualMLP, ten_rows_in_batches_of_four, devices=devices, num_microbatches=num_microbatches, min_calls=7
     )
-    assert outcome.num_microbatches == [min(num_microbatches, n) for n in (4, 4, 2)]
+    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (4, 4, 2)]
 
 
-@pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
+@pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
 @pytest.mark.ways("lazy")
 def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    outcome = assert_parity(
-        SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7
-    )
-    assert outcome.num_microbatches == [min(num_microbatches, 7)] * 3
+    run = assert_parity(SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    assert run.watch.num_microbatches == [min(num_microbatches, 7)] * 3

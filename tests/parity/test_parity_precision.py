@@ -11,7 +11,6 @@ Three statements, from strict to loose:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -19,26 +18,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import lightning as L
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.integration.steps.loss import expected_scale
+from tests.support.huggingface import VOCAB, build
+from tests.support.identical import assert_identical
+from tests.support.models import Block, vectors
+from tests.support.parity import Run, fit
 from tests.support.rows import compat_each
 
 WIDTH = 8
-VOCAB = 24
-LABELS = {"strategy_options": {"loss_weight": "causal_label_tokens"}}
 sgd = torch.optim.SGD
 
 
@@ -52,24 +49,22 @@ def mixed(precision: Any, **options: Any) -> dict[str, Any]:
     return {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
 
 
-class Block(nn.Module):
+class NormedBlock(Block):
     def __init__(self, width: int) -> None:
-        super().__init__()
+        super().__init__(width)
         self.norm = nn.LayerNorm(width)
-        self.inner = nn.Linear(width, width)
-        self.outer = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(torch.tanh(self.inner(self.norm(x))))
 
 
-class Chain(L.LightningModule):
+class MixedChain(L.LightningModule):
     """Regression; ``boosts`` multiply the losses of batches, by their index."""
 
     def __init__(self, boosts: dict[int, float] | None = None, width: int = WIDTH) -> None:
         super().__init__()
         self.stem = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.blocks = nn.ModuleList(NormedBlock(width) for _ in range(4))
         self.head = nn.Linear(width, 2)
         self.boosts = boosts or {}
         self.scales: list[float] = []
@@ -80,7 +75,10 @@ class Chain(L.LightningModule):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return F.mse_loss(self.head(x).float(), y) * self.boosts.get(batch_idx, 1.0)
+        return F.mse_loss(self.head(self.mix(x)).float(), y) * self.boosts.get(batch_idx, 1.0)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         plugin = self.trainer.precision_plugin
@@ -104,22 +102,17 @@ class Careful(nn.Module):
             return x + torch.tanh(self.inner(x.float()))
 
 
-class PartlyMixed(Chain):
+class PartlyMixed(MixedChain):
     """Regions without autocast in a unit and between units."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Careful() if i % 2 else Block(WIDTH) for i in range(4))
+        self.blocks = nn.ModuleList(Careful() if i % 2 else NormedBlock(WIDTH) for i in range(4))
         self.register_buffer("mixing", torch.randn(WIDTH, WIDTH))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
+    def mix(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            x = torch.tanh(x.float() @ self.mixing)
-        return F.mse_loss(self.head(x).float(), y)
+            return torch.tanh(x.float() @ self.mixing)
 
 
 class Encoder(L.LightningModule):
@@ -147,29 +140,18 @@ class Adapted(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = hf.Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=4,
-            initializer_range=0.2,
-        )
-        lora = peft.LoraConfig(
+        config = peft.LoraConfig(
             task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
         )
-        self.model = peft.get_peft_model(hf.Qwen3ForCausalLM(config), lora)
+        self.model = peft.get_peft_model(build("qwen3"), config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (tokens,) = batch
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-def vectors(sizes: tuple[int, ...] = (8, 8, 6, 8, 8, 8)) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(31)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
+def data() -> list[tuple[Tensor, Tensor]]:
+    return vectors(8, 8, 6, 8, 8, 8)
 
 
 def texts() -> list[tuple[Tensor, ...]]:
@@ -178,8 +160,8 @@ def texts() -> list[tuple[Tensor, ...]]:
 
 
 MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
-    "chain": (Chain, vectors),
-    "regions": (PartlyMixed, vectors),
+    "chain": (MixedChain, data),
+    "regions": (PartlyMixed, data),
     "encoder": (Encoder, texts),
     "lora": (Adapted, texts),
 }
@@ -241,8 +223,8 @@ def test_half_of_the_bytes_go_up(train: Callable[..., Any], way_to_copy: str) ->
     """Weights of linear layers are nearly all that travels: wide layers, few rows."""
     runs = {
         precision: train(
-            lambda: Chain(width=64),
-            lambda: vectors((2,) * 4),
+            lambda: MixedChain(width=64),
+            lambda: vectors(2, 2, 2, 2),
             devices=1,  # on several, what travels depends on the plan, which depends on measured times
             num_microbatches=2,
             trainer_options=mixed(precision),
@@ -267,7 +249,7 @@ DATA = 14
 
 
 def long_data() -> list[tuple[Tensor, ...]]:
-    return vectors((8,) * DATA)
+    return vectors(*[8] * DATA)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -286,7 +268,7 @@ def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(
 ) -> None:
     """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
     options = SETTINGS[setting]
-    make = partial(Chain, BOOSTS)
+    make = partial(MixedChain, BOOSTS)
     runs = [
         train(
             make,
@@ -321,7 +303,7 @@ def test_small_gradients_survive(train: Callable[..., Any]) -> None:
     boosts = dict.fromkeys(range(DATA), 1e-8)
     runs = [
         train(
-            lambda: Chain(boosts),
+            lambda: MixedChain(boosts),
             long_data,
             **kind,
             optimizer=lambda parameters: sgd(parameters, lr=1e6),
@@ -331,7 +313,7 @@ def test_small_gradients_survive(train: Callable[..., Any]) -> None:
         for kind, scale in (({}, 2.0**24), ({"devices": 2, "num_microbatches": 4}, 2.0**24), ({}, 1.0))
     ]
     plain, ours, vanished = runs
-    start = untrained(Chain)
+    start = untrained(MixedChain)
     assert difference(vanished, start) < 0.5 * difference(plain, start)
     assert difference(ours, plain) < 1e-2 * difference(plain, start)
 
@@ -339,7 +321,7 @@ def test_small_gradients_survive(train: Callable[..., Any]) -> None:
 def test_a_fused_optimizer_takes_out_the_scale_itself(train: Callable[..., Any]) -> None:
     runs = [
         train(
-            lambda: Chain(BOOSTS),
+            lambda: MixedChain(BOOSTS),
             long_data,
             **kind,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True),
@@ -349,46 +331,29 @@ def test_a_fused_optimizer_takes_out_the_scale_itself(train: Callable[..., Any])
         for kind in ({}, {"devices": 2, "num_microbatches": 4})
     ]
     assert runs[1].module.scales == runs[0].module.scales
-    assert difference(runs[1], runs[0]) < 1e-2 * difference(runs[0], untrained(Chain))
+    assert difference(runs[1], runs[0]) < 1e-2 * difference(runs[0], untrained(MixedChain))
 
 
-@pytest.mark.parametrize("first_is_ours", [True, False], ids=["ours-to-plain", "plain-to-ours"])
-def test_a_checkpoint_brings_the_scale_along(first_is_ours: bool, tmp_path: Path) -> None:
-    data = DataLoader(vectors((8,) * 7), batch_size=None)  # type: ignore[arg-type]
-
-    class Fitting(Chain):
+@pytest.mark.parametrize("kinds", [("roundpipe", "plain"), ("plain", "roundpipe")], ids=" to ".join)
+def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: Path) -> None:
+    class Fitting(MixedChain):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self.parameters(), lr=0.05)
 
-    def fit(is_ours: bool, epochs: int, checkpoint: Path | None = None) -> tuple[L.Trainer, Fitting]:
-        torch.manual_seed(1234)
-        module = Fitting()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=2 if is_ours else 1,
-            strategy=RoundPipeStrategy(num_microbatches=1, threads_per_device=1) if is_ours else "auto",
-            max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **mixed("16-mixed", **SCALER),
-        )
-        trainer.fit(module, data, ckpt_path=checkpoint)
-        return trainer, module
+    def fit_epochs(kind: str, epochs: int, checkpoint: Path | None = None) -> Run:
+        settings = {"max_epochs": epochs, "num_microbatches": 1, **mixed("16-mixed", **SCALER)}
+        return fit(kind, Fitting, vectors(*[8] * 7), fit_options={"ckpt_path": checkpoint}, **settings)
 
-    first, _ = fit(first_is_ours, 1)
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    _, resumed = fit(not first_is_ours, 2, tmp_path / "half.ckpt")
-    _, whole = fit(False, 2)
-    assert whole.scales[7:] == resumed.scales
-    for name, value in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], value), name
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["MixedPrecision"]
-    assert saved["scale"] == whole.scales[6]
+    path = tmp_path / "half.ckpt"
+    fit_epochs(kinds[0], 1).trainer.save_checkpoint(path)
+    resumed, whole = fit_epochs(kinds[1], 2, path), fit_epochs("plain", 2)
+    assert whole.module.scales[7:] == resumed.module.scales
+    assert_identical(resumed.state, whole.state)
+    saved = torch.load(path, weights_only=False)["MixedPrecision"]
+    assert saved["scale"] == whole.module.scales[6]
 
 
-class OwnFactor(Chain):
+class OwnFactor(MixedChain):
     """Multiplies the loss by a factor of its own on the way to the backward."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -399,8 +364,8 @@ def test_a_backward_of_the_user_with_another_factor(
     train: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
     options = {"precision": "bf16-mixed"}
-    plain = train(OwnFactor, vectors, trainer_options=options)
-    ours = train(OwnFactor, vectors, devices=2, num_microbatches=1, trainer_options=options)
+    plain = train(OwnFactor, data, trainer_options=options)
+    ours = train(OwnFactor, data, devices=2, num_microbatches=1, trainer_options=options)
     assert_same(ours, plain, exact=True)  # the factor is a power of two
 
 
@@ -428,8 +393,8 @@ def test_a_scaler_for_gpus_keeps_its_state_on_the_host(
     scaler = torch.amp.GradScaler("cuda", **SCALER)  # type: ignore[arg-type]
     assert scaler.is_enabled()
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    plain = train(Chain, long_data, trainer_options=mixed("16-mixed", **SCALER), steps=8)
-    ours = train(Chain, long_data, devices=2, num_microbatches=1, trainer_options={"plugins": [plugin]}, steps=8)
+    plain = train(MixedChain, long_data, trainer_options=mixed("16-mixed", **SCALER), steps=8)
+    ours = train(MixedChain, long_data, devices=2, num_microbatches=1, trainer_options={"plugins": [plugin]}, steps=8)
     assert ours.module.scales == plain.module.scales
     assert difference(ours, plain) == 0.0
     scale = scaler._get_scale_async()

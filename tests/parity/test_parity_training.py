@@ -6,49 +6,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.models import Chain, six_vectors, vectors
 from tests.support.rows import compat
 
-WIDTH = 6
 
+class Scaled(Chain):
+    """With a parameter that user code uses."""
 
-def vectors(sizes: tuple[int, ...] = (7, 7, 5, 6, 6, 4)) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(31)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
-
-
-class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
+        return super().forward(x) * self.scale
 
 
-class Chain(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(2))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(self.head(x) * self.scale, y)
-
-
-def tied(module: Chain) -> None:
+def tied(module: Scaled) -> None:
     module.blocks[3].inner.weight = module.blocks[0].inner.weight
 
 
@@ -62,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(assert_parity: Callable[..., Any], pipeline: dict[str, Any], optimizer: str) -> None:
-    assert_parity(Chain, vectors, **pipeline, optimizer=OPTIMIZERS[optimizer], min_calls=6)
+    assert_parity(Scaled, six_vectors, **pipeline, optimizer=OPTIMIZERS[optimizer], min_calls=6)
 
 
 @compat("LightningModule hook", "optimizer_step (closure called several times)")
@@ -71,8 +48,8 @@ def test_an_optimizer_that_calls_its_closure_several_times(
 ) -> None:
     """In double precision: LBFGS keeps differences of gradients, which are mostly rounding in single precision."""
     assert_parity(
-        Chain,
-        vectors,
+        Scaled,
+        six_vectors,
         **pipeline,
         optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=4, history_size=3),
         trainer_options={"precision": "64-true"},
@@ -91,9 +68,9 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", TRAINER_OPTIONS)
 def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, Any], options: str) -> None:
-    outcome = assert_parity(Chain, vectors, **pipeline, trainer_options=TRAINER_OPTIONS[options], min_calls=6)
-    assert len(outcome.losses) == 3 * TRAINER_OPTIONS[options].get("accumulate_grad_batches", 1)
-    gradients = torch.cat([g.flatten() for g in outcome.gradients.values()])
+    run = assert_parity(Scaled, six_vectors, **pipeline, trainer_options=TRAINER_OPTIONS[options], min_calls=6)
+    assert len(run.watch.losses) == 3 * TRAINER_OPTIONS[options].get("accumulate_grad_batches", 1)
+    gradients = torch.cat([g.flatten() for g in run.watch.gradients[-1].values()])
     clip = TRAINER_OPTIONS[options].get("gradient_clip_val")
     if clip is not None:
         # Lightning clips after on_before_optimizer_step, where the gradients were taken: they are above the limit.
@@ -101,7 +78,7 @@ def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, 
         assert (gradients.abs().max() if by_value else gradients.norm()) > clip
 
 
-class ScaledGradient(Chain):
+class ScaledGradient(Scaled):
     """A hook that halves a gradient acts once per backward, on a tied weight and on one used in user code as well."""
 
     def __init__(self) -> None:
@@ -117,11 +94,11 @@ class ScaledGradient(Chain):
 
 
 def test_parameter_hooks_act_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
-    outcome = assert_parity(ScaledGradient, vectors, **pipeline, min_calls=6)
-    assert len(outcome.module.calls) == 3 * 3, "three hooks, three steps"
+    run = assert_parity(ScaledGradient, six_vectors, **pipeline, min_calls=6)
+    assert len(run.module.calls) == 3 * 3, "three hooks, three steps"
 
 
-class AccumulationHook(Chain):
+class AccumulationHook(Scaled):
     def __init__(self) -> None:
         super().__init__()
         self.norms: list[Tensor] = []
@@ -136,12 +113,12 @@ class AccumulationHook(Chain):
 def test_post_accumulate_hooks_see_whole_gradients(
     train: Callable[..., Any], assert_parity: Callable[..., Any], pipeline: dict[str, Any]
 ) -> None:
-    outcome = assert_parity(AccumulationHook, vectors, **pipeline, min_calls=6)
-    expected = train(AccumulationHook, vectors).module.norms
-    assert len(outcome.module.norms) == len(expected) == 6
-    # Within a step the order of two parameters is nobody's promise.
+    run = assert_parity(AccumulationHook, six_vectors, **pipeline, min_calls=6)
+    expected = train(AccumulationHook, six_vectors).module.norms
+    assert len(run.module.norms) == len(expected) == 6
+    # Within a step the order of two parameters is not fixed.
     for step in range(3):
-        mine, plain = (sorted(norms[2 * step : 2 * step + 2]) for norms in (outcome.module.norms, expected))
+        mine, plain = (sorted(norms[2 * step : 2 * step + 2]) for norms in (run.module.norms, expected))
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
 
 
@@ -155,18 +132,18 @@ class Everything(ScaledGradient):
 
 def test_everything_at_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    assert_parity(Everything, vectors, **pipeline, trainer_options=options, optimizer=OPTIMIZERS["adamw-fused"])
+    assert_parity(Everything, six_vectors, **pipeline, trainer_options=options, optimizer=OPTIMIZERS["adamw-fused"])
 
 
 @pytest.mark.parametrize("round_size", [1, 2, 3, 9])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.ways("lazy")
 def test_rounds(assert_parity: Callable[..., Any], devices: int, round_size: int) -> None:
-    outcome = assert_parity(
-        Chain,
-        partial(vectors, (9, 9, 10)),
+    run = assert_parity(
+        Scaled,
+        partial(vectors, 9, 9, 10),
         devices=devices,
         num_microbatches=9,
         strategy_options={"round_size": round_size},
     )
-    assert outcome.num_microbatches == [9, 9, 9]
+    assert run.watch.num_microbatches == [9, 9, 9]

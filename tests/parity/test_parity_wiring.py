@@ -1,10 +1,9 @@
-"""How values travel between units: skips, sharing, containers, attributes, in-place operations, loose parameters."""
+"""How units are wired: skips, sharing, recurrence, frozen and unused parts, loose parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -13,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-WIDTH = 6
-
-
-def vectors() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
+from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
 def sequences() -> list[tuple[Tensor, Tensor]]:
@@ -36,34 +30,6 @@ def tokens() -> list[tuple[Tensor, Tensor]]:
 
 def padded_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(x, y, 1 + torch.arange(len(x)) % 5) for x, y in sequences()]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.outer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-def blocks(count: int = 4) -> nn.ModuleList:
-    return nn.ModuleList(Block() for _ in range(count))
-
-
-class Regression(L.LightningModule):
-    """A stem, blocks and a head; subclasses wire them."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, WIDTH)
-        self.blocks = blocks(depth)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self(x), y)
 
 
 class SkipsOverSeveralUnits(Regression):
@@ -143,7 +109,7 @@ class TiedWeights(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
-        self.blocks = blocks()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -269,14 +235,6 @@ class MixtureOfExperts(Regression):
         return F.mse_loss(self.head(x), y) + 0.1 * sum(block.auxiliary_loss for block in self.blocks)
 
 
-class Chain(Regression):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class FirstHalfFrozen(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -325,185 +283,6 @@ class UnusedParameters(Chain):
         return self.head(self.blocks[3](x.detach()) + x)
 
 
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
-
-
-@dataclass
-class Hidden:
-    x: Tensor
-    pairs: dict[str, Pair]
-    level: int = 0
-
-
-class DictBlock(Block):
-    def forward(self, state: dict[str, Any], *, scale: float) -> dict[str, Any]:  # type: ignore[override]
-        x = super().forward(state["x"])
-        return {"x": x * scale, "history": [*state["history"], x.mean(-1)], "note": "kept"}
-
-
-class TupleBlock(Block):
-    def forward(self, state: tuple[Tensor, tuple[Tensor, None]]) -> Pair:  # type: ignore[override]
-        x, (y, nothing) = state
-        assert nothing is None
-        return Pair(super().forward(x + y), y * 2)
-
-
-class DataclassBlock(Block):
-    def forward(self, state: Hidden) -> Hidden:  # type: ignore[override]
-        pair = state.pairs["a"]
-        x = super().forward(state.x) * pair.left
-        return Hidden(x, {"a": Pair(x, pair.right), "b": pair}, state.level + 1)
-
-
-class Containers(Regression):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.dicts = nn.ModuleList(DictBlock() for _ in range(2))
-        self.tuples = nn.ModuleList(TupleBlock() for _ in range(2))
-        self.dataclasses = nn.ModuleList(DataclassBlock() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        state: dict[str, Any] = {"x": self.stem(x), "history": []}
-        for block in self.dicts:
-            state = block(state, scale=0.7)
-        assert state["note"] == "kept"
-        pair = Pair(state["x"], torch.stack(state["history"], -1).repeat(1, WIDTH // 2))
-        for block in self.tuples:
-            pair = block((pair.left, (pair.right, None)))
-        hidden = Hidden(pair.left, {"a": pair})
-        for block in self.dataclasses:
-            hidden = block(hidden)
-        assert hidden.level == 2
-        return self.head(hidden.x + hidden.pairs["b"].right)
-
-
-class StateOnSelf(Chain):
-    """User code keeps the batch and a hidden state on the module and reads them in other methods."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.stem(x)
-        for block in self.blocks:
-            self.advance(block)
-        return self.head(self.hidden)
-
-    def advance(self, block: nn.Module) -> None:
-        self.hidden = block(self.hidden) * self.current[1].mean(-1, keepdim=True)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.current = batch
-        out = self(batch[0])
-        return F.mse_loss(out, self.current[1])
-
-
-class ConditionedBlock(Block):
-    condition: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x * self.condition
-        return super().forward(self.seen)
-
-
-class ConditionOnTheBlock(Regression):
-    """User code sets an attribute on a block, which reads it, and the other way round; both with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.condition = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(4))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        condition = self.condition(x)
-        x = self.stem(x)
-        for block in self.blocks:
-            block.condition = condition
-            x = block(x)
-            condition = condition + 0.1 * x
-        return F.mse_loss(self.head(x), y) + 0.1 * sum(block.seen.square().mean() for block in self.blocks)
-
-
-class InPlaceBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(self.outer(torch.tanh(self.inner(x.clone()))))
-
-
-class ClonedInput(Block):
-    """Saves a copy, so that its input may be overwritten afterwards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.clone())
-
-
-class InPlaceSideEffect(Block):
-    """Changes an argument and returns something else."""
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        memory.mul_(torch.sigmoid(x.detach().mean(-1, keepdim=True)))
-        memory += self.inner(x)
-        return self.outer(x)
-
-
-class UnitsChangeTheirInputs(Regression):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(3))
-        self.writers = nn.ModuleList(InPlaceSideEffect() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        memory = torch.zeros_like(x)
-        for block, writer in zip(self.blocks, self.writers, strict=True):
-            x = block(x) + 0.1
-            x = x + writer(x, memory)
-        return self.head(x * memory)
-
-
-class ReadThenOverwritten(Regression):
-    """The same tensor object goes to a unit that reads it and then to one that changes it."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.readers = nn.ModuleList(ClonedInput() for _ in range(3))
-        self.writers = nn.ModuleList(InPlaceBlock() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        total = torch.zeros_like(x)
-        for reader, writer in zip(self.readers, self.writers, strict=True):
-            total = total + reader(x)
-            x = writer(x)
-        return self.head(x + total)
-
-
-class UserCodeChangesOutputs(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x += self.position
-        for block in self.blocks:
-            x = block(x)
-            x *= 0.9
-            x[:, 0] = x[:, 1] * 2
-        x.relu_()
-        return self.head(x)
-
-
-class ViewsAndExpansions(Regression):
-    """Inputs of units that share memory: slices, transposes, expanded and repeated arguments."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        wide = x[:, None, :].expand(-1, 3, -1)
-        wide = self.blocks[0](wide)
-        first, second = wide.transpose(0, 1)[0], wide[:, 1:].sum(1)
-        return self.head(self.blocks[1](first) + self.blocks[2](second) + self.blocks[3](first.detach()))
-
-
 class NestedStack(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -546,13 +325,6 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (FrozenInTheMiddle, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
-    (Containers, vectors),
-    (StateOnSelf, vectors),
-    (ConditionOnTheBlock, vectors),
-    (UnitsChangeTheirInputs, vectors),
-    (ReadThenOverwritten, vectors),
-    (UserCodeChangesOutputs, vectors),
-    (ViewsAndExpansions, vectors),
     (NestedContainers, vectors),
 ]
 

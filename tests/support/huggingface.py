@@ -1,4 +1,4 @@
-"""Tiny models of ``transformers``, their data, and trainings of them that are compared.
+"""Tiny models of ``transformers``, and batches for them.
 
 Weights start ten times larger than the default of the configurations, or most gradients would be too small to be
 compared. ``eps`` of AdamW is 1e-2: where the true gradient is zero (biases of attention keys) there is only rounding
@@ -8,8 +8,7 @@ noise, which a tiny ``eps`` would make steps of full size of.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,54 +17,94 @@ import lightning as L
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_roundpipe import RoundPipeStrategy
+from tests.support.parity import Run, compare
 
 VOCAB = 24
 IGNORED = -100
-# Copies on devices with memory of their own, poisoned when they are freed: what does not travel correctly is NaN.
-COPIES = {"virtual_copies": True}
+IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LAYERS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+LAYERS_OF_BOTH = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2} | {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("attention_heads", 2), ("ffn_dim", 24))
+}
+DECODER = {
+    **{**IDS, **LAYERS, "num_key_value_heads": 1, "head_dim": 8},
+    **{"max_position_embeddings": 32, "initializer_range": 0.2},
+}
+BERT = {
+    **{**LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 32, "initializer_range": 0.2},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3},
+}
+# Their auxiliary losses couple all tokens of a batch.
+EXPERTS = {**DECODER, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", DECODER),
+    "qwen3": ("Qwen3ForCausalLM", {**DECODER, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {**DECODER, "num_local_experts": 4}),
+    "mixtral-auxiliary": ("MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {
+            **{**IDS, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            **{"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+            **{"dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            **{**IDS, **LAYERS_OF_BOTH, "max_position_embeddings": 32, "init_std": 0.2, "scale_embedding": True},
+            **{"dropout": 0.0, "decoder_start_token_id": 2, "forced_eos_token_id": None},
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **{**IDS, **LAYERS_OF_BOTH, "num_mel_bins": 8, "max_source_positions": 6, "max_target_positions": 16},
+            **{"init_std": 0.2, "dropout": 0.0, "decoder_start_token_id": 3},
+            **{"suppress_tokens": None, "begin_suppress_tokens": None},
+        },
+    ),
+    "bert-masked": ("BertForMaskedLM", BERT),
+    "bert-classifier": ("BertForSequenceClassification", BERT),
+    "vit": (
+        "ViTForImageClassification",
+        {
+            **{**LAYERS, "image_size": 8, "patch_size": 4, "initializer_range": 0.2, "num_labels": 3},
+            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        },
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 3},
+    ),
+}
 
 
-def causal(family: str = "Llama", **options: Any) -> nn.Module:
-    """A causal language model; the same weights at every call."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 32,
-    }
-    if family == "GPT2":
-        sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(hf, f"{family}Config")(**{**sizes, **tokens, "initializer_range": 0.2, **options})
+def build(name: str, **options: Any) -> nn.Module:
+    """A model in training mode; the same weights at every call."""
+    kind, sizes = MODELS[name]
+    model_class: Any = getattr(hf, kind)
     torch.manual_seed(1)
-    model: nn.Module = getattr(hf, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    model: nn.Module = model_class(model_class.config_class(**{**sizes, **options}))
     return model.train()
 
 
-def t5() -> nn.Module:
-    """An encoder and a decoder; the same weights at every call."""
-    torch.manual_seed(1)
-    config = hf.T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config).train()
+def causal(family: str = "Llama", **options: Any) -> nn.Module:
+    """A causal language model."""
+    return build(family.lower(), **options)
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
 
 
 def text(rows: int, length: int = 8) -> dict[str, Tensor]:
@@ -74,9 +113,51 @@ def text(rows: int, length: int = 8) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
 
 
+def padded(rows: int, length: int = 10) -> hf.BatchEncoding:
+    """Rows of unequal length; the first tokens of each are a prompt without labels."""
+    tokens = torch.randint(3, VOCAB, (rows, length))
+    lengths = torch.randint(4, length + 1, (rows, 1))
+    lengths[0] = length
+    places = torch.arange(length).expand(rows, length)
+    mask = places < lengths
+    labels = tokens.masked_fill(~mask | (places < torch.randint(0, 3, (rows, 1))), IGNORED)
+    return hf.BatchEncoding(
+        {"input_ids": tokens.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels}
+    )
+
+
 def pairs(rows: int) -> dict[str, Tensor]:
     """Sources and targets."""
     return {**text(rows), "labels": torch.randint(3, VOCAB, (rows, 6))}
+
+
+def padded_pairs(rows: int) -> hf.BatchEncoding:
+    """Sources and targets, both of unequal length."""
+    batch = padded(rows)
+    batch["labels"] = padded(rows)["labels"][:, :7].contiguous()
+    return batch
+
+
+def speech(rows: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(rows, 8, 12), "labels": padded(rows)["labels"][:, :7].contiguous()}
+
+
+def masked(rows: int) -> hf.BatchEncoding:
+    """Only the tokens that are masked out have labels."""
+    batch = padded(rows)
+    chosen = torch.rand(batch["input_ids"].shape) < 0.4
+    chosen[:, 0] = True
+    batch["labels"] = batch["input_ids"].masked_fill(~chosen | (batch["attention_mask"] == 0), IGNORED)
+    batch["input_ids"] = batch["input_ids"].masked_fill(chosen, VOCAB - 1)
+    return batch
+
+
+def classified(rows: int) -> dict[str, Tensor]:
+    return {**padded(rows), "labels": torch.randint(0, 3, (rows,))}
+
+
+def images(rows: int, size: int = 8) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(rows, 3, size, size), "labels": torch.randint(0, 3, (rows,))}
 
 
 def batches(make: Callable[[int], Any] = text, rows: Iterable[int] = (5, 4)) -> list[Any]:
@@ -85,19 +166,15 @@ def batches(make: Callable[[int], Any] = text, rows: Iterable[int] = (5, 4)) -> 
     return [make(count) for count in rows]
 
 
-def loader(ready: Sequence[Any]) -> DataLoader[Any]:
-    """Gives out ``ready`` as it is."""
-    return DataLoader(ready, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+# --- tasks -------------------------------------------------------------------------------------------------------
 
 
 class Task(L.LightningModule):
-    """What a user writes around a model; keeps the weights from before and the gradients of every optimizer step."""
+    """What a user writes around a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._gradients: list[dict[str, Tensor | None]] = []
-        self._start: dict[str, Tensor] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.model(**batch).loss
@@ -107,65 +184,18 @@ class Task(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
 
-    def on_fit_start(self) -> None:
-        self._start = {name: p.detach().clone() for name, p in self.named_parameters()}
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        found = {name: None if p.grad is None else p.grad.clone() for name, p in self.named_parameters()}
-        self._gradients.append(found)
-
-    @property
-    def moved(self) -> set[str]:
-        """Names of the parameters that the training has changed."""
-        return {name for name, p in self.named_parameters() if not torch.equal(p, self._start[name])}
+def assert_planned(run: Run) -> Run:
+    """A pipelined run was planned unit by unit, and has kept to its plan."""
+    assert min(run.watch.num_calls) >= 4
+    assert run.watch.num_off_plan == 0
+    return run
 
 
-@dataclass
-class Trained:
-    """A task and the trainer that has trained it."""
-
-    task: Any
-    trainer: L.Trainer
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """All there is to compare."""
-        return {
-            "state": dict(self.task.state_dict()),
-            "gradients": self.task._gradients,
-            "trained": {name: p.requires_grad for name, p in self.task.named_parameters()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.trainer.optimizers],
-            "metrics": dict(self.trainer.callback_metrics),
-            "steps": self.trainer.global_step,
-        }
-
-
-def train(
-    make_trainer: Callable[..., L.Trainer], kind: str, task: Task, ready: Sequence[Any], **options: Any
-) -> Trained:
-    """Trains ``task`` for one epoch; the pipelined run must have been planned and have kept to its plan."""
-    trainer = make_trainer(kind, **options)
-    torch.manual_seed(5)
-    trainer.fit(task, loader(ready))
-    if isinstance(trainer.strategy, RoundPipeStrategy):
-        step = trainer.strategy.last_step
-        assert step is not None
-        assert step.partition is not None
-        assert step.partition.num_calls >= 4
-        assert step.num_off_plan == 0
-    return Trained(task, trainer)
-
-
-def train_both(
-    make_trainer: Callable[..., L.Trainer],
-    make: Callable[[], Task],
-    ready: Sequence[Any],
-    *,
-    options: dict[str, Any] | None = None,
-    num_microbatches: int = 3,
-    **kwargs: Any,
-) -> tuple[Trained, Trained]:
-    """Trains two fresh tasks: plain first, pipelined on devices that copy second."""
-    plain = train(make_trainer, "plain", make(), ready, **kwargs)
-    chosen = {"options": {**COPIES, **(options or {})}, "num_microbatches": num_microbatches}
-    return plain, train(make_trainer, "roundpipe", make(), ready, **chosen, **kwargs)
+def compare_tasks(make: Callable[[], Task], data: list[Any] | None = None, **settings: Any) -> tuple[Run, Run]:
+    """Compares trainings, by default on devices that have copies of the weights."""
+    data = batches() if data is None else data
+    ours = {"options": {"virtual_copies": True}, **settings.pop("ours", {})}
+    plain, pipelined = compare(make, data, ours=ours, seed=5, **settings)
+    assert_planned(pipelined)
+    return plain, pipelined

@@ -1,0 +1,186 @@
+"""Callbacks of the user that look at weights and gradients, and change them, in any hook."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from torch import nn
+
+from tests.support.models import Logs
+from tests.support.parity import COPIES, assert_alike, both, compare, make_loader, make_trainer
+from tests.support.rows import compat
+from tests.support.small import Small
+
+
+class EmaByHand(Callback):
+    """Follows the weights after every step, and lets validation see the average."""
+
+    def __init__(self, swap: str) -> None:
+        self.swap = swap
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = copy.deepcopy(pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.3)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = copy.deepcopy(pl_module.state_dict())
+        self.put(pl_module, self.average)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.put(pl_module, self.kept)
+
+    def put(self, module: nn.Module, state: dict[str, Any]) -> None:
+        if self.swap == "load_state_dict":
+            module.load_state_dict(state)
+        for name, parameter in module.named_parameters():
+            if self.swap == "data.copy_":
+                parameter.data.copy_(state[name])
+            elif self.swap == "data =":
+                parameter.data = state[name].clone()
+
+
+class WeightNoise(Callback):
+    """The forward and the backward see noisy weights, the optimizer the clean ones."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        generator = torch.Generator().manual_seed(trainer.global_step)
+        self.noise = [0.1 * torch.randn(p.shape, generator=generator) for p in pl_module.parameters()]
+        for parameter, noise in zip(pl_module.parameters(), self.noise, strict=True):
+            parameter.data.add_(noise)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter, noise in zip(pl_module.parameters(), self.noise, strict=True):
+            parameter.data.sub_(noise)
+
+
+class Freezing(Callback):
+    """Freezes and unfreezes blocks at the start of epochs."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for index, block in enumerate(pl_module.body):
+            block.requires_grad_((index + trainer.current_epoch) % 2 == 0)
+
+
+class Replacing(Callback):
+    """Reads and writes weights in many hooks, by many ways."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first = copy.deepcopy(pl_module.state_dict())
+        pl_module.body[0][0].weight.data.mul_(0.5)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(float(sum(p.detach().norm() for p in pl_module.parameters())))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norms = {f"norm_{name}": p.grad.norm() for name, p in pl_module.named_parameters()}
+        pl_module.log_dict(norms)
+        pl_module.body[2][0].weight.grad.mul_(0.1)
+        pl_module.head.bias.grad = torch.ones_like(pl_module.head.bias)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            pl_module.load_state_dict(self.first)
+        if trainer.global_step == 3:
+            pl_module.body[3][0].weight.data = torch.eye(6)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.head.weight[0] = 0.25
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(pl_module.body.parameters()) * 0.9, pl_module.body[:2].parameters()
+        )
+
+
+CALLBACKS = {
+    "ema-load_state_dict": lambda: EmaByHand("load_state_dict"),
+    "ema-data.copy_": lambda: EmaByHand("data.copy_"),
+    "ema-data": lambda: EmaByHand("data ="),
+    "noise": WeightNoise,
+    "freezing": Freezing,
+    "replacing": Replacing,
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@compat("Callback", "Callback")
+def test_weights_and_gradients_in_hooks(name: str) -> None:
+    """With copies on the devices, which must not be older than what the callback has written."""
+    plain, ours = compare(
+        Logs, None, make_loader(10, 5), callbacks=lambda: [CALLBACKS[name]()], max_epochs=2, ours=COPIES
+    )
+    logged = plain.trainer.callback_metrics
+    assert "val" in logged
+    if name == "replacing":
+        assert len(logged) == 2 + 10
+        assert_alike(ours.trainer.callbacks[0].norms, plain.trainer.callbacks[0].norms)
+
+
+class Following(Callback):
+    """A frozen teacher follows its student."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for teacher, student in zip(pl_module.teacher.parameters(), pl_module.body.parameters(), strict=True):
+            if self.how == "data =":
+                teacher.data = teacher.data * 0.8 + student.data * 0.2
+            elif self.how == "data.mul_":
+                teacher.data.mul_(0.8).add_(student.data, alpha=0.2)
+            else:
+                with torch.no_grad():
+                    teacher.mul_(0.8).add_(student, alpha=0.2)
+
+
+@pytest.mark.parametrize("how", ["data =", "data.mul_", "no_grad"])
+@compat("Callback", "Callback")
+def test_a_teacher_that_follows(how: str) -> None:
+    """Frozen weights stay on a device from step to step, but not if they change."""
+
+    class Taught(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                target = self.teacher(batch[0])
+            return self.loss(batch) + 5.0 * nn.functional.mse_loss(self.body(batch[0]), target)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    compare(Taught, max_epochs=2, callbacks=lambda: [Following(how)], ours=COPIES)
+
+
+@compat("Callback", "LambdaCallback")
+def test_functions_as_hooks() -> None:
+    names = ("on_fit_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_validation_end")
+    names += ("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_fit_end")
+
+    def act(kind: str) -> Any:
+        seen: list[Any] = []
+
+        def noting(name: str) -> Callable[..., None]:
+            def hook(trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+                gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
+                seen.append([name, trainer.global_step, pl_module.training, len(args), gradients])
+
+            return hook
+
+        callback = LambdaCallback(**{name: noting(name) for name in names})
+        make_trainer(kind, callbacks=[callback]).fit(Logs(), make_loader(), make_loader(10, 4))
+        return seen
+
+    assert [call[0] for call in both(act)].count("on_after_backward") == 3

@@ -1,0 +1,298 @@
+"""Every hook of module, callback and datamodule: its place among the others, its arguments, and what it sees.
+
+Whole runs with plain Lightning and here are recorded, hook by hook (see [Note: recorded hooks]), and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache
+
+from tests.compatibility.hooks.hook_recording import (
+    CALLBACK_HOOKS,
+    DATAMODULE_HOOKS,
+    MODULE_HOOKS,
+    Recording,
+    names_of,
+)
+from tests.support.parity import assert_alike, make_loader, make_trainer
+from tests.support.rows import compat_each
+from tests.support.small import Small
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in both"),
+    pytest.mark.filterwarnings("ignore:.*logger=True.*was a"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+class Loaders:
+    """Four batches to train on, the last one smaller; what a module or a datamodule offers."""
+
+    def train_dataloader(self) -> Any:
+        return make_loader(28)
+
+    def val_dataloader(self) -> Any:
+        return make_loader(11)
+
+    def test_dataloader(self) -> Any:
+        return [make_loader(10), make_loader(8)]
+
+    def predict_dataloader(self) -> Any:
+        return make_loader(13)
+
+
+class Everything(Loaders, Small):
+    """Logs, returns dicts, and has a scheduler."""
+
+    interval = "epoch"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": self(batch[0]).detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val", loss)
+        return {"val": loss, "logits": self(batch[0])}
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("test", self.loss(batch))
+        return self(batch[0])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def configure_callbacks(self) -> Any:
+        return [L.Callback()]
+
+
+class Stateful(L.Callback):
+    """A callback with a state in checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 5}
+
+
+class Data(Loaders, L.LightningDataModule):
+    """A datamodule with a state in checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+
+class Session:
+    """Makes recorded modules, callbacks, datamodules and their trainers, of one of the two kinds."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.recording = Recording(str(folder))
+
+    def module(self, base: type = Everything) -> Any:
+        return self.recording.recorded("module", base, MODULE_HOOKS)()
+
+    def datamodule(self) -> Any:
+        return self.recording.recorded("datamodule", Data, DATAMODULE_HOOKS)()
+
+    def trainer(self, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+        recorded = self.recording.recorded("callback", Stateful, CALLBACK_HOOKS)()
+        settings = {"enable_checkpointing": bool(callbacks), "default_root_dir": self.folder, **kwargs}
+        return make_trainer(self.kind, callbacks=[recorded, *callbacks], **{"max_epochs": None, **settings})
+
+
+def fit_save_and_resume(session: Session) -> None:
+    """With a datamodule, gradient clipping, checkpoints at the end of each epoch, and a second trainer that goes on."""
+    saves = ModelCheckpoint(session.folder, filename="{epoch}", save_top_k=-1, monitor="val")
+    trainer = session.trainer(saves, max_epochs=2, num_sanity_val_steps=1, gradient_clip_val=0.2)
+    trainer.fit(session.module(), session.datamodule())
+    trainer = session.trainer(max_epochs=2)
+    trainer.fit(session.module(), session.datamodule(), ckpt_path=session.folder / "epoch=0.ckpt")
+
+
+def accumulate(session: Session) -> None:
+    """The module has the loaders; a scheduler per step, and validation between the batches of a step."""
+
+    class PerStep(Everything):
+        interval = "step"
+
+    trainer = session.trainer(
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        val_check_interval=2,
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm="value",
+    )
+    trainer.fit(session.module(PerStep))
+
+
+def evaluate(session: Session) -> None:
+    """Two loaders for the test. What is not in the datamodule comes from the module."""
+    trainer, module, data = session.trainer(), session.module(), session.datamodule()
+    trainer.validate(module, data)
+    trainer.test(module, data)
+    trainer.predict(module, data)
+    session.trainer().test(module)
+    session.trainer().predict(module)
+
+
+def fail(session: Session) -> None:
+    class Fails(Everything):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise ValueError("no third batch")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="no third batch"):
+        session.trainer(max_epochs=1).fit(session.module(Fails), session.datamodule())
+    session.recording.forget_rows_of_the_last_step()
+
+
+def interrupt(session: Session) -> None:
+    class Interrupts(Everything):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        session.trainer(max_epochs=1).fit(session.module(Interrupts), session.datamodule())
+    session.recording.forget_rows_of_the_last_step()
+
+
+def skip_the_rest_of_an_epoch(session: Session) -> None:
+    class Skips(Everything):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 and self.current_epoch == 0 else None
+
+    session.trainer(max_epochs=2).fit(session.module(Skips))
+
+
+def stop(session: Session) -> None:
+    class Stops(Everything):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.should_stop = batch_idx == 1
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Closure, "warning_cache", WarningCache())  # else warned of once per process
+        with pytest.warns(UserWarning, match="returned `None`"):
+            session.trainer(max_epochs=4).fit(session.module(Stops))
+
+
+def optimize_manually(session: Session) -> None:
+    """Two optimizers in turns, clipping and a scheduler by hand, two backwards for the second one."""
+
+    class Manual(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            first.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(first, 0.1, "norm")
+            first.step()
+            self.untoggle_optimizer(first)
+            second.zero_grad()
+            for scale in (1.0, 0.5):
+                self.manual_backward(scale * self.loss(batch))
+            second.step()
+            self.lr_schedulers().step()
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return {"loss": loss.detach()}
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.body.parameters(), lr=0.1, momentum=0.9)
+            second = torch.optim.Adam(self.head.parameters(), lr=0.01, eps=1e-4)
+            return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.7)]
+
+    session.trainer(max_epochs=2).fit(session.module(Manual), session.datamodule())
+
+
+SCENARIOS: list[Callable[[Session], None]] = [
+    optimize_manually,
+    fit_save_and_resume,
+    accumulate,
+    evaluate,
+    fail,
+    interrupt,
+    skip_the_rest_of_an_epoch,
+    stop,
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Name of the scenario -> what was recorded here, and with plain Lightning."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    for scenario in SCENARIOS:
+        entries = []
+        for kind in ("roundpipe", "plain"):
+            session = Session(kind, tmp_path_factory.mktemp(f"{scenario.__name__}_{kind}"))
+            torch.manual_seed(0)
+            scenario(session)
+            entries.append(session.recording.entries)
+        found[scenario.__name__] = (entries[0], entries[1])
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_hooks_of_all_owners_in_order(runs: Any, scenario: str) -> None:
+    ours, plain = runs[scenario]
+    assert names_of(ours) == names_of(plain)
+    assert_alike(ours, plain)
+
+
+@compat_each(
+    "LightningModule hook",
+    "on_fit_start on_fit_end on_train_start on_train_end on_validation_start on_validation_end on_test_start "
+    "on_test_end on_predict_start on_predict_end on_train_batch_start on_train_batch_end on_validation_batch_start "
+    "on_validation_batch_end on_test_batch_start on_test_batch_end on_predict_batch_start on_predict_batch_end "
+    "on_validation_model_zero_grad on_validation_model_eval on_validation_model_train on_test_model_eval "
+    "on_test_model_train on_predict_model_eval on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
+    "on_validation_epoch_end on_test_epoch_start on_test_epoch_end on_predict_epoch_start on_predict_epoch_end "
+    "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step configure_model prepare_data "
+    "setup teardown train_dataloader test_dataloader val_dataloader predict_dataloader transfer_batch_to_device "
+    "on_before_batch_transfer on_after_batch_transfer on_load_checkpoint on_save_checkpoint training_step "
+    "validation_step test_step predict_step configure_callbacks configure_optimizers configure_gradient_clipping "
+    "lr_scheduler_step optimizer_step optimizer_zero_grad backward",
+)
+@compat_each(
+    "Callback hook",
+    "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
+    "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start on_validation_epoch_end "
+    "on_test_epoch_start on_test_epoch_end on_predict_epoch_start on_predict_epoch_end on_validation_batch_start "
+    "on_validation_batch_end on_test_batch_start on_test_batch_end on_predict_batch_start on_predict_batch_end "
+    "on_train_start on_train_end on_validation_start on_validation_end on_test_start on_test_end on_predict_start "
+    "on_predict_end on_exception state_dict load_state_dict on_save_checkpoint on_load_checkpoint on_before_backward "
+    "on_after_backward on_before_optimizer_step on_before_zero_grad",
+)
+@compat_each(
+    "LightningDataModule",
+    "prepare_data setup teardown train_dataloader test_dataloader val_dataloader predict_dataloader "
+    "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer state_dict load_state_dict on_exception",
+)
+def test_every_hook_is_called_in_some_run(runs: Any) -> None:
+    """So that the comparison of whole runs is one of every hook, those of a newer Lightning included."""
+    called = {name for _, plain in runs.values() for name in names_of(plain)}
+    owners = {"module": MODULE_HOOKS, "callback": CALLBACK_HOOKS, "datamodule": DATAMODULE_HOOKS}
+    assert {f"{owner}.{name}" for owner, names in owners.items() for name in names} - called == set()

@@ -1,0 +1,345 @@
+"""Signatures and results of steps, and what a step may ask its module and its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import Small
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning warns of steps that return None once per process."""
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
+
+
+def with_step(step: Any) -> Any:
+    return type("Learns", (Small,), {"training_step": step})
+
+
+# --- signatures --------------------------------------------------------------------------------------------------
+
+
+def only_the_batch(self: Any, batch: Any) -> Any:
+    return self.loss(batch)
+
+
+def other_names(self: Any, rows: Any, number: int) -> Any:
+    return self.loss(rows) * (1 + number)
+
+
+def with_defaults(self: Any, batch: Any, batch_idx: int = 7, scale: float = 0.5) -> Any:
+    return self.loss(batch) * (scale + batch_idx)
+
+
+def any_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
+    assert not kwargs
+    return self.loss(args[0]) * len(args)
+
+
+@pytest.mark.parametrize("step", [only_the_batch, other_names, with_defaults, any_arguments])
+@compat("LightningModule hook", "training_step (any signature)")
+def test_signatures_of_training_step(step: Any) -> None:
+    compare(with_step(step))
+
+
+def missing_default(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    return self.loss(batch)
+
+
+def only_by_name(self: Any, batch: Any, *, batch_idx: int) -> Any:
+    return self.loss(batch)
+
+
+@pytest.mark.parametrize("step", [missing_default, only_by_name])
+def test_signatures_that_plain_does_not_call_raise_the_same_error(step: Any) -> None:
+    both_refuse(lambda kind: make_trainer(kind).fit(with_step(step)(), make_loader()), TypeError, "argument")
+
+
+class Evaluates(Small):
+    """Two loaders: a step may take their index or not."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val", self.loss(batch) * (1 + dataloader_idx))
+
+    def test_step(self, rows: Any, number: int, dataloader_idx: int = 3) -> None:
+        self.log("test", self.loss(rows) * (1 + dataloader_idx + number))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"logits": self(batch[0]), "from": dataloader_idx}
+
+
+class Pulls(Small):
+    """Its steps take their batches from the loader themselves."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, batch_idx, dataloader_idx = next(dataloader_iter)
+        self.log("val", self.loss(batch) * (1 + batch_idx + dataloader_idx), batch_size=len(batch[0]))
+
+    test_step = validation_step
+
+    def predict_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return self(batch[0]) + batch_idx
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("module", [Evaluates, Pulls])
+@compat_each("LightningModule hook", "validation_step test_step predict_step")
+def test_signatures_of_evaluation_steps(module: Any) -> None:
+    def act(kind: str) -> Any:
+        trainer, loaders = (
+            make_trainer(kind),
+            make_loader(20) if module is Pulls else [make_loader(20), make_loader(11)],
+        )
+        figures = [getattr(trainer, run)(module(), loaders, verbose=False) for run in ("validate", "test")]
+        return figures, trainer.predict(module(), loaders)
+
+    figures, predictions = both(act)
+    assert len(figures[0]) == (1 if module is Pulls else 2)
+    assert len(predictions) == (3 if module is Pulls else 2)
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+RESULTS: dict[str, Callable[[Tensor, int], Any]] = {
+    "always None": lambda loss, batch_idx: None,
+    "None at first": lambda loss, batch_idx: loss if batch_idx else None,
+    "None at last": lambda loss, batch_idx: None if batch_idx == 2 else {"loss": loss},
+    "nothing to learn": lambda loss, batch_idx: loss * 0.0,
+    "a dict with things": lambda loss, batch_idx: {"note": None, "loss": loss, "text": "a", "n": batch_idx},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("result", RESULTS)
+@compat("LightningModule hook", "training_step (returns None)")
+def test_results_of_training_step(result: str, accumulate: int) -> None:
+    """Also what hooks are given: momentum moves the weights in skipped steps as well, or does not, in both."""
+    make = with_step(lambda self, batch, batch_idx: RESULTS[result](self.loss(batch), batch_idx))
+    both(lambda kind: fit(kind, make, make_loader(), accumulate_grad_batches=accumulate).results)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@compat("LightningModule hook", "training_step (None for some micro-batches)")
+def test_none_for_some_micro_batches(extra: bool) -> None:
+    """They add nothing to the loss: as in plain Lightning where their rows do not count there either."""
+    seen: list[int] = []
+
+    def filters(self: Any, batch: Any, batch_idx: int) -> Any:
+        """Trains on rows of one class only, which some micro-batches have none of."""
+        x, y = batch
+        kept = y == 1
+        seen.append(int(kept.sum()))
+        if not kept.any():
+            return None
+        loss = F.cross_entropy(self(x[kept]), y[kept], reduction="sum") / 8
+        return {"loss": loss, "rows": x[kept]} if extra else loss
+
+    ours = {"num_microbatches": 6, "options": {"loss_weight": "sum"}}
+    # The rows of some micro-batches are a list, which callbacks see.
+    compare(with_step(filters), max_epochs=2, ours=ours, but_for=["losses"] if extra else [])
+    assert 0 in seen
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_micro_batches_without_a_weight_are_not_asked_for_a_loss() -> None:
+    """None from those that have a weight trains nothing."""
+
+    def weight(batch: Any) -> float:
+        return float(batch[0][0, 0] > 0)
+
+    make = with_step(lambda self, batch, batch_idx: None if weight(batch) else self.loss(batch))
+    assert not fit("roundpipe", make, make_loader(), options={"loss_weight": weight}).moved
+
+
+WRONG_RESULTS: dict[str, Any] = {
+    "None in a dict": (lambda loss: {"loss": None}, MisconfigurationException, "'loss'"),
+    "no graph": (lambda loss: loss.detach(), RuntimeError, "does not require"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WRONG_RESULTS)
+def test_a_loss_that_is_none_is_the_error_of_plain(kind: str, name: str) -> None:
+    result, error, match = WRONG_RESULTS[name]
+    module = with_step(lambda self, batch, batch_idx: result(self.loss(batch)))()
+    with pytest.raises(error, match=match):
+        make_trainer(kind).fit(module, make_loader())
+
+
+# --- what a step can do ------------------------------------------------------------------------------------------
+
+
+class Inner(L.LightningModule):
+    """A LightningModule of its own right: as a part of another one its hooks do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.hooks: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) / (1 + self.global_step + self.current_epoch + self.trainer.fit_loop.batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self(batch[0]), batch[0])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hooks.append("on_train_batch_start")
+
+    def configure_optimizers(self) -> Any:
+        raise AssertionError("the optimizers are those of the outer module")
+
+
+@compat("LightningModule hook", "training_step (of a LightningModule inside)")
+def test_a_lightning_module_inside_another() -> None:
+    class Outer(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return self.loss((x + self.inner(x), y)) + self.inner.training_step(batch, batch_idx)
+
+    plain, ours = compare(Outer, max_epochs=2)
+    assert plain.module.inner.hooks == ours.module.inner.hooks == []
+
+
+@compat("LightningModule hook", "training_step (changes its batch)")
+def test_entries_that_a_step_puts_into_its_batch() -> None:
+    """Hooks after the step find them; also with an optimizer that runs the step twice."""
+
+    class Writes(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Any] = []
+
+        def note(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.found.append({name: value.detach().clone() for name, value in sorted(batch.items())})
+
+        on_train_batch_end = on_validation_batch_end = note
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["logits"] = self(batch["x"])
+            batch["loss"] = F.cross_entropy(batch["logits"], batch["y"])
+            batch["x"] = batch["x"] + 1
+            batch.pop("unused", None)
+            return batch["loss"]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            batch["logits"] = self(batch.pop("x"))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    def collate(rows: Any) -> Any:
+        x, y = default_collate(rows)
+        return {"x": x, "y": y, "unused": torch.zeros(len(x))}
+
+    def act(kind: str) -> Any:
+        return fit(kind, Writes, make_loader(collate_fn=collate), make_loader(10, collate_fn=collate)).module.found
+
+    found = both(act)
+    assert sorted(found[0]) == ["logits", "loss", "x", "y"]
+    assert sorted(found[-1]) == ["logits", "unused", "y"]
+
+
+@compat("LightningModule hook", "training_step (reads gradients)")
+def test_gradients_of_the_step_before() -> None:
+    class Reads(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+            self.in_steps: set[Any] = set()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.norms.append(-1.0 if self.head.weight.grad is None else self.head.weight.grad.norm().item())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.in_steps.add((self.global_step > 0, self.head.weight.grad is None))
+            return super().training_step(batch, batch_idx)
+
+    for run in compare(Reads, max_epochs=2, also=lambda run: run.module.norms):
+        assert run.module.in_steps == {(False, True), (True, False)}
+
+
+@compat("LightningModule hook", "training_step (discards gradients)")
+def test_gradients_discarded_in_a_step() -> None:
+    """Of two batches that are accumulated only the second one counts."""
+
+    def discards(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        return self.loss(batch)
+
+    compare(with_step(discards), accumulate_grad_batches=2)
+
+
+@compat(
+    "LightningModule hook",
+    "optimizer_step (random numbers of several closures)",
+    "differs",
+    "every call of the closure in one optimizer step draws the same random numbers",
+)
+def test_random_numbers_of_several_closures() -> None:
+    """A line search compares losses: with other dropout masks it would compare noise."""
+    losses: list[float] = []
+
+    class Twice(Small):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            losses.extend(optimizer_closure().item() for _ in range(2))
+            optimizer.step(closure=optimizer_closure)
+
+    def run(kind: str) -> list[tuple[float, float]]:
+        losses.clear()
+        make_trainer(kind).fit(Twice(dropout=0.5), make_loader())
+        return list(zip(losses[::2], losses[1::2], strict=True))
+
+    plain, ours = (run(kind) for kind in KINDS)
+    assert len(ours) == 3
+    assert all(first == second for first, second in ours)
+    assert all(first != second for first, second in plain)
+    assert len(set(ours)) == 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@compat(
+    "Misuse",
+    "a scheduler stepped in `training_step` of automatic optimization",
+    "refused",
+    'it would be stepped once per micro-batch: use `"interval": "step"`, a hook, or manual optimization',
+)
+def test_schedulers_stepped_in_a_step(every: int) -> None:
+    class Steps(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if (batch_idx + 1) % every == 0:
+                self.lr_schedulers().step()
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    with pytest.raises(MisconfigurationException, match=r"3 times per batch.*interval"):
+        make_trainer().fit(Steps(), make_loader())
+    trainer = make_trainer(num_microbatches=1)
+    trainer.fit(Steps(), make_loader())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 // every + 1

@@ -1,0 +1,388 @@
+"""Methods that users call on a LightningModule, a Trainer or a LightningDataModule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import module as lightning_module
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.support.identical import assert_identical
+from tests.support.parity import KINDS, Run, both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import CLASSES, WIDTH, Small
+
+
+def rows(count: int = 20, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, WIDTH, generator=generator)
+    return TensorDataset(x.to(dtype), torch.randint(CLASSES, (count,), generator=generator))
+
+
+# --- within a run ------------------------------------------------------------------------------------------------
+
+
+@compat_each("LightningModule method", "optimizers lr_schedulers all_gather")
+@compat_each("LightningModule hook", "forward")
+def test_methods_called_in_steps_and_hooks() -> None:
+    class Calls(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: dict[str, Any] = {}
+
+        def note(self, where: str) -> None:
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+            raw = self.optimizers(use_pl_optimizer=False)
+            found = {
+                "optimizer": [type(optimizer).__name__, optimizer.param_groups[0]["lr"], type(raw).__name__],
+                "scheduler": [type(scheduler).__name__, scheduler.last_epoch],
+                "gathered": self.all_gather({"step": torch.tensor(float(self.global_step)), "epoch": 1}),
+            }
+            first = self.found.setdefault(f"{where} {self.global_step}", found)
+            assert str(first) == str(found), "micro-batches of a step differ"
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.note("training step")
+            logits = self.all_gather(self(batch[0]))
+            return nn.functional.cross_entropy(logits, batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.note("validation step")
+            self.log("val", self.all_gather(self.loss(batch)))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.note("batch end")
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    plain, _ = compare(Calls, None, make_loader(10, 4), max_epochs=2, also=lambda run: run.module.found)
+    assert len(plain.module.found) > 8
+
+
+@compat("Trainer method", "print")
+@compat(
+    "LightningModule method",
+    "print",
+    status="differs",
+    note="In a step it prints once per micro-batch. In hooks it prints once.",
+)
+def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+    class Prints(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.print("in the step")
+            return self.loss(batch)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.print("in", "a hook", sep=" ")
+            self.trainer.print("by the trainer")
+
+    printed = {}
+    for kind in KINDS:
+        make_trainer(kind, max_steps=2).fit(Prints(), make_loader())
+        printed[kind] = capsys.readouterr().out.splitlines()
+    assert printed["plain"] == ["in the step", "in a hook", "by the trainer"] * 2
+    assert printed["roundpipe"] == [*["in the step"] * 3, "in a hook", "by the trainer"] * 2
+
+
+@compat_each("LightningModule method", "freeze unfreeze")
+def test_freeze_and_unfreeze() -> None:
+    """A part that is a LightningModule itself is frozen, and trained again from the second epoch on."""
+
+    class Outer(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Small()
+            self.inner.freeze()
+            self.weights: list[Any] = []
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + self.inner(x)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.inner.unfreeze()
+
+        def on_train_epoch_end(self) -> None:
+            self.weights.append(self.inner.head.weight.detach().clone())
+
+    plain, _ = compare(Outer, max_epochs=2, also=lambda run: (run.module.weights, run.module.inner.training))
+    first, second = plain.module.weights
+    assert torch.equal(first, Small().head.weight)
+    assert not torch.equal(second, first)
+
+
+@compat_each("Library", "grad_norm rank_zero_only")
+def test_utilities_in_hooks() -> None:
+    """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
+
+    class Norms(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written: list[int] = []
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+            self.write()
+
+        @rank_zero_only
+        def write(self) -> None:
+            self.written.append(self.global_step)
+
+    plain, ours = compare(Norms, accumulate_grad_batches=2)
+    assert len(plain.trainer.callback_metrics) == 11
+    assert all(norm > 0 for norm in plain.trainer.callback_metrics.values())
+    assert ours.module.written == plain.module.written == [0, 1]
+
+
+CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
+    "to": (torch.float64, lambda module: module.to("cpu", torch.float64)),
+    "double": (torch.float64, lambda module: module.double()),
+    "type": (torch.float64, lambda module: module.type(torch.float64)),
+    "half": (torch.float16, lambda module: module.half()),
+    "float": (torch.float32, lambda module: module.double().float()),
+    "cpu": (torch.float32, lambda module: module.cpu()),
+}
+
+
+# Half has 11 bits. Gradients and weights of at most 1 are rounded a few times in three steps.
+OF_DTYPES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}
+
+
+@compat_each("LightningModule method", "to double type half float cpu")
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions(name: str) -> None:
+    dtype, convert = CONVERSIONS[name]
+    loader = torch.utils.data.DataLoader(rows(dtype=dtype), batch_size=8)
+    rtol, atol = OF_DTYPES[dtype]
+    plain, ours = compare(lambda: convert(Small()), loader, tolerances={"rtol": rtol, "atol": atol})
+    assert ours.module.dtype == plain.module.dtype == dtype
+    assert {parameter.dtype for parameter in ours.module.parameters()} == {dtype}
+    # After the run as well.
+    assert convert(ours.module).dtype == dtype
+    assert ours.module.double().head.weight.dtype == torch.float64
+
+
+@compat("LightningModule method", "cuda", note="Before `fit`: the weights come back to the host.")
+def test_a_module_that_was_on_a_gpu_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what the module says about its device, while its weights never left."""
+    monkeypatch.setattr(nn.Module, "cuda", lambda self, device=None: self)
+
+    def make() -> Any:
+        module = Small().cuda(torch.device("cuda", 0))
+        assert module.device == torch.device("cuda", 0)
+        return module
+
+    plain, ours = compare(make)
+    assert ours.module.device == plain.module.device == torch.device("cpu")
+
+
+# --- after a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Run]:
+    """By kind, what was trained."""
+    return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
+
+
+@compat("LightningModule method", "to_onnx")
+def test_to_onnx(trained: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the exporter of torch is given after a run, which is all that Lightning does; the exporter is not run."""
+    given: list[Any] = []
+
+    def export(module: Any, sample: Any, path: Any, **kwargs: Any) -> None:
+        given.append([type(module).__name__, module.training, module(sample).detach(), str(path), sorted(kwargs)])
+
+    monkeypatch.setattr(lightning_module, "_ONNX_AVAILABLE", True)
+    monkeypatch.setattr(torch.onnx, "export", export)
+
+    def act(kind: str) -> Any:
+        module = trained[kind].module
+        module.example_input_array = torch.ones(2, WIDTH)
+        module.to_onnx(tmp_path / "a.onnx", export_params=True)
+        assert module.training
+        return given.pop()
+
+    both(act)
+
+
+@compat("LightningModule method", "to_torchscript")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
+    sample = torch.ones(2, WIDTH)
+
+    def act(kind: str) -> Any:
+        module = trained[kind].module
+        module.to_torchscript(tmp_path / "a.pt", method=method, example_inputs=sample)
+        result = torch.jit.load(tmp_path / "a.pt")(sample)
+        torch.testing.assert_close(result, module(sample))
+        return result
+
+    both(act)
+
+
+@compat("LightningModule method", "to_tensorrt", note="Needs a GPU and `torch_tensorrt`; without them the same errors.")
+@pytest.mark.skipif(not hasattr(L.LightningModule, "to_tensorrt"), reason="Lightning before 2.6 has no to_tensorrt")
+def test_to_tensorrt(trained: dict[str, Run], tmp_path: Path) -> None:
+    def act(kind: str) -> None:
+        trained[kind].module.to_tensorrt(tmp_path / "a.ts", input_sample=torch.ones(2, WIDTH))
+
+    both_refuse(act, Exception, r"TensorRT|tensorrt|CUDA|cuda")
+
+
+class Sized(L.LightningModule):
+    """Has hyperparameters that decide about its shape."""
+
+    def __init__(self, hidden: int = 5, rate: float = 0.1, unused: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["unused"])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hidden)
+            self.layers = nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["rate"], momentum=0.9)
+
+
+class Data(L.LightningDataModule):
+    """Has hyperparameters, and loaders of all kinds."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(rows(), batch_size=self.hparams["batch_size"])
+
+
+@compat_each("LightningModule method", "save_hyperparameters load_from_checkpoint")
+@compat_each("LightningDataModule", "save_hyperparameters load_from_checkpoint")
+@compat("Trainer method", "save_checkpoint")
+def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
+    def act(kind: str) -> Any:
+        trainer = make_trainer(kind)
+        trainer.fit(Sized(hidden=4, rate=0.2, unused=object()), datamodule=Data(batch_size=5))
+        trainer.save_checkpoint(tmp_path / kind)
+        trainer.save_checkpoint(tmp_path / f"{kind}-weights", weights_only=True)
+        return [torch.load(tmp_path / f"{kind}{end}", weights_only=True) for end in ("", "-weights")]
+
+    whole, weights = both(act)
+    assert whole["hyper_parameters"] == {"hidden": 4, "rate": 0.2}
+    assert "optimizer_states" not in weights
+    path = tmp_path / "roundpipe"
+    loaded = Sized.load_from_checkpoint(path, rate=0.5, map_location="cpu", strict=True)
+    assert dict(loaded.hparams) == {"hidden": 4, "rate": 0.5}
+    assert_identical(dict(loaded.state_dict()), dict(torch.load(path, weights_only=True)["state_dict"]))
+    assert dict(Data.load_from_checkpoint(path).hparams) == {"batch_size": 5}
+
+
+class All(Small):
+    """Has steps for every entry of the trainer."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+@compat("LightningDataModule", "from_datasets")
+@compat_each("Trainer method", "fit validate test predict")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every entry of the trainer after a fit, from the datamodule and from the best checkpoint, and what is shown."""
+
+    def act(kind: str) -> Any:
+        torch.manual_seed(3)  # the training set is shuffled
+        data = L.LightningDataModule.from_datasets(rows(), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
+        saves = ModelCheckpoint(tmp_path / kind, monitor="val", save_last=True)
+        trainer = make_trainer(kind, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+        module, untrained = All(), All()
+        with torch.no_grad():
+            untrained.head.bias.add_(1.0)
+        trainer.fit(module, datamodule=data)
+        capsys.readouterr()
+        return [
+            trainer.validate(module, datamodule=data),
+            trainer.test(datamodule=data, ckpt_path="best"),
+            capsys.readouterr().out.count("test/dataloader_idx_1"),
+            trainer.predict(module, datamodule=data, ckpt_path="last"),
+            trainer.predict(module, datamodule=data, return_predictions=False),
+            trainer.test(untrained, data.test_dataloader(), verbose=False),
+        ]
+
+    found = both(act)
+    assert len(found[1]) == 2
+    assert len(found[3]) == 3
+
+
+@compat("Trainer method", "init_module")
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)]
+)
+def test_init_module(precision: str, dtype: torch.dtype) -> None:
+    def act(kind: str) -> Any:
+        trainer = make_trainer(kind, precision=precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with trainer.init_module():
+                module = Sized()
+        assert {p.dtype for p in module.parameters()} == {dtype}
+        assert module.device.type == "cpu"
+        with trainer.init_module(empty_init=True):
+            empty = Sized()
+        empty.load_state_dict(module.state_dict())
+        trainer.fit(empty, make_loader())
+        return dict(empty.state_dict())
+
+    # bfloat16 has 8 bits; a few roundings.
+    both(act, **({"rtol": 2**-7, "atol": 2**-7} if precision == "bf16-true" else {}))
+
+
+@compat_each("Callback hook", "state_key state_dict load_state_dict")
+def test_states_of_callbacks_with_keys_of_their_own(tmp_path: Path) -> None:
+    class Counts(L.Callback):
+        def __init__(self, start: int) -> None:
+            self.start = self.count = start
+
+        @property
+        def state_key(self) -> str:
+            return self._generate_state_key(start=self.start)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
+    def act(kind: str) -> Any:
+        trainer = make_trainer(kind, callbacks=[Counts(1), Counts(10)])
+        trainer.fit(Small(), make_loader())
+        trainer.save_checkpoint(tmp_path / kind)
+        again = [Counts(10), Counts(1)]
+        make_trainer(kind, max_epochs=2, callbacks=again).fit(Small(), make_loader(), ckpt_path=tmp_path / kind)
+        saved = torch.load(tmp_path / kind, weights_only=True)["callbacks"]
+        return saved, [callback.count for callback in again]
+
+    assert both(act)[1] == [16, 7]

@@ -1,0 +1,357 @@
+"""Plugins: checkpoint IO, synchronization of layers, cluster environments and the launchers they stand for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import (
+    AsyncCheckpointIO,
+    CheckpointIO,
+    LayerSync,
+    TorchCheckpointIO,
+    TorchSyncBatchNorm,
+    XLACheckpointIO,
+)
+from lightning.pytorch.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    XLAEnvironment,
+)
+from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_roundpipe import RoundPipeStrategy
+from tests.support.identical import assert_identical
+from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
+from tests.support.rows import compat
+from tests.support.small import Small
+
+# --- checkpoint IO ----------------------------------------------------------------------------------------------------
+
+
+class OwnIO(CheckpointIO):
+    """Writes files of its own kind, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.calls.append(("save", Path(path).name, sorted(checkpoint), storage_options))
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"wrapped": checkpoint}, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        self.calls.append(("load", Path(path).name))
+        return torch.load(path, weights_only=False)["wrapped"]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(("remove", Path(path).name))
+        Path(path).unlink()
+
+    def teardown(self) -> None:
+        self.calls.append(("teardown",))
+
+
+@compat("Plugin", "CheckpointIO")
+@compat("Trainer argument", "plugins")
+@pytest.mark.parametrize("by", ["trainer", "strategy"])
+def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -> None:
+    def act(kind: str) -> Any:
+        io, weights = OwnIO(), []
+        for epochs, path in ((1, None), (2, tmp_path / kind / "last.ckpt")):
+            saving = ModelCheckpoint(tmp_path / kind, every_n_train_steps=2, save_last=True, save_top_k=1)
+            settings = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
+            if by == "trainer" or kind == "plain":
+                settings["plugins"] = [io]
+            else:
+                settings["options"] = {"checkpoint_io": io}
+            trainer, module = make_trainer(kind, **settings), Small()
+            trainer.fit(module, make_loader(), ckpt_path=path, weights_only=False)
+            trainer.save_checkpoint(tmp_path / kind / "own.ckpt", storage_options={"option": 1})
+            weights.append(dict(module.state_dict()))
+        return io.calls, weights
+
+    assert {call[0] for call in both(act)[0]} == {"save", "load", "remove", "teardown"}
+
+
+@compat("Plugin", "TorchCheckpointIO")
+def test_the_default_checkpoint_io(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), Small()
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(path)
+    assert_identical(Small.load_from_checkpoint(path, weights_only=False).state_dict(), module.state_dict())
+
+
+class Late(TorchCheckpointIO):
+    """Writes nothing before it is allowed to: training goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        assert self.may_write.wait(30)
+        super().save_checkpoint(*args, **kwargs)
+
+
+@compat("Plugin", "AsyncCheckpointIO")
+def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
+    """Steps that are made before the file is written do not change what is in it."""
+
+    def act(kind: str) -> Any:
+        class Allows(Small):
+            def on_train_end(self) -> None:
+                late.may_write.set()
+
+        late, folder = Late(), tmp_path / kind
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(
+            kind, plugins=[AsyncCheckpointIO(late)], callbacks=[saving], enable_checkpointing=True, max_epochs=2
+        )
+        trainer.fit(Allows(), make_loader())
+        files = sorted(folder.iterdir())
+        checkpoints = [torch.load(file, weights_only=False) for file in files]
+        assert len({float(c["state_dict"]["head.weight"].norm()) for c in checkpoints}) == len(files) == 6
+        return [[c["state_dict"], c["optimizer_states"], c["global_step"]] for c in checkpoints]
+
+    both(act)
+
+
+@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without the package torch_xla.")
+def test_the_checkpoint_io_of_xla_needs_xla() -> None:
+    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+        XLACheckpointIO()
+
+
+# --- synchronization of layers ----------------------------------------------------------------------------------------
+
+
+class OwnSync(LayerSync):
+    """Would put something else in the place of layers."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        raise AssertionError("there is one process, and nothing to synchronize")
+
+    revert = apply
+
+
+SYNCS: list[dict[str, Any]] = [
+    {"sync_batchnorm": True},
+    {"plugins": [TorchSyncBatchNorm()]},
+    {"plugins": [OwnSync()]},
+]
+
+
+@pytest.mark.parametrize("settings", SYNCS)
+@compat(
+    "Trainer argument",
+    "sync_batchnorm",
+    note="A warning: no effect, as on one device. num_microbatches=1 lets batch norm see the whole batch.",
+)
+@compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device.")
+@compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
+def test_layers_of_one_process_are_not_synchronized(settings: dict[str, Any]) -> None:
+    class Normed(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.append(nn.BatchNorm1d(6))
+
+    with pytest.warns(UserWarning, match=r"no effect with strategy='roundpipe'.*num_microbatches=1"):
+        runs = compare(Normed, ours={"num_microbatches": 1}, **settings)
+    assert {type(run.module.body[4]) for run in runs} == {nn.BatchNorm1d}
+
+
+# --- cluster environments and launchers -------------------------------------------------------------------------------
+
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400", "RANK": "0", "WORLD_SIZE": "1"}
+TORCHRUN = {**MASTER, "TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+SLURM = {f"SLURM_{name}": "1" for name in ("NTASKS", "NTASKS_PER_NODE", "NNODES")}
+SLURM |= {f"SLURM_{name}": "0" for name in ("PROCID", "LOCALID", "NODEID")}
+SLURM |= {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"}
+KUBEFLOW = {**MASTER, "KUBERNETES_PORT": "tcp://127.0.0.1:443"}
+LSF = {"LSB_JOBID": "1", "JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"}
+# All that a launcher may have set around the tests themselves.
+VARIABLES = {*TORCHRUN, *SLURM, *KUBEFLOW, *LSF, "LSB_DJOB_RANKFILE", "NODE_RANK"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, str]], None]:
+    """Sets the variables of a launcher, and no others."""
+
+    def launch(variables: dict[str, str]) -> None:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        if "LSB_JOBID" in variables:
+            host = socket.gethostname()
+            (tmp_path / "rankfile").write_text(f"launcher\n{host}\n")
+            monkeypatch.setenv("LSB_DJOB_RANKFILE", str(tmp_path / "rankfile"))
+
+    return launch
+
+
+class Own(LightningEnvironment):
+    """A cluster of the user's own."""
+
+    num_processes = 1
+
+    def world_size(self) -> int:
+        return self.num_processes
+
+
+class OwnOfThree(Own):
+    """One that has started 3 processes."""
+
+    num_processes = 3
+
+
+ALONE: dict[str, tuple[dict[str, str], type[ClusterEnvironment], bool]] = {
+    "own": ({}, Own, True),
+    "python": ({}, LightningEnvironment, False),
+    "python, given": ({}, LightningEnvironment, True),
+    "torchrun": (TORCHRUN, TorchElasticEnvironment, False),
+    "torchrun, given": ({}, TorchElasticEnvironment, True),
+    "slurm": (SLURM, SLURMEnvironment, False),
+    "slurm, given": (SLURM, SLURMEnvironment, True),
+    "kubeflow": (KUBEFLOW, KubeflowEnvironment, True),
+    "lsf": (LSF, LSFEnvironment, False),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@compat("Plugin", "ClusterEnvironment", note="One process; an error if there are several.")
+@compat("Plugin", "LightningEnvironment")
+@compat("Plugin", "TorchElasticEnvironment", note="One process; an error if torchrun starts several.")
+@compat("Plugin", "SLURMEnvironment", note="One task; an error if srun starts several.")
+@compat("Plugin", "KubeflowEnvironment", note="One process; an error if there are several.")
+@compat("Plugin", "LSFEnvironment", note="One process; an error if jsrun starts several.")
+def test_one_launched_process_is_one_process(launched: Any, name: str) -> None:
+    variables, environment, is_given = ALONE[name]
+    launched(variables)
+    for run in compare(Small, **({"plugins": [environment()]} if is_given else {})):
+        trainer = run.trainer
+        assert type(trainer._accelerator_connector.cluster_environment) is environment
+        assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+        assert trainer.is_global_zero
+    assert trainer.strategy.launcher is None
+
+
+@compat("Plugin", "SLURMEnvironment")
+def test_a_job_is_saved_and_queued_again_on_a_signal(
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes in the middle of a step, from which Lightning saves a checkpoint, and the next job goes on."""
+
+    class Signalled(Small):
+        is_sent = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx == 1 and not self.is_sent:
+                self.is_sent = True
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return loss
+
+    launched(SLURM)
+    asked: list[Any] = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: asked.append(command) or 0)
+
+    def act(kind: str) -> Any:
+        folder = tmp_path / kind
+        make_trainer(kind, default_root_dir=folder).fit(Signalled(), make_loader())
+        (path,) = folder.glob("hpc_ckpt_*.ckpt")
+        saved = torch.load(path, weights_only=False)
+        trainer, module = make_trainer(kind, default_root_dir=folder, max_epochs=2), Small()
+        trainer.fit(module, make_loader(), weights_only=False)
+        assert trainer.global_step == 6
+        return saved["global_step"], saved["state_dict"], saved["optimizer_states"], dict(module.state_dict())
+
+    assert both(act)[0] == 1
+    assert asked == [["scontrol", "requeue", SLURM["SLURM_JOB_ID"]]] * 2
+
+
+SEVERAL: list[Any] = [
+    pytest.param(dict(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), "process 1 of 2", id="torchrun"),
+    pytest.param(dict(TORCHRUN, WORLD_SIZE="4"), "process 0 of 4", id="torchrun, first"),
+    pytest.param(
+        dict(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1"),
+        "process 1 of 2",
+        id="srun",
+    ),
+    pytest.param(dict(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), "process 3 of 8", id="jsrun"),
+    pytest.param({"RANK": "1", "WORLD_SIZE": "2"}, "process 1 of 2", id="by hand"),
+    pytest.param({"LOCAL_RANK": "1"}, r"process 1, ", id="a process of DDP"),
+]
+
+
+@compat("Misuse", "several processes of a launcher", "refused", "An error in each of them when the Trainer is made.")
+@pytest.mark.parametrize(("variables", "place"), SEVERAL)
+def test_several_processes_are_refused(launched: Any, variables: dict[str, str], place: str) -> None:
+    launched(variables)
+    with pytest.raises(MisconfigurationException, match=rf"one process.*this is {place}.*'python train.py'"):
+        make_trainer()
+    make_trainer("plain")
+
+
+@compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
+@pytest.mark.parametrize("environment", [OwnOfThree, KubeflowEnvironment])
+def test_environments_of_several_processes_are_refused(launched: Any, environment: type[ClusterEnvironment]) -> None:
+    launched(dict(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
+    with pytest.raises(
+        MisconfigurationException, match=rf"process 0 of 3, started by a launcher \({environment.__name__}\)"
+    ):
+        make_trainer(plugins=[environment()])
+
+
+@compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without the package mpi4py; one process with it.")
+@compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without the package torch_xla.")
+@pytest.mark.parametrize(("environment", "package"), [(MPIEnvironment, "mpi4py"), (XLAEnvironment, "torch_xla")])
+def test_environments_that_need_a_package(environment: type[ClusterEnvironment], package: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=package):
+        environment()
+
+
+@compat("Library", "Jupyter")
+def test_a_notebook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies with a launcher for scripts are refused there; this one has none."""
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        make_trainer("plain", strategy="ddp", devices=2)
+
+    def act(kind: str) -> Any:
+        trainer, module = make_trainer(kind), Small()
+        for _ in range(2):  # a cell that is run again
+            trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
+            trainer.fit(module, make_loader())
+        return dict(module.state_dict())
+
+    both(act)
+
+
+@compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
+def test_what_is_no_plugin_is_refused_as_in_plain() -> None:
+    for plugins, match in (
+        (["slurm"], "invalid type for plugin"),
+        ([TorchCheckpointIO(), TorchCheckpointIO()], "multiple values for CheckpointIO"),
+    ):
+        both_refuse(partial(make_trainer, plugins=plugins), MisconfigurationException, match)
+    assert isinstance(L.Trainer(strategy="roundpipe", logger=False, barebones=True).strategy, RoundPipeStrategy)

@@ -1,0 +1,229 @@
+"""Arguments of the Trainer that decide which batches are run: the same batches in the same order as plain Lightning.
+
+A journal notes every hook around batches and epochs, with what the Trainer says about itself. Each argument must also
+change the journal of plain Lightning: otherwise the comparison would show nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from tests.support.parity import Run, both, compare, fit, make_loader, make_trainer
+from tests.support.rows import compat, compat_each
+from tests.support.small import Small
+
+
+class Journal(L.Callback):
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+    def note(self, name: str, trainer: L.Trainer, *what: Any) -> None:
+        stage = trainer.state.stage.value if trainer.state.stage is not None else None
+        state = (stage, trainer.current_epoch, trainer.global_step, trainer.is_last_batch, trainer.should_stop)
+        limits = (trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches)
+        self.entries.append((name, state, limits, *what))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.note("train batch", trainer, batch_idx, batch[0][:, 0].tolist())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("train batch end", trainer, batch_idx)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.note("optimizer step", trainer)
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def hook(self: Journal, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        self.note(name, trainer)
+
+    return hook
+
+
+def _noting_batch(name: str) -> Callable[..., None]:
+    def hook(self: Journal, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note(name, trainer, batch_idx, dataloader_idx, batch[0][:, 0].tolist())
+
+    return hook
+
+
+for _name in ("validation", "test", "predict"):
+    setattr(Journal, f"on_{_name}_batch_start", _noting_batch(_name))
+    setattr(Journal, f"on_{_name}_epoch_end", _noting(f"{_name} epoch end"))
+for _name in ("on_fit_start", "on_sanity_check_start", "on_train_epoch_start", "on_train_epoch_end", "on_fit_end"):
+    setattr(Journal, _name, _noting(_name))
+
+
+class Learner(Small):
+    """Validates, tests, predicts, and asks to stop after batch ``stop_at`` of every epoch."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.stop_at = stop_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.stop_at:
+            self.trainer.should_stop = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def run(kind: str, stop_at: int | None = None, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
+    """Trains, and on request tests and predicts; gives everything that can be compared."""
+    journal = Journal()
+    loaders = make_loader(20, shuffle=True), make_loader(10, 4)
+    trained = fit(kind, partial(Learner, stop_at), *loaders, callbacks=[journal], seed=11, **settings)
+    trainer, module = trained.trainer, trained.module
+    found = {"journal": journal.entries, **trained.results}
+    found["epochs"] = trainer.fit_loop.epoch_progress.state_dict()
+    if evaluates:
+        found["tested"] = trainer.test(module, make_loader(12, 4), verbose=False)
+        found["predicted"] = trainer.predict(module, make_loader(9, 4))
+    return found
+
+
+@functools.cache
+def journal_without(settings: str) -> Any:
+    """The journal of plain Lightning with settings that are the key in ``OTHERWISE``."""
+    return run("plain", **OTHERWISE[settings])["journal"]
+
+
+TAKES_TIMES = "timedelta" in str(inspect.signature(L.Trainer.__init__).parameters["val_check_interval"].annotation)
+# Settings of a run of plain Lightning that another run must differ from.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "one epoch": {},
+    "two epochs": {"max_epochs": 2},
+    "three stopped epochs": {"max_epochs": 3, "stop_at": 0},
+    "evaluation": {"evaluates": True},
+}
+# By name: what the run must differ from, and the settings.
+LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast_dev_run": ("one epoch", {"fast_dev_run": True}),
+    "fast_dev_run=2": ("evaluation", {"fast_dev_run": 2, "evaluates": True}),
+    "max_epochs": ("one epoch", {"max_epochs": 2}),
+    "max_epochs=0": ("one epoch", {"max_epochs": 0}),
+    "min_epochs": ("three stopped epochs", {"min_epochs": 2, "max_epochs": 3, "stop_at": 0}),
+    "max_steps": ("one epoch", {"max_steps": 2}),
+    "endless epochs": ("one epoch", {"max_epochs": -1, "max_steps": 5}),
+    "min_steps": ("three stopped epochs", {"min_steps": 5, "max_epochs": 3, "stop_at": 0}),
+    "max_time": ("two epochs", {"max_time": timedelta(0), "max_epochs": 2}),
+    "limit_train": ("one epoch", {"limit_train_batches": 2}),
+    "limit_train=0.7": ("one epoch", {"limit_train_batches": 0.7}),
+    "limit_val": ("one epoch", {"limit_val_batches": 1}),
+    "limit_val=0": ("one epoch", {"limit_val_batches": 0}),
+    "limit_test": ("evaluation", {"limit_test_batches": 2, "evaluates": True}),
+    "limit_predict": ("evaluation", {"limit_predict_batches": 0.5, "evaluates": True}),
+    "overfit": ("one epoch", {"overfit_batches": 1}),
+    "overfit=0.7": ("two epochs", {"overfit_batches": 0.7, "max_epochs": 2}),
+    "val_check": ("one epoch", {"val_check_interval": 2}),
+    "val_check=0.34": ("one epoch", {"val_check_interval": 0.34}),
+    "val_check across epochs": (
+        "two epochs",
+        {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 2},
+    ),
+    "val_check by time": ("one epoch", {"val_check_interval": timedelta(0)}),
+    "check_val": ("two epochs", {"check_val_every_n_epoch": 2, "max_epochs": 2}),
+    "sanity": ("one epoch", {"num_sanity_val_steps": 2}),
+    "sanity=-1": ("one epoch", {"num_sanity_val_steps": -1}),
+    "accumulate": ("one epoch", {"accumulate_grad_batches": 2}),
+}
+
+
+@compat_each(
+    "Trainer argument",
+    "fast_dev_run max_epochs min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches "
+    "limit_test_batches limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch "
+    "num_sanity_val_steps accumulate_grad_batches",
+)
+@pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set.*")
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_same_batches_in_the_same_order(name: str) -> None:
+    otherwise, settings = LOOPS[name]
+    if name == "val_check by time" and not TAKES_TIMES:
+        pytest.skip("this version of Lightning knows no intervals in time")
+    plain = both(lambda kind: run(kind, **settings))
+    assert plain["journal"] != journal_without(otherwise)
+
+
+# --- the loader of an epoch -------------------------------------------------------------------------------------------
+
+
+@compat("Trainer argument", "reload_dataloaders_every_n_epochs")
+@pytest.mark.parametrize(("every", "num_loaders"), [(0, 1), (2, 2)])
+def test_loaders_are_made_anew(every: int, num_loaders: int) -> None:
+    def act(kind: str) -> Any:
+        module, made = Learner(), []
+
+        def loader(what: str, batch_size: int) -> DataLoader[Any]:
+            made.append((what, module.current_epoch))
+            return make_loader(8 + len(made), batch_size)
+
+        module.train_dataloader = partial(loader, "train", 4)
+        module.val_dataloader = partial(loader, "validation", 5)
+        make_trainer(kind, max_epochs=3, reload_dataloaders_every_n_epochs=every).fit(module)
+        return made, dict(module.state_dict())
+
+    made, _ = both(act)
+    assert [epoch for what, epoch in made if what == "train"] == [0, 2][:num_loaders]
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's own."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __iter__(self) -> Any:
+        return iter(reversed(range(self.num_rows)))
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+@compat("Trainer argument", "use_distributed_sampler", note="No effect, as on one device: there is one process.")
+@pytest.mark.parametrize("flag", [True, False])
+def test_samplers_are_kept(flag: bool) -> None:
+    loaders = make_loader(20, sampler=Backwards(20)), make_loader(10, 4)
+    for run in compare(Learner, *loaders, use_distributed_sampler=flag):
+        assert type(run.trainer.train_dataloader.sampler) is Backwards
+        assert type(run.trainer.val_dataloaders.sampler) is torch.utils.data.SequentialSampler
+
+
+@compat("Trainer argument", "barebones")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but `Trainer\\(barebones=True")
+def test_barebones_switches_off_what_plain_switches_off() -> None:
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"))
+    settings = {"barebones": True, "num_sanity_val_steps": None, **off}
+    for run in compare(Learner, None, make_loader(10, 4), also=names_of_callbacks, **settings):
+        assert not run.trainer.callback_metrics
+        assert not run.trainer.loggers
+
+
+def names_of_callbacks(run: Run) -> list[str]:
+    return [type(callback).__name__ for callback in run.trainer.callbacks]

@@ -1,0 +1,77 @@
+"""Models of the tests that compare; what is special about a model is in the file of its test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.small import Small
+
+WIDTH = 6
+
+
+def vectors(*sizes: int, seed: int = 11) -> list[tuple[Tensor, Tensor]]:
+    """Batches of so many rows; by default such that no number of micro-batches divides them, the last one smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sizes or (7, 7, 5)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in rows]
+
+
+def six_vectors() -> list[tuple[Tensor, Tensor]]:
+    """For three steps of two batches each."""
+    return vectors(7, 7, 5, 6, 6, 4)
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Regression(L.LightningModule):
+    """A stem, blocks and a head; subclasses wire them."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class Chain(Regression):
+    """One block after the other."""
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return self.head(x)
+
+
+class Logs(Small):
+    """The small model with a logged training loss and a logged validation loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
