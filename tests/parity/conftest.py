@@ -30,8 +30,8 @@ from lightning_roundpipe.devices import cuda_driver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
 from tests.support.cuda_stub import StubDriver
-from tests.support.lazy_link import LazyLink
 from tests.support.identical import assert_identical
+from tests.support.lazy_link import LazyLink
 from tests.support.parity import Run, assert_alike, fit
 
 MakeModule = Callable[[], L.LightningModule]
