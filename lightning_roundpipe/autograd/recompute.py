@@ -11,7 +11,7 @@ carry forward hooks (hooks see tensors that are cut already), tensor attributes 
 changed in place. So hidden-state recorders, auxiliary losses kept on ``self`` and in-place units get their gradients.
 
 [Note: facts]
-Under ``no_grad`` nobody can tell which outputs would require a gradient, so the first call of a unit with a new kind
+Under ``no_grad`` it cannot be seen which outputs would require a gradient, so the first call of a unit with a new kind
 of arguments runs with its graph, once, and leaves its :class:`Facts`: flagged slots, whether it draws random
 numbers, which buffers it writes.
 """
@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import walk_graph
+from ..devices.offload import Offloaded
 from ..devices.runs import Run
 from ..usercode.loose_gradients import LooseGradients
 from ..weights.units import Unit
@@ -59,19 +60,6 @@ class GradientCutError(RuntimeError):
 
 class UnitEscapeError(RuntimeError):
     """A tensor left a unit on a way that the engine cannot follow."""
-
-
-class Flushing:
-    """Whether the engine itself is walking the user code graph of a micro-batch; shared by its calls."""
-
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        self.active = False
-
-    def is_active(self) -> bool:
-        """Whether it is."""
-        return self.active
 
 
 class Entry(torch.autograd.Function):
@@ -108,7 +96,7 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
-        if not call.flushing.active:
+        if not call.pending.is_flushing:
             raise GradientCutError.at(call)
         for slot, gradient in zip(ctx.slots, gradients, strict=True):
             if gradient is not None:
@@ -194,7 +182,7 @@ class Facts:
 
     def bytes_for(self, input_bytes: int) -> tuple[int, int]:
         """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.
-        As for the first one if ``input_bytes`` is 0, which is where nobody has counted."""
+        As for the first one if ``input_bytes`` is 0: they were not counted."""
         if not input_bytes or not self.input_bytes:
             return self.output_bytes, self.graph_bytes
         return (
@@ -210,6 +198,7 @@ class Call:
         unit: what was called.
         index: ordinal of the call in its micro-batch; seeds its random numbers.
         trained: for each parameter of the unit whether it required a gradient when user code called it.
+        pending: gradients of the micro-batch that wait in user code.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
         leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
@@ -234,16 +223,16 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
-        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "flagged", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
+        "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], flushing: Flushing) -> None:
+    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], pending: PendingGradients) -> None:
         self.unit = unit
         self.index = index
         self.trained = trained
-        self.flushing = flushing
+        self.pending = pending
         self.kept = False
         self.backward_stage: int | None = None
         self.leaves: list[Any] = []
@@ -282,9 +271,10 @@ class Call:
         known = self.gradients.get(slot)
         self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
 
-    def set_receivers(self, tensors: list[Tensor]) -> None:
-        """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
-        self.receivers = [Receiver(x) for x in tensors]
+    def needed_in_backward(self) -> list[Any]:
+        """Tensors that have to come to the device for the backward, as far as they are known."""
+        saved = [] if self.kept else [x for x in self.leaves if isinstance(x, Offloaded)]
+        return [*self.gradients.values(), *saved] if self.gradients else saved
 
     def put_aside(self, versions: tuple[int, ...]) -> None:
         """Keeps what a recomputation in a later segment needs, and nothing else."""
@@ -312,16 +302,19 @@ class Call:
 
 
 class PendingGradients:
-    """Gradients that wait at the inputs of calls, until the user code graph is flushed.
+    """Gradients that wait at the inputs of the calls of one micro-batch, until they are flushed through user code.
 
-    Several consumers of a user code tensor add up here, so that its producers are walked once.
+    Several consumers of a tensor of user code add up here, so that its producers are walked once.
 
     Args:
         loose: runs the backward, and takes the gradients of leaves.
+
+    Attributes:
+        is_flushing: whether the engine itself walks the graph of user code at the moment.
     """
 
-    def __init__(self, flushing: Flushing, loose: LooseGradients) -> None:
-        self._flushing = flushing
+    def __init__(self, loose: LooseGradients) -> None:
+        self.is_flushing = False
         self._loose = loose
         self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
 
@@ -342,19 +335,17 @@ class PendingGradients:
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Pushes what waits through the user code graph, down to the cuts and to loose parameters."""
-        if not self._waiting:
-            return
+        """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
         self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
-        """Pushes gradients through the user code graph."""
-        self._flushing.active = True
+        """Pushes gradients through the graph of user code."""
+        self.is_flushing = True
         try:
             self._loose.run_backward(roots, gradients)
         finally:
-            self._flushing.active = False
+            self.is_flushing = False
 
     def clear(self) -> None:
         """Drops what waits."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,10 @@ from torch import Tensor, nn
 
 from ..common import trees
 from ..common.attributes import assign, read
+from ..common.seeds import derive_seed
+from ..devices.offload import TravellingActivations
 from ..usercode.lock import UnitWrites, UserCodeLock, UserCodeState
+from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
 from .randomness import ForeignRandomness, PrivateRandomness, device_generator_seeded
@@ -27,7 +29,7 @@ from .recompute import Call, Cut, Slot
 _active = threading.local()
 
 
-@dataclass
+@dataclass(slots=True)
 class UnitResult:
     """What one execution of a unit gave.
 
@@ -49,116 +51,137 @@ class UnitResult:
     was_compiled: bool = False
 
 
-@dataclass
-class UnitRunner:
-    """Runs units for one micro-batch.
+@dataclass(slots=True)
+class UnitContext:
+    """What the units of one micro-batch run with.
 
     Attributes:
-        state: the micro-batch's user code state.
+        state: of the micro-batch in user code.
         lock: the user-code lock of the step.
-        seed_of: seed of the random numbers of a call, from its ordinal.
+        anchor: makes every cut require a gradient, see [Note: loose parameters] in :mod:`usercode.loose_gradients`.
+        activations: what the micro-batch brings along from device to device.
+        weights: the low-precision copies of the masters.
+        autocast_device: device type of autocast.
+        saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
         compiler: runs units compiled; None to run them as they are.
     """
 
     state: UserCodeState
     lock: UserCodeLock
-    seed_of: Any
     anchor: Tensor
-    compiler: UnitCompiler | None = None
+    activations: TravellingActivations
+    weights: WorkingCopies
+    autocast_device: str
+    saves_kept: bool
+    compiler: UnitCompiler | None
 
-    @staticmethod
-    def check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
-        """Raises:
-        RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
-        """
-        now = trees.leaves_of((args, kwargs))
-        if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
-            raise RuntimeError(
-                f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
-                "followed through the pipeline: return it from its forward, or make the module around it the unit with "
-                "RoundPipeStrategy(units=[TheClassAroundIt])"
-            )
 
-    def run(
-        self, call: Call, replica: Replica, leaves: list[Any], *, watch_randomness: bool, foreign: bool = False
-    ) -> UnitResult:
-        """Calls the unit's forward on ``replica``, in the caller's grad mode.
+def run_unit(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    *,
+    watch_randomness: bool,
+    foreign: bool = False,
+) -> UnitResult:
+    """Calls the unit's forward on ``replica``, in the caller's grad mode; the caller holds the compute lane.
 
-        Args:
-            call: identity of the execution.
-            replica: loaded replica on the current device.
-            leaves: arguments, then the values of ``call.side``.
-            watch_randomness: whether random operators get the call's private generator.
-            foreign: whether Python's and NumPy's global generators must be private as well.
-        """
-        originals: dict[int, Tensor] = {}
-        if self.compiler is not None and call.facts is not None:
-            leaves, originals = without_flags(leaves)
-        (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
-        num_side = len(trees.leaves_of(side)) if call.facts is None else 0
-        previous = self._set_side(call, replica, side)
-        writes = UnitWrites()
-        call.relayed = {}
-        relays, call.relays = call.relays, []
-        _active.run = (self, call, relays)
-        self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
-        written: list[tuple[nn.Module, str, Any]] = []
-        num_draws, was_compiled = 0, False
-        try:
-            if watch_randomness or foreign or _has_saved_tensor_hooks():
-                with self.compiler.excluded() if self.compiler is not None else contextlib.nullcontext():
-                    result, num_draws = self._forward_watched(call, replica, args, kwargs, watch_randomness, foreign)
-            elif self.compiler is not None:
-                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock.borrowed)
-            else:
-                result = replica.module.forward(*args, **kwargs)
-            if call.facts is None:
-                self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
-        finally:
-            self.state.unit_writes, self.state.is_recomputing = None, False
-            _active.run = None
+    Args:
+        call: identity of the execution.
+        replica: loaded replica on the current device.
+        leaves: arguments, then the values of ``call.side``.
+        watch_randomness: whether random operators get the call's private generator.
+        foreign: whether Python's and NumPy's global generators must be private as well.
+
+    Raises:
+        RuntimeError: if the unit puts something into a list or dict that it was given.
+    """
+    state, compiler = context.state, context.compiler
+    originals: dict[int, Tensor] = {}
+    if compiler is not None and call.facts is not None:
+        leaves, originals = without_flags(leaves)
+    (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
+    num_side = len(trees.leaves_of(side)) if call.facts is None else 0
+    previous = _set_side(call, replica, side) if call.side else ()
+    writes = UnitWrites()
+    call.relayed = {}
+    relays, call.relays = call.relays, []
+    _active.run = (context, call, relays)
+    state.unit_writes, state.is_recomputing = writes, relays is not None
+    written: list[tuple[nn.Module, str, Any]] = []
+    num_draws, was_compiled = 0, False
+    try:
+        if watch_randomness or foreign or _has_saved_tensor_hooks():
+            with compiler.excluded() if compiler is not None else contextlib.nullcontext():
+                result, num_draws = _forward_watched(context, call, replica, args, kwargs, watch_randomness, foreign)
+        elif compiler is not None:
+            result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock.borrowed)
+        else:
+            result = replica.module.forward(*args, **kwargs)
+        if call.facts is None:
+            _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+    finally:
+        state.unit_writes, state.is_recomputing = None, False
+        _active.run = None
+        if writes.before:
             written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
-            for module, name, value in previous:
-                assign(module, name, value)
-        result_leaves: list[Any] = []
-        structure = trees.flatten(result, result_leaves)
-        if originals:  # what is given back is recognised by its identity
-            result_leaves = [originals.get(id(x), x) for x in result_leaves]
-        slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
-        slots.update(call.relayed)
-        for order, (_, name, value) in enumerate(written):
-            if isinstance(value, Tensor):
-                slots["attribute", order, name] = value
-        return UnitResult(result_leaves, structure, slots, written, num_draws, was_compiled=was_compiled)
+        for module, name, value in previous:
+            assign(module, name, value)
+    result_leaves: list[Any] = []
+    structure = trees.flatten(result, result_leaves)
+    if originals:  # what is given back is recognised by its identity
+        result_leaves = [originals.get(id(x), x) for x in result_leaves]
+    slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
+    slots.update(call.relayed)
+    for order, (_, name, value) in enumerate(written):
+        if isinstance(value, Tensor):
+            slots["attribute", order, name] = value
+    return UnitResult(result_leaves, structure, slots, written, num_draws, was_compiled=was_compiled)
 
-    def _forward_watched(
-        self, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool
-    ) -> tuple[Any, int]:
-        """The unit's forward under what its facts ask for: (result, number of random operators)."""
-        seed = self.seed_of(call.index)
-        watch = PrivateRandomness(seed, self.lock.borrowed)
-        with contextlib.ExitStack() as stack:
-            if _has_saved_tensor_hooks():
-                # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
-            if watch_randomness:
-                stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
-            if foreign:
-                stack.enter_context(self.lock.borrowed())
-                stack.enter_context(ForeignRandomness.seeded(seed))
-            if watch_randomness:
-                stack.enter_context(watch)
-            return replica.module.forward(*args, **kwargs), watch.num_draws
 
-    @staticmethod
-    def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
-        previous = []
-        for (module, name), value in zip(call.side, values, strict=True):
-            copy = replica.copy_of(module)
-            if copy is not None:
-                previous.append((copy, name, read(copy, name)))
-                assign(copy, name, value)
-        return previous
+def _forward_watched(
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, watch_randomness: bool, foreign: bool
+) -> tuple[Any, int]:
+    """The unit's forward under what its facts ask for: (result, number of random operators)."""
+    seed = derive_seed(context.state.seed, context.state.index, call.index)
+    watch = PrivateRandomness(seed, context.lock.borrowed)
+    with contextlib.ExitStack() as stack:
+        if _has_saved_tensor_hooks():
+            # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+        if watch_randomness:
+            stack.enter_context(device_generator_seeded(replica.device.torch_device, seed))
+        if foreign:
+            stack.enter_context(context.lock.borrowed())
+            stack.enter_context(ForeignRandomness.seeded(seed))
+        if watch_randomness:
+            stack.enter_context(watch)
+        return replica.module.forward(*args, **kwargs), watch.num_draws
+
+
+def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
+    """Sets what user code has written on the unit's modules; what was there before."""
+    previous = []
+    for (module, name), value in zip(call.side, values, strict=True):
+        copy = replica.copy_of(module)
+        if copy is not None:
+            previous.append((copy, name, read(copy, name)))
+            assign(copy, name, value)
+    return previous
+
+
+def _check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
+    """Raises:
+    RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
+    """
+    now = trees.leaves_of((args, kwargs))
+    if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
+        raise RuntimeError(
+            f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
+            "followed through the pipeline: return it from its forward, or make the module around it the unit with "
+            "RoundPipeStrategy(units=[TheClassAroundIt])"
+        )
 
 
 def _has_saved_tensor_hooks() -> bool:
@@ -169,14 +192,11 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@contextlib.contextmanager
-def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> Iterator[None]:
+def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> contextlib.AbstractContextManager[Any]:
     """Autocast as it was at the call; the weight cache stays off (any thread's exit would clear it)."""
     if wanted == autocast_state(device_type):
-        yield
-    else:
-        with torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False):
-            yield
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False)
 
 
 def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
@@ -207,7 +227,7 @@ class _Relay:
         self._master = master
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        runner, call, recorded = _active.run
+        context, call, recorded = _active.run
         assert call.relays is not None
         order = len(call.relays)
         if recorded is not None and order >= len(recorded):
@@ -216,12 +236,12 @@ class _Relay:
             call.relays.append(False)
             _relay_slots(call, order, trees.leaves_of(output))
             return None
-        changed, result = self._run_hooks(runner, call, order, args, kwargs, output)
+        changed, result = self._run_hooks(context, call, order, args, kwargs, output)
         call.relays.append(changed)
         return result if changed else None
 
     def _run_hooks(
-        self, runner: UnitRunner, call: Call, order: int, args: Any, kwargs: Any, output: Any
+        self, context: UnitContext, call: Call, order: int, args: Any, kwargs: Any, output: Any
     ) -> tuple[bool, Any]:
         leaves: list[Any] = []
         structure = trees.flatten(output, leaves)
@@ -230,11 +250,11 @@ class _Relay:
         if flagged:
             with torch.enable_grad():
                 tensors = [slots[slot] for slot in flagged]
-                cut = Cut.apply(call, tuple(flagged), runner.anchor, tensors)  # type: ignore[no-untyped-call]
+                cut = Cut.apply(call, tuple(flagged), context.anchor, tensors)  # type: ignore[no-untyped-call]
             for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
-        with runner.lock.in_user_code(runner.state):
+        with context.lock.in_user_code(context.state):
             if self._call_hooks(args, kwargs, shown) is shown:
                 return False, output
             # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.

@@ -236,14 +236,27 @@ class Loader:
         self._is_recording = is_recording
         self._slots = slots
         self._now = [0] * len(pool)
+        self._has_begun = [False] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
 
-    def begin(self) -> None:
-        """Loads the first slots, before any micro-batch starts."""
-        for device in self._pool.devices:
-            if not device.aliases_host:
-                with device.occupied():
-                    self._load_slot(device)
+    def send_ahead(self, device: Device) -> None:
+        """Weights of the first slot begin to travel before a micro-batch needs them there: as far as there is room, and
+        not those whose update is still running. On any thread; does nothing once :meth:`begin` was called."""
+        if device.aliases_host or self._is_recording or self._has_begun[device.index]:
+            return
+        with device.occupied():
+            if not self._has_begun[device.index]:
+                self._expect(device)
+                self._coming[device.index] = [unit for slot in self._slots[device.index][:1] for unit in slot.units][
+                    ::-1
+                ]
+                self.prefetch(device)
+
+    def begin(self, device: Device) -> None:
+        """A micro-batch was admitted to ``device``: loads the first slot, unless that has been done."""
+        if not device.aliases_host and not self._has_begun[device.index]:
+            with device.occupied():
+                self._load_slot(device)
 
     def end_slot(self, device_index: int) -> None:
         """The last micro-batch of a slot has left it, and nobody has been let into the next one yet."""
@@ -278,16 +291,22 @@ class Loader:
 
     def _load_slot(self, device: Device) -> None:
         """The weights of the slot that begins must come; those of the next one as far as there is room."""
+        self._has_begun[device.index] = True
         if self._is_recording:
             return
-        self._replicas.expect(device, self._next_uses(device))
-        following = self._slots[device.index][self._now[device.index] :][:2]
-        device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
+        following = self._expect(device)
         if following:
             for unit in following[0].units:
                 self._replicas.load(unit, device)
         self._coming[device.index] = [unit for slot in following[1:] for unit in reversed(slot.units)]
         self.prefetch(device)
+
+    def _expect(self, device: Device) -> list[Slot]:
+        """Notes what the device needs from now on; the slot that begins, and the next one."""
+        self._replicas.expect(device, self._next_uses(device))
+        following = self._slots[device.index][self._now[device.index] :][:2]
+        device.memory.headroom = max((slot.activation_bytes for slot in following), default=0)
+        return following
 
     def prefetch(self, device: Device) -> None:
         """Weights of the next slot begin to travel, as far as there is room; asked again while the slot runs."""

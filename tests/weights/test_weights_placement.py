@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import LazyLink, VirtualDevice
-from lightning_roundpipe.engine.context import Plan, slots_of
+from lightning_roundpipe.engine.plans import Plan, slots_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
