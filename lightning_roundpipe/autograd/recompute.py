@@ -58,11 +58,17 @@ class GradientCutError(RuntimeError):
         )
 
 
-class UnitEscapeError(RuntimeError):
-    """A tensor left a unit on a way that the engine cannot follow."""
+class _Function(torch.autograd.Function):
+    """A function whose ``apply`` leaves out what torch does for its function transforms, where none is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-class Entry(torch.autograd.Function):
+class Entry(_Function):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
 
     @staticmethod
@@ -78,7 +84,7 @@ class Entry(torch.autograd.Function):
         return (None, None, None)
 
 
-class Cut(torch.autograd.Function):
+class Cut(_Function):
     """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
 
     @staticmethod
@@ -358,27 +364,6 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
         if isinstance(node, _CUT_NODE):
             return cast(Any, node).call  # type: ignore[no-any-return]
     return None
-
-
-def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
-    """Looks for parameters of replicas that are reachable from user code.
-
-    Args:
-        roots: autograd nodes to start from: of the loss and of the inputs of every call.
-        leaves: id of a replica's leaf -> name of its unit.
-
-    Raises:
-        UnitEscapeError: if there is one.
-    """
-    variables = (getattr(node, "variable", None) for node in walk_graph(roots))
-    name = next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)
-    if name is not None:
-        raise UnitEscapeError(
-            f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
-            "container, a dataclass nor a registered pytree, or through a global), so its gradient would be lost. "
-            "Return it from the unit's forward, or make a coarser module the unit: "
-            "RoundPipeStrategy(units=[TheClassAroundIt])."
-        )
 
 
 def versions_of(unit: Unit) -> tuple[int, ...]:

@@ -250,7 +250,7 @@ class _Relay:
         if flagged:
             with torch.enable_grad():
                 tensors = [slots[slot] for slot in flagged]
-                cut = Cut.apply(call, tuple(flagged), context.anchor, tensors)  # type: ignore[no-untyped-call]
+                cut = Cut.apply(call, tuple(flagged), context.anchor, tensors)
             for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)

@@ -8,7 +8,6 @@ thread of the micro-batch, which holds the compute lane of the replica's device 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,14 +177,19 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
     if call.kept:
         call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
     outputs, passed = done.outputs, done.passed_through
-    slots = [s for s in outputs if s in flagged and s not in passed and not _is_named(s, "relay", "input")]
-    changed = [i for i in done.changed if ("input", i) in flagged]
-    if slots or changed:
-        named = (*slots, *[("input", i) for i in changed])
-        tensors, inputs = [outputs[slot] for slot in slots], [leaves[i] for i in changed]
-        with _versions_kept(inputs) if inputs else contextlib.nullcontext():
-            results = Cut.apply(call, named, context.anchor, tensors, *inputs)  # type: ignore[no-untyped-call]
-        outputs.update(zip(slots, results, strict=False))
+    named = [s for s in outputs if s in flagged and s not in passed and (type(s) is int or not _is_cut_elsewhere(s))]
+    tensors = [outputs[slot] for slot in named]
+    if done.changed and (changed := [i for i in done.changed if ("input", i) in flagged]):
+        inputs = [leaves[i] for i in changed]
+        slots = (*named, *[("input", i) for i in changed])
+        # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(inputs)):
+            results = Cut.apply(call, slots, context.anchor, tensors, *inputs)
+    elif named:
+        results = Cut.apply(call, tuple(named), context.anchor, tensors)
+    else:
+        return
+    outputs.update(zip(named, results, strict=False))
 
 
 def run_unit_backward(
@@ -252,7 +256,7 @@ def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
     differentiable = call.differentiable
     if differentiable:
         inputs = [leaves[i] for i in differentiable]
-        aliases = Entry.apply(call, anchor, inputs)  # type: ignore[no-untyped-call]
+        aliases = Entry.apply(call, anchor, inputs)
         for i, alias in zip(differentiable, aliases, strict=True):
             leaves[i] = alias
     for i, leaf in enumerate(leaves):
@@ -322,10 +326,6 @@ def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, 
     return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
 
 
-def _versions_kept(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays."""
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def _is_named(slot: Slot, *kinds: str) -> bool:
-    return isinstance(slot, tuple) and slot[0] in kinds
+def _is_cut_elsewhere(slot: Slot) -> bool:
+    """Whether it is an output of a relay, which has cut it, or an argument that the unit has changed."""
+    return isinstance(slot, tuple) and slot[0] in ("relay", "input")

@@ -160,10 +160,15 @@ class Gate:
         self._advance(self.schedule.device_of(action))
 
     def pass_position(self, microbatch_index: int, position: int) -> None:
-        """Notes that a micro-batch has run (or skipped) all call positions below ``position``."""
-        with self._lock:
-            self._passed[microbatch_index] = position
-            self._open_gates(microbatch_index)
+        """Notes that a micro-batch has run (or skipped) all call positions below ``position``.
+
+        Takes the lock only if there are waiters: they announce themselves before they look, so that one of both sees
+        the other.
+        """
+        self._passed[microbatch_index] = position
+        if self._gated:
+            with self._lock:
+                self._open_gates(microbatch_index)
 
     def await_position(self, microbatch_index: int, other: int, position: int) -> bool:
         """Blocks until micro-batch ``other`` has passed ``position``: for units that write buffers, in order.
@@ -171,18 +176,18 @@ class Gate:
         Returns:
             Whether it had not already.
         """
+        self.check()
+        if self._passed.get(other, 0) > position:
+            return False
+        event = _Signal()
         with self._lock:
             self.check()
-            if self._passed.get(other, 0) > position:
-                return False
-            event = _Signal()
             self._gated[microbatch_index] = (other, position, event)
             self._detect_stall()
         try:
-            while not event.wait(_RECHECK_S):
-                with self._lock:
-                    if self._passed.get(other, 0) > position:
-                        break
+            while self._passed.get(other, 0) <= position:
+                if event.wait(_RECHECK_S):
+                    break
         finally:
             with self._lock:
                 self._gated.pop(microbatch_index, None)

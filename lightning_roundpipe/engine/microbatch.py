@@ -14,11 +14,6 @@ which device it runs, and whether its graph is kept (F, then B: recomputed; fuse
 
 A call whose outputs got no gradient is skipped in the backward.
 
-Where micro-batches meet ([Note: barriers] in :mod:`engine.barrier`) a micro-batch has several such segments, each with
-a plan of its own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph
-is dropped if it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for
-it.
-
 Everything here runs on the thread of the micro-batch. It holds the user-code lock from the end of one call to the begin
 of the next, and neither that lock nor a compute lane while it waits for the gate.
 """
@@ -35,7 +30,6 @@ from ..autograd.unit_run import UnitContext, autocast_state, run_unit
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Device
 from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.runs import Run
 from ..devices.transfer import Edge
@@ -57,10 +51,8 @@ _ALL_POSITIONS = 1 << 60
 class Microbatch:
     """See [Note: the walk].
 
-    Args:
-        state: of the micro-batch in user code.
-
     Attributes:
+        state: of the micro-batch in user code.
         index: identifies it to the user and seeds its random numbers.
         slot: its index in the schedule of this segment.
         device: the one that it is on.
@@ -93,7 +85,7 @@ class Microbatch:
         )  # fmt: skip
         self._has_entered = False
         self.begin_segment(slot, segment)
-        self.device = self._device_of(0)
+        self.device = self._pool[self._gate.device_of(Action(0, slot))]
         self._activations.go_to(self.device)
         state.call_unit = self.call
 
@@ -101,7 +93,7 @@ class Microbatch:
         """A run over a schedule begins, by another plan; called while the thread of the micro-batch stands still."""
         plan = segment.plan
         self.slot, self._segment = slot, segment
-        self._gate, self._partition, self._is_recording = segment.gate, plan.partition, plan.recording
+        self._gate, self._is_recording = segment.gate, plan.recording
         self._stage = -1
         self._num_called_before = len(self._called)
         self._next_position = len(plan.carried)
@@ -115,9 +107,6 @@ class Microbatch:
 
     # --- stages and devices ------------------------------------------------------------------------------------
 
-    def _device_of(self, stage: int) -> Device:
-        return self._pool[self._gate.device_of(Action(stage, self.slot))]
-
     def _move_to(self, stage: int, values: list[Any], what: str) -> None:
         """Leaves the current stage and waits for the turn in ``stage``, a later one; stages in between are skipped.
 
@@ -125,7 +114,8 @@ class Microbatch:
             values: what is needed there first: it travels meanwhile.
             what: that is, for the trace.
         """
-        before, target = self.device, self._device_of(stage)
+        action = Action(stage, self.slot)
+        before, target = self.device, self._pool[self._gate.device_of(action)]
         if target is not before:
             # Before work of other micro-batches is queued on the device that is left.
             self._activations.offload(values, what)
@@ -137,7 +127,6 @@ class Microbatch:
             self._activations.drop()
         else:
             self._activations.go_to(target)
-        action = Action(stage, self.slot)
         if not target.aliases_host:
             self._gate.approach(action)
             self._activations.send(values, what)
@@ -209,16 +198,14 @@ class Microbatch:
 
     def _go_to_call(self, call: Call, position: int | None, leaves: list[Any]) -> None:
         """The gate: waits for the turn in the stage of the call. Calls off the plan run where the micro-batch is."""
-        stage = max(self._stage, 0)
+        plan, stage = self._segment.plan, max(self._stage, 0)
         if position is not None:
-            stage = self._partition.forward_stage(position)
-            if self._partition.is_training:
-                call.backward_stage = self._partition.backward_stage(position)
+            stage, call.backward_stage = plan.stages_of[position]
             if stage != self._stage:  # skipped calls are not waited for until this one has its turn
                 self._gate.pass_position(self.slot, position)
         if stage > self._stage:
             self._move_to(stage, leaves if position is not None else [], f"inputs {call.unit.name}")
-        call.kept = self._partition.stages[stage].kind is StageKind.FUSED and not self._is_recording
+        call.kept = plan.keeps_graph[stage]
 
     def _compute(
         self, call: Call, position: int | None, leaves: list[Any], records: bool, is_training: bool
@@ -302,7 +289,7 @@ class Microbatch:
         """
         # The forward is over, also for calls at the end that this micro-batch has skipped.
         self._gate.pass_position(self.slot, _ALL_POSITIONS)
-        stages = self._partition.stages
+        stages = self._segment.plan.partition.stages
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
         if fused > self._stage:
             self._move_to(fused, [], "")

@@ -1,4 +1,10 @@
-"""The thread of a micro-batch: the user's function, the backward of its loss, and what it waits for in between."""
+"""The thread of a micro-batch: the user's function, the backward of its loss, and the barriers in between.
+
+Where micro-batches meet ([Note: barriers] in :mod:`engine.barrier`) a micro-batch has several segments, each with a
+plan of its own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph
+is dropped if it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.recompute import Call, check_escape, versions_of
+from ..autograd.escape import check_escape
+from ..autograd.recompute import Call, versions_of
 from ..common.threads import Worker
 from ..devices.devices import Device
 from ..planning.schedule import Action
@@ -151,14 +158,14 @@ class MicrobatchThread(Microbatch):
     def resume(self, slot: int, segment: SegmentContext, go_on: Callable[[], Any]) -> Callable[[], None]:
         """Takes the micro-batch, which stands at a barrier, to the next segment; what lets its thread go on there."""
         self.begin_segment(slot, segment)
-        plan, partition = segment.plan, segment.plan.partition
+        plan = segment.plan
         carried = {call.index: call for call in self._living()}
         for position, index in enumerate(plan.carried):
             call = carried.get(index)
             if call is not None and call.unit is plan.sequence[position]:
                 assert call.ran is not None
                 call.ran = call.ran._replace(position=position)
-                call.backward_stage = partition.backward_stage(position) if partition.is_training else None
+                call.backward_stage = plan.stages_of[position][1]
         return functools.partial(self.attendance.resume, go_on)
 
     def _living(self) -> list[Call]:

@@ -58,6 +58,18 @@ class Plan:
     carried: tuple[int, ...] = ()
     activation_bytes: tuple[tuple[int, int], ...] = ()
 
+    @functools.cached_property
+    def stages_of(self) -> list[tuple[int, int | None]]:
+        """For each position the stage of its forward and, in training, that of its backward."""
+        partition = self.partition
+        backward = partition.backward_stage if partition.is_training else lambda position: None
+        return [(partition.forward_stage(i), backward(i)) for i in range(len(self.sequence))]
+
+    @functools.cached_property
+    def keeps_graph(self) -> list[bool]:
+        """For each stage whether the graphs of its calls are kept until the backward."""
+        return [stage.kind is StageKind.FUSED and not self.recording for stage in self.partition.stages]
+
 
 def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
     """The slots of each device, in order."""

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..autograd.compiling import UnitCompiler
-from ..autograd.recompute import UnitEscapeError
+from ..autograd.escape import UnitEscapeError
 from ..autograd.unit_run import relay_hooks
 from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile
@@ -26,7 +26,7 @@ from ..planning.machine import Machine
 from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable
 from .context import Resources
-from .patches import classes_patched
+from .patches import classes_patched, modules_of
 from .plans import Plan, Planner, Plans, Scheduler, scheduler_of
 from .requests import StepRequest, StepResult
 from .step import Step
@@ -160,7 +160,7 @@ class Engine:
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""
-        if self._table is None or not self._table.is_of(list(self._root.modules())):
+        if self._table is None or not self._table.is_of(modules_of(self._root)):
             self._forget()
             self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
         return self._table

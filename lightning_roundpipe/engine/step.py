@@ -72,8 +72,10 @@ class Step:
             Surroundings.of_this_thread(request.autocast_device),
             self._failure,
         )
-        self._spans: list[Span] = []
-        self._result = StepResult([], {}, Timeline((), len(resources.pool)), num_microbatches=len(self._states))
+        self._records: list[SegmentRecord] = []
+        self._traced: list[Span] = []
+        timeline_of = functools.partial(_timeline, self._clock, self._records, self._traced, len(resources.pool))
+        self._result = StepResult([], {}, timeline_of, num_microbatches=len(self._states))
         self._num_calls = -1  # of the segment that the result shows
         self._planning_s = 0.0
 
@@ -92,7 +94,6 @@ class Step:
         result = self._result
         result.bytes_up, result.bytes_down = (tuple(n - m for n, m in zip(*counts, strict=True)) for counts in moved)
         result.gradients = self._gradients
-        result.timeline = Timeline(tuple(self._spans), len(pool))
         result.peak_memory_bytes = tuple(device.peak_memory_bytes for device in pool.devices)
         result.step_ms = (perf_counter() - started - self._planning_s) * 1e3
         return result
@@ -199,9 +200,9 @@ class Step:
     def _note_segment(self, plan: Plan, schedule: Schedule | None, records: Sequence[SegmentRecord]) -> None:
         """A segment has ended, in which these micro-batches ran by the plan."""
         result = self._result
-        self._spans += [span for record in records for span in self._clock.spans_of(record.runs, record.index)]
+        self._records += records
         if self._trace is not None and records:
-            self._spans += self._trace.spans(self._clock)
+            self._traced += self._trace.spans(self._clock)
         result.num_off_plan += sum(record.num_off_plan for record in records)
         if len(plan.sequence) > self._num_calls:
             self._num_calls, result.schedule, result.partition = len(plan.sequence), schedule, plan.partition
@@ -269,3 +270,9 @@ def _end_slot(loose_parameters: LooseParameters, loader: Loader, pool: DevicePoo
     """The last micro-batch of a slot has left it. What user code needs no more makes room for the next slot."""
     loose_parameters.end_slot(pool[device_index])
     loader.end_slot(device_index)
+
+
+def _timeline(clock: Clock, records: Sequence[SegmentRecord], traced: Sequence[Span], num_devices: int) -> Timeline:
+    """What the micro-batches computed by plan, and what was traced besides."""
+    computed = [span for record in records for span in clock.spans_of(record.runs, record.index)]
+    return Timeline((*computed, *traced), num_devices)
