@@ -88,8 +88,6 @@ def run_unit(
     """Calls the unit's forward on ``replica``, in the caller's grad mode; the caller holds the compute lane.
 
     Args:
-        call: identity of the execution.
-        replica: loaded replica on the current device.
         leaves: arguments, then the values of ``call.side``.
         watch_randomness: whether random operators get the call's private generator.
         foreign: whether Python's and NumPy's global generators must be private as well.

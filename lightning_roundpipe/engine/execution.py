@@ -240,13 +240,16 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
         assert copy is not None
         swapped.append((copy, name, copy._buffers[name]))
         copy._buffers[name] = value.to(target, copy=True)
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
     try:
-        with torch.enable_grad(), autocast_as(context.autocast_device, call.autocast):
+        with autocast_as(context.autocast_device, call.autocast):
             enter(call, leaves, context.anchor)
             facts = call.facts
             result = run_unit(context, call, replica, leaves, watch_randomness=facts.draws, foreign=facts.foreign)
             return add_changed(call, result, leaves)
     finally:
+        torch._C._set_grad_enabled(before)
         for copy, name, buffer in swapped:
             copy._buffers[name] = buffer
 
@@ -259,9 +262,10 @@ def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
         aliases = Entry.apply(call, anchor, inputs)
         for i, alias in zip(differentiable, aliases, strict=True):
             leaves[i] = alias
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
-            leaves[i] = leaf.detach()
+    if len(leaves) > len(differentiable):
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
+                leaves[i] = leaf.detach()
 
 
 def add_changed(call: Call, result: UnitResult, given: list[Any]) -> dict[Slot, Tensor]:

@@ -51,7 +51,7 @@ class Gate:
     Args:
         schedule: who runs where in which order.
         end_stage: called with a device's index when the last micro-batch has left a stage on it, by the thread that
-            left last, before the device admits anybody to its next stage.
+            left last, before the device admits a micro-batch to its next stage.
     """
 
     def __init__(self, schedule: Schedule, end_stage: Callable[[int], None] = lambda device: None) -> None:
@@ -221,7 +221,7 @@ class Gate:
         return action in self._left or action in self.schedule.devices[device][head : head + 2]
 
     def _advance(self, device: int) -> None:
-        """Moves the head past actions that were left; a device between two stages is closed to everybody."""
+        """Moves the head past actions that were left; a device between two stages is closed."""
         while True:
             with self._lock:
                 if self._closing[device] or not self._advance_within_stage(device):

@@ -362,7 +362,9 @@ class Microbatch:
         with device.computing():
             replica = self._replica(call, learns=False)
             replica.book_gradients(True)
-            gradients = activations.receive(list(call.gradients.values()), Edge.OUTPUT_GRADIENTS, f"gradient {name}")
+            gradients = list(call.gradients.values())
+            if not device.aliases_host:
+                gradients = activations.receive(gradients, Edge.OUTPUT_GRADIENTS, f"gradient {name}")
             leaves = None if call.kept else activations.receive(call.leaves, Edge.RELOADED, f"saved {name}")
             booked = 0
             if not device.aliases_host:

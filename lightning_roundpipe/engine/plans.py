@@ -36,7 +36,7 @@ Planner = Callable[[CostProfile, int, bool], Partition]
 # (num_stages, num_microbatches, num_devices, first_device) -> schedule of a step, first device of the step after.
 Scheduler = Callable[[int, int, int, int], tuple[Schedule, int]]
 
-# A new plan must shorten the simulated step by more than this share.
+# A new plan must shorten the simulated step by more than this fraction.
 _MIN_GAIN = 0.02
 # The first steps are all measured, then one of several: that takes time as well.
 _ALL_MEASURED = 8
@@ -57,6 +57,13 @@ class Plan:
     recording: bool = False
     carried: tuple[int, ...] = ()
     activation_bytes: tuple[tuple[int, int], ...] = ()
+    _slots: dict[int, tuple[Schedule, list[list[Slot]]]] = field(default_factory=dict, compare=False, repr=False)
+
+    def slots_in(self, schedule: Schedule) -> list[list[Slot]]:
+        """:func:`slots_of`, once for each schedule object."""
+        if id(schedule) not in self._slots:
+            self._slots[id(schedule)] = schedule, slots_of(self, schedule)
+        return self._slots[id(schedule)][1]
 
     @functools.cached_property
     def stages_of(self) -> list[tuple[int, int | None]]:

@@ -21,7 +21,7 @@ class StepRequest:
     Attributes:
         function: the user's step; called once per micro-batch, on a thread of its own.
         microbatches: its argument, one per micro-batch.
-        weights: share of each micro-batch in the loss; they need not sum to 1 (the engine does not normalise).
+        weights: of the micro-batches in the loss; they need not sum to 1 (the engine does not normalise).
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.

@@ -33,7 +33,7 @@ from .context import Failure, Resources, SegmentContext, StepContext
 from .gate import Gate
 from .microbatch_thread import MicrobatchThread
 from .patches import classes_patched, patch
-from .plans import Plan, SegmentRecord, slots_of
+from .plans import Plan, SegmentRecord
 from .requests import StepRequest, StepResult
 from .tracing import Clock, Trace, TracedGate, TracedUserCodeLock
 
@@ -213,7 +213,7 @@ class Step:
         """Lets micro-batches run over a schedule, until each has come to a barrier or has ended."""
         resources, shared = self._resources, self._shared
         loader = Loader(
-            slots_of(plan, schedule), resources.pool, resources.replicas, shared.gradients, is_recording=plan.recording
+            plan.slots_in(schedule), resources.pool, resources.replicas, shared.gradients, is_recording=plan.recording
         )
         end_slot = functools.partial(_end_slot, shared.loose_parameters, loader, resources.pool)
         if self._trace is None:
