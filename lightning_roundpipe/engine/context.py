@@ -123,7 +123,7 @@ class SegmentContext:
         num_forward = sum(stage.kind is not StageKind.BACKWARD for stage in self.plan.partition.stages)
         return self.gate.schedule.stage_orders(num_forward)
 
-    def await_buffers(self, unit: Unit, position: int, slot: int) -> None:
+    def await_buffers(self, unit: Unit, position: int, schedule_index: int) -> None:
         """Waits until the micro-batches before this one have made their last call of ``unit`` in this stage.
 
         Also where it is not known yet whether the unit writes its buffers. All those before: one that skips a unit
@@ -132,10 +132,10 @@ class SegmentContext:
         partition = self.plan.partition
         stage = partition.stages[partition.forward_stage(position)]
         order = self._stage_orders[stage.index]
-        if before := order[: order.index(slot)]:
+        if before := order[: order.index(schedule_index)]:
             last = max(i for i in range(position, stage.stop) if self.plan.sequence[i] is unit)
             for other in before:
-                self.gate.await_position(slot, other, last)
+                self.gate.await_position(schedule_index, other, last)
 
     @functools.cached_property
     def repeated(self) -> frozenset[Unit]:

@@ -54,14 +54,14 @@ class Microbatch:
     Attributes:
         state: of the micro-batch in user code.
         index: identifies it to the user and seeds its random numbers.
-        slot: its index in the schedule of this segment.
+        schedule_index: its index in the schedule of this segment.
         device: the one that it is on.
         attendance: how its thread and that of the step wait for each other.
         record: what is noted in this segment.
         pending: gradients that wait in user code.
     """
 
-    def __init__(self, state: UserCodeState, step: StepContext, slot: int, segment: SegmentContext) -> None:
+    def __init__(self, state: UserCodeState, step: StepContext, schedule_index: int, segment: SegmentContext) -> None:
         self.index = state.index
         self.state = state
         self.attendance = Attendance()
@@ -84,15 +84,15 @@ class Microbatch:
             resources.compiler,
         )  # fmt: skip
         self._has_entered = False
-        self.begin_segment(slot, segment)
-        self.device = self._pool[self._gate.device_of(Action(0, slot))]
+        self.begin_segment(schedule_index, segment)
+        self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
         self._activations.go_to(self.device)
         state.call_unit = self.call
 
-    def begin_segment(self, slot: int, segment: SegmentContext) -> None:
+    def begin_segment(self, schedule_index: int, segment: SegmentContext) -> None:
         """A run over a schedule begins, by another plan; called while the thread of the micro-batch stands still."""
         plan = segment.plan
-        self.slot, self._segment = slot, segment
+        self.schedule_index, self._segment = schedule_index, segment
         self._gate, self._is_recording = segment.gate, plan.recording
         self._stage = -1
         self._num_called_before = len(self._called)
@@ -114,13 +114,13 @@ class Microbatch:
             values: what is needed there first: it travels meanwhile.
             what: that is, for the trace.
         """
-        action = Action(stage, self.slot)
+        action = Action(stage, self.schedule_index)
         before, target = self.device, self._pool[self._gate.device_of(action)]
         if target is not before:
             # Before work of other micro-batches is queued on the device that is left.
             self._activations.offload(values, what)
         for passed in range(max(self._stage, 0), stage):
-            self._gate.leave(Action(passed, self.slot))
+            self._gate.leave(Action(passed, self.schedule_index))
         is_first, self._has_entered = not self._has_entered, True
         self._stage, self.device = stage, target
         if target is before:
@@ -202,7 +202,7 @@ class Microbatch:
         if position is not None:
             stage, call.backward_stage = plan.stages_of[position]
             if stage != self._stage:  # skipped calls are not waited for until this one has its turn
-                self._gate.pass_position(self.slot, position)
+                self._gate.pass_position(self.schedule_index, position)
         if stage > self._stage:
             self._move_to(stage, leaves if position is not None else [], f"inputs {call.unit.name}")
         call.kept = plan.keeps_graph[stage]
@@ -219,7 +219,7 @@ class Microbatch:
         )  # fmt: skip
         facts = unit.facts.get(key)
         if position is not None and (unit.has_buffers if facts is None else facts.buffers):
-            segment.await_buffers(unit, position, self.slot)
+            segment.await_buffers(unit, position, self.schedule_index)
         learns = facts is None
         changes_buffers = facts is None or bool(facts.buffers)
         counts = segment.is_measured or device.counts_activations
@@ -244,7 +244,7 @@ class Microbatch:
                 replica.load_buffers()
             self._free_recorded(replica)
         if position is not None:
-            self._gate.pass_position(self.slot, position + 1)
+            self._gate.pass_position(self.schedule_index, position + 1)
         elif self._is_recording:
             position = call.index - self._num_called_before  # in the plan that will be made of it
         assert call.facts is not None
@@ -288,7 +288,7 @@ class Microbatch:
             retain_graph: whether it may be walked again, in another segment.
         """
         # The forward is over, also for calls at the end that this micro-batch has skipped.
-        self._gate.pass_position(self.slot, _ALL_POSITIONS)
+        self._gate.pass_position(self.schedule_index, _ALL_POSITIONS)
         stages = self._segment.plan.partition.stages
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
         if fused > self._stage:
@@ -377,7 +377,7 @@ class Microbatch:
             if not device.aliases_host:
                 activations.settle()
             elif call.unit in self._segment.repeated and (found := replica.harvest()):
-                self._step.gradients.add_later(*found, (call.unit.order, call.index), self.slot)
+                self._step.gradients.add_later(*found, (call.unit.order, call.index), self.schedule_index)
             if counts:
                 self._books.end_backward(device, booked, num_bytes_of(call.input_gradients))
             self._free_recorded(replica)

@@ -40,9 +40,9 @@ class MicrobatchThread(Microbatch):
         output: result of the user's function, once it has ended.
     """
 
-    def __init__(self, state: UserCodeState, step: StepContext, slot: int, segment: SegmentContext) -> None:
+    def __init__(self, state: UserCodeState, step: StepContext, schedule_index: int, segment: SegmentContext) -> None:
         self._carried: list[weakref.ref[Call]] = []
-        super().__init__(state, step, slot, segment)
+        super().__init__(state, step, schedule_index, segment)
         self.output: Any = None
         if step.request.meets:
             state.meet = self._meet
@@ -83,7 +83,7 @@ class MicrobatchThread(Microbatch):
         if not self.device.aliases_host:
             schedule = self._gate.schedule
             first = schedule.device_of(Action(0, 0))
-            for offset in range(self.slot, len(self._pool), schedule.num_microbatches):
+            for offset in range(self.schedule_index, len(self._pool), schedule.num_microbatches):
                 self._segment.loader.send_ahead(self._pool[(first + offset) % len(self._pool)])
 
     def _run_user_code(self) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
@@ -155,9 +155,9 @@ class MicrobatchThread(Microbatch):
             raise
         return self._stop_at(closure_end(value))
 
-    def resume(self, slot: int, segment: SegmentContext, go_on: Callable[[], Any]) -> Callable[[], None]:
+    def resume(self, schedule_index: int, segment: SegmentContext, go_on: Callable[[], Any]) -> Callable[[], None]:
         """Takes the micro-batch, which stands at a barrier, to the next segment; what lets its thread go on there."""
-        self.begin_segment(slot, segment)
+        self.begin_segment(schedule_index, segment)
         plan = segment.plan
         carried = {call.index: call for call in self._living()}
         for position, index in enumerate(plan.carried):
@@ -188,7 +188,7 @@ class MicrobatchThread(Microbatch):
         self._calls.clear()
         self._books.wait_with(self.device, 0)
         self._activations.drop()
-        self._gate.retire(self.slot)
+        self._gate.retire(self.schedule_index)
 
     def _finish(self) -> None:
         """Releases tickets, the lock and every reference to tensors of the step."""
@@ -202,4 +202,4 @@ class MicrobatchThread(Microbatch):
         self._activations.clear()
         self._saved.clear()
         self.state.call_unit = None
-        self._gate.retire(self.slot)
+        self._gate.retire(self.schedule_index)

@@ -57,13 +57,13 @@ class Plan:
     recording: bool = False
     carried: tuple[int, ...] = ()
     activation_bytes: tuple[tuple[int, int], ...] = ()
-    _slots: dict[int, tuple[Schedule, list[list[Slot]]]] = field(default_factory=dict, compare=False, repr=False)
+    _stage_runs: dict[int, tuple[Schedule, list[list[Slot]]]] = field(default_factory=dict, compare=False, repr=False)
 
-    def slots_in(self, schedule: Schedule) -> list[list[Slot]]:
+    def stage_runs_in(self, schedule: Schedule) -> list[list[Slot]]:
         """:func:`slots_of`, once for each schedule object."""
-        if id(schedule) not in self._slots:
-            self._slots[id(schedule)] = schedule, slots_of(self, schedule)
-        return self._slots[id(schedule)][1]
+        if id(schedule) not in self._stage_runs:
+            self._stage_runs[id(schedule)] = schedule, slots_of(self, schedule)
+        return self._stage_runs[id(schedule)][1]
 
     @functools.cached_property
     def stages_of(self) -> list[tuple[int, int | None]]:
@@ -79,9 +79,9 @@ class Plan:
 
 
 def slots_of(plan: Plan, schedule: Schedule) -> list[list[Slot]]:
-    """The slots of each device, in order."""
+    """The stage runs of each device, in order."""
     starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
-    stages: list[list[list[int]]] = []  # per device and slot: its stage, and how many micro-batches there are
+    stages: list[list[list[int]]] = []  # per device and stage run: its stage, and how many micro-batches there are
     for device, actions in enumerate(schedule.devices):
         row: list[list[int]] = []
         for action in actions:

@@ -213,7 +213,11 @@ class Step:
         """Lets micro-batches run over a schedule, until each has come to a barrier or has ended."""
         resources, shared = self._resources, self._shared
         loader = Loader(
-            plan.slots_in(schedule), resources.pool, resources.replicas, shared.gradients, is_recording=plan.recording
+            plan.stage_runs_in(schedule),
+            resources.pool,
+            resources.replicas,
+            shared.gradients,
+            is_recording=plan.recording,
         )
         end_slot = functools.partial(_end_slot, shared.loose_parameters, loader, resources.pool)
         if self._trace is None:
@@ -226,14 +230,14 @@ class Step:
         gate.join(len(indices))
         num_known = len(self._workers)
         go_on: list[Callable[[], None]] = []
-        for slot, index in enumerate(indices):
+        for schedule_index, index in enumerate(indices):
             known = self._threads.get(index)
             if known is None:
                 self._workers.append(resources.workers.take())
-                known = self._threads[index] = MicrobatchThread(self._states[index], shared, slot, segment)
+                known = self._threads[index] = MicrobatchThread(self._states[index], shared, schedule_index, segment)
                 go_on.append(functools.partial(known.begin, self._workers[-1]))
             else:
-                go_on.append(known.resume(slot, segment, self._outcomes[index]))
+                go_on.append(known.resume(schedule_index, segment, self._outcomes[index]))
         threads = [self._threads[index] for index in indices]
         run_threads(
             self._workers[num_known:], go_on, [thread.attendance.halted for thread in threads], self._failure.note
