@@ -11,7 +11,7 @@ carry forward hooks (hooks see tensors that are cut already), tensor attributes 
 changed in place. So hidden-state recorders, auxiliary losses kept on ``self`` and in-place units get their gradients.
 
 [Note: facts]
-Under ``no_grad`` nobody can tell which outputs would require a gradient, so the first call of a unit with a new kind
+Under ``no_grad`` it cannot be seen which outputs would require a gradient, so the first call of a unit with a new kind
 of arguments runs with its graph, once, and leaves its :class:`Facts`: flagged slots, whether it draws random
 numbers, which buffers it writes.
 """
@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import walk_graph
+from ..devices.offload import Offloaded
 from ..devices.runs import Run
 from ..usercode.loose_gradients import LooseGradients
 from ..weights.units import Unit
@@ -58,24 +59,17 @@ class GradientCutError(RuntimeError):
         )
 
 
-class UnitEscapeError(RuntimeError):
-    """A tensor left a unit on a way that the engine cannot follow."""
+class _Function(torch.autograd.Function):
+    """A function whose ``apply`` leaves out what torch does for its function transforms, where none is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-class Flushing:
-    """Whether the engine itself is walking the user code graph of a micro-batch; shared by its calls."""
-
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        self.active = False
-
-    def is_active(self) -> bool:
-        """Whether it is."""
-        return self.active
-
-
-class Entry(torch.autograd.Function):
+class Entry(_Function):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
 
     @staticmethod
@@ -91,7 +85,7 @@ class Entry(torch.autograd.Function):
         return (None, None, None)
 
 
-class Cut(torch.autograd.Function):
+class Cut(_Function):
     """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
 
     @staticmethod
@@ -109,7 +103,7 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
-        if not call.flushing.active:
+        if not call.pending.is_flushing:
             raise GradientCutError.at(call)
         for slot, gradient in zip(ctx.slots, gradients, strict=True):
             if gradient is not None:
@@ -195,7 +189,7 @@ class Facts:
 
     def bytes_for(self, input_bytes: int) -> tuple[int, int]:
         """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.
-        As for the first one if ``input_bytes`` is 0, which is where nobody has counted."""
+        As for the first one if ``input_bytes`` is 0: they were not counted."""
         if not input_bytes or not self.input_bytes:
             return self.output_bytes, self.graph_bytes
         return (
@@ -211,6 +205,7 @@ class Call:
         unit: what was called.
         index: ordinal of the call in its micro-batch; seeds its random numbers.
         trained: for each parameter of the unit whether it required a gradient when user code called it.
+        pending: gradients of the micro-batch that wait in user code.
         kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
         backward_stage: stage that runs the backward, or None for a call off the plan.
         leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
@@ -235,16 +230,16 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "flushing", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
-        "local", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "flagged", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
+        "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], flushing: Flushing) -> None:
+    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], pending: PendingGradients) -> None:
         self.unit = unit
         self.index = index
         self.trained = trained
-        self.flushing = flushing
+        self.pending = pending
         self.kept = False
         self.backward_stage: int | None = None
         self.leaves: list[Any] = []
@@ -283,9 +278,10 @@ class Call:
         known = self.gradients.get(slot)
         self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
 
-    def set_receivers(self, tensors: list[Tensor]) -> None:
-        """Notes where the gradients of the differentiable inputs go, without keeping the inputs alive."""
-        self.receivers = [Receiver(x) for x in tensors]
+    def needed_in_backward(self) -> list[Any]:
+        """Tensors that have to come to the device for the backward, as far as they are known."""
+        saved = [] if self.kept else [x for x in self.leaves if isinstance(x, Offloaded)]
+        return [*self.gradients.values(), *saved] if self.gradients else saved
 
     def put_aside(self, versions: tuple[int, ...]) -> None:
         """Keeps what a recomputation in a later segment needs, and nothing else."""
@@ -313,16 +309,19 @@ class Call:
 
 
 class PendingGradients:
-    """Gradients that wait at the inputs of calls, until the user code graph is flushed.
+    """Gradients that wait at the inputs of the calls of one micro-batch, until they are flushed through user code.
 
-    Several consumers of a user code tensor add up here, so that its producers are walked once.
+    Several consumers of a tensor of user code add up here, so that its producers are walked once.
 
     Args:
         loose: runs the backward, and takes the gradients of leaves.
+
+    Attributes:
+        is_flushing: whether the engine itself walks the graph of user code at the moment.
     """
 
-    def __init__(self, flushing: Flushing, loose: LooseGradients) -> None:
-        self._flushing = flushing
+    def __init__(self, loose: LooseGradients) -> None:
+        self.is_flushing = False
         self._loose = loose
         self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
 
@@ -343,19 +342,17 @@ class PendingGradients:
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Pushes what waits through the user code graph, down to the cuts and to loose parameters."""
-        if not self._waiting:
-            return
+        """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
         self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
-        """Pushes gradients through the user code graph."""
-        self._flushing.active = True
+        """Pushes gradients through the graph of user code."""
+        self.is_flushing = True
         try:
             self._loose.run_backward(roots, gradients)
         finally:
-            self._flushing.active = False
+            self.is_flushing = False
 
     def clear(self) -> None:
         """Drops what waits."""
@@ -368,27 +365,6 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
         if isinstance(node, _CUT_NODE):
             return cast(Any, node).call  # type: ignore[no-any-return]
     return None
-
-
-def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
-    """Looks for parameters of replicas that are reachable from user code.
-
-    Args:
-        roots: autograd nodes to start from: of the loss and of the inputs of every call.
-        leaves: id of a replica's leaf -> name of its unit.
-
-    Raises:
-        UnitEscapeError: if there is one.
-    """
-    variables = (getattr(node, "variable", None) for node in walk_graph(roots))
-    name = next((leaves[id(v)] for v in variables if v is not None and id(v) in leaves), None)
-    if name is not None:
-        raise UnitEscapeError(
-            f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
-            "container, a dataclass nor a registered pytree, or through a global), so its gradient would be lost. "
-            "Return it from the unit's forward, or make a coarser module the unit: "
-            "RoundPipeStrategy(units=[TheClassAroundIt])."
-        )
 
 
 def versions_of(unit: Unit) -> tuple[int, ...]:

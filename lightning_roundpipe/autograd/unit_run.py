@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,11 @@ from torch import Tensor, nn
 
 from ..common import trees
 from ..common.attributes import UnitWrites, assign, read
+from ..common.seeds import derive_seed
+from ..devices.offload import TravellingActivations
 from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeLock, UserCodeState
+from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
 from .randomness import Draws, ForeignRandomness, PrivateRandomness, gpu_generator_seeded
@@ -28,7 +30,7 @@ from .recompute import Call, Cut, Slot
 _active = threading.local()
 
 
-@dataclass
+@dataclass(slots=True)
 class UnitResult:
     """What one execution of a unit gave.
 
@@ -50,120 +52,140 @@ class UnitResult:
     was_compiled: bool = False
 
 
-@dataclass
-class UnitRunner:
-    """Runs units for one micro-batch.
+@dataclass(slots=True)
+class UnitContext:
+    """What the units of one micro-batch run with.
 
     Attributes:
-        state: the micro-batch's user code state.
+        state: of the micro-batch in user code.
         lock: the user-code lock of the step.
-        seed_of: seed of the random numbers of a call, from its ordinal.
+        anchor: makes every cut require a gradient, see [Note: loose parameters] in :mod:`usercode.loose_gradients`.
+        activations: what the micro-batch brings along from device to device.
+        weights: the low-precision copies of the masters.
+        autocast_device: device type of autocast.
+        saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
         compiler: runs units compiled; None to run them as they are.
     """
 
     state: UserCodeState
     lock: UserCodeLock
-    seed_of: Any
     anchor: Tensor
-    compiler: UnitCompiler | None = None
+    activations: TravellingActivations
+    weights: WorkingCopies
+    autocast_device: str
+    saves_kept: bool
+    compiler: UnitCompiler | None
 
-    @staticmethod
-    def check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
-        """Raises:
-        RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
-        """
-        now = trees.leaves_of((args, kwargs))
-        if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
-            raise RuntimeError(
-                f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
-                "followed through the pipeline: return it from its forward, or make the module around it the unit with "
-                "RoundPipeStrategy(units=[TheClassAroundIt])"
-            )
 
-    def run(self, call: Call, replica: Replica, leaves: list[Any], *, foreign: bool = False) -> UnitResult:
-        """Calls the unit's forward on ``replica``, in the caller's grad mode.
+def run_unit(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    *,
+    foreign: bool = False,
+) -> UnitResult:
+    """Calls the unit's forward on ``replica``, in the caller's grad mode; the caller holds the compute lane.
 
-        Args:
-            call: identity of the execution; its facts tell what of the process the unit needs.
-            replica: loaded replica on the current device.
-            leaves: arguments, then the values of ``call.side``.
-            foreign: whether Python's and NumPy's global generators must be private as well.
-        """
-        originals: dict[int, Tensor] = {}
-        if self.compiler is not None and call.facts is not None:
-            leaves, originals = without_flags(leaves)
-        (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
-        num_side = len(trees.leaves_of(side)) if call.facts is None else 0
-        previous = self._set_side(call, replica, side)
-        writes = UnitWrites()
-        call.relayed = {}
-        relays, call.relays = call.relays, []
-        _active.run = (self, call, relays)
-        self.state.unit_writes, self.state.is_recomputing = writes, relays is not None
-        mode = self.state.mode = take_off_mode()
-        written: list[tuple[nn.Module, str, Any]] = []
-        draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
-        drawn, was_compiled = Draws.NOWHERE, False
-        try:
-            if draws or foreign or _has_saved_tensor_hooks():
-                with self.lock.unit_running() if self.compiler is not None else contextlib.nullcontext():
-                    result, drawn = self._forward_watched(call, replica, args, kwargs, draws, foreign)
-            elif self.compiler is not None:
-                result, was_compiled = self.compiler.run(call, replica, args, kwargs, self.lock)
-            else:
-                result = replica.module.forward(*args, **kwargs)
-            if call.facts is None:
-                self.check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
-        finally:
-            put_on_mode(mode)
-            self.state.mode = self.state.unit_writes = None
-            self.state.is_recomputing = False
-            _active.run = None
+    Args:
+        leaves: arguments, then the values of ``call.side``.
+        foreign: whether Python's and NumPy's global generators must be private as well.
+
+    Raises:
+        RuntimeError: if the unit puts something into a list or dict that it was given.
+    """
+    state, compiler = context.state, context.compiler
+    originals: dict[int, Tensor] = {}
+    if compiler is not None and call.facts is not None:
+        leaves, originals = without_flags(leaves)
+    (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
+    num_side = len(trees.leaves_of(side)) if call.facts is None else 0
+    previous = _set_side(call, replica, side) if call.side else ()
+    writes = UnitWrites()
+    call.relayed = {}
+    relays, call.relays = call.relays, []
+    _active.run = (context, call, relays)
+    state.unit_writes, state.is_recomputing = writes, relays is not None
+    mode = state.mode = take_off_mode()
+    written: list[tuple[nn.Module, str, Any]] = []
+    draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
+    drawn, was_compiled = Draws.NOWHERE, False
+    try:
+        if draws or foreign or _has_saved_tensor_hooks():
+            with context.lock.unit_running() if compiler is not None else contextlib.nullcontext():
+                result, drawn = _forward_watched(context, call, replica, args, kwargs, draws, foreign)
+        elif compiler is not None:
+            result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock)
+        else:
+            result = replica.module.forward(*args, **kwargs)
+        if call.facts is None:
+            _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+    finally:
+        put_on_mode(mode)
+        state.mode = state.unit_writes = None
+        state.is_recomputing = False
+        _active.run = None
+        if writes.before:
             written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
-            for module, name, value in previous:
-                assign(module, name, value)
-        result_leaves: list[Any] = []
-        structure = trees.flatten(result, result_leaves)
-        if originals:  # what is given back is recognised by its identity
-            result_leaves = [originals.get(id(x), x) for x in result_leaves]
-        slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
-        slots.update(call.relayed)
-        for order, (_, name, value) in enumerate(written):
-            if isinstance(value, Tensor):
-                slots["attribute", order, name] = value
-        return UnitResult(result_leaves, structure, slots, written, drawn, was_compiled=was_compiled)
+        for module, name, value in previous:
+            assign(module, name, value)
+    result_leaves: list[Any] = []
+    structure = trees.flatten(result, result_leaves)
+    if originals:  # what is given back is recognised by its identity
+        result_leaves = [originals.get(id(x), x) for x in result_leaves]
+    slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
+    slots.update(call.relayed)
+    for order, (_, name, value) in enumerate(written):
+        if isinstance(value, Tensor):
+            slots["attribute", order, name] = value
+    return UnitResult(result_leaves, structure, slots, written, drawn, was_compiled=was_compiled)
 
-    def _forward_watched(
-        self, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
-    ) -> tuple[Any, Draws]:
-        """The unit's forward, with what it draws redirected: (result, where it drew); see [Note: private randomness] in
-        :mod:`autograd.randomness`."""
-        seed, device = self.seed_of(call.index), replica.device
-        draws_on_gpu = Draws.GPU in draws and device.torch_device.type == "cuda"
-        with contextlib.ExitStack() as stack:
-            if _has_saved_tensor_hooks():
-                # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
-            if foreign or (draws_on_gpu and device.is_shared):
-                stack.enter_context(self.lock.exclusive())
-            if foreign:
-                stack.enter_context(ForeignRandomness.seeded(seed))
-            if draws_on_gpu:
-                stack.enter_context(gpu_generator_seeded(device.torch_device, seed))
-            if Draws.HOST not in draws:
-                return replica.module.forward(*args, **kwargs), draws
-            watch = stack.enter_context(PrivateRandomness(seed, self.lock.exclusive))
-            return replica.module.forward(*args, **kwargs), watch.draws
 
-    @staticmethod
-    def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
-        previous = []
-        for (module, name), value in zip(call.side, values, strict=True):
-            copy = replica.copy_of(module)
-            if copy is not None:
-                previous.append((copy, name, read(copy, name)))
-                assign(copy, name, value)
-        return previous
+def _forward_watched(
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
+) -> tuple[Any, Draws]:
+    """The unit's forward, with what it draws redirected: (result, where it drew); see [Note: private randomness] in
+    :mod:`autograd.randomness`."""
+    seed, device = derive_seed(context.state.seed, context.state.index, call.index), replica.device
+    draws_on_gpu = Draws.GPU in draws and device.torch_device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        if _has_saved_tensor_hooks():
+            # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+        if foreign or (draws_on_gpu and device.is_shared):
+            stack.enter_context(context.lock.exclusive())
+        if foreign:
+            stack.enter_context(ForeignRandomness.seeded(seed))
+        if draws_on_gpu:
+            stack.enter_context(gpu_generator_seeded(device.torch_device, seed))
+        if Draws.HOST not in draws:
+            return replica.module.forward(*args, **kwargs), draws
+        watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
+        return replica.module.forward(*args, **kwargs), watch.draws
+
+
+def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
+    """Sets what user code has written on the unit's modules; what was there before."""
+    previous = []
+    for (module, name), value in zip(call.side, values, strict=True):
+        copy = replica.copy_of(module)
+        if copy is not None:
+            previous.append((copy, name, read(copy, name)))
+            assign(copy, name, value)
+    return previous
+
+
+def _check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
+    """Raises:
+    RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
+    """
+    now = trees.leaves_of((args, kwargs))
+    if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
+        raise RuntimeError(
+            f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
+            "followed through the pipeline: return it from its forward, or make the module around it the unit with "
+            "RoundPipeStrategy(units=[TheClassAroundIt])"
+        )
 
 
 def _has_saved_tensor_hooks() -> bool:
@@ -174,14 +196,11 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@contextlib.contextmanager
-def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> Iterator[None]:
+def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> contextlib.AbstractContextManager[Any]:
     """Autocast as it was at the call; the weight cache stays off (any thread's exit would clear it)."""
     if wanted == autocast_state(device_type):
-        yield
-    else:
-        with torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False):
-            yield
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False)
 
 
 def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
@@ -212,7 +231,7 @@ class _Relay:
         self._master = master
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        runner, call, recorded = _active.run
+        context, call, recorded = _active.run
         assert call.relays is not None
         order = len(call.relays)
         if recorded is not None and order >= len(recorded):
@@ -221,12 +240,12 @@ class _Relay:
             call.relays.append(False)
             _relay_slots(call, order, trees.leaves_of(output))
             return None
-        changed, result = self._run_hooks(runner, call, order, args, kwargs, output)
+        changed, result = self._run_hooks(context, call, order, args, kwargs, output)
         call.relays.append(changed)
         return result if changed else None
 
     def _run_hooks(
-        self, runner: UnitRunner, call: Call, order: int, args: Any, kwargs: Any, output: Any
+        self, context: UnitContext, call: Call, order: int, args: Any, kwargs: Any, output: Any
     ) -> tuple[bool, Any]:
         leaves: list[Any] = []
         structure = trees.flatten(output, leaves)
@@ -235,11 +254,11 @@ class _Relay:
         if flagged:
             with torch.enable_grad():
                 tensors = [slots[slot] for slot in flagged]
-                cut = Cut.apply(call, tuple(flagged), runner.anchor, tensors)  # type: ignore[no-untyped-call]
+                cut = Cut.apply(call, tuple(flagged), context.anchor, tensors)
             for slot, tensor in zip(flagged, cut, strict=True):
                 leaves[slot[2]] = tensor  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
-        with runner.lock.in_user_code(runner.state):
+        with context.lock.in_user_code(context.state):
             if self._call_hooks(args, kwargs, shown) is shown:
                 return False, output
             # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.

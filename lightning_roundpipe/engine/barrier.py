@@ -6,7 +6,7 @@ With manual optimization ``training_step`` itself calls what concerns the whole 
 call is made once, on the thread that runs the step, and all go on with what it returned or raised. What a micro-batch
 does from one barrier to the next is a *segment*: a run over a schedule, with a plan of its own.
 
-A call that nobody has to wait for (``zero_grad``: its effect shows at the next backward) may be *deferred* to the next
+A call that need not be waited for (``zero_grad``: its effect shows at the next backward) may be *deferred* to the next
 barrier, so that it does not come between a forward and its backward.
 
 A call may come with a closure (``optimizer.step(closure)``): then each call of it is made by all micro-batches, as
@@ -46,7 +46,7 @@ class Collective:
             first micro-batch is taken.
         value: of this micro-batch.
         closure: see [Note: barriers].
-        is_deferred: whether nobody waits for it.
+        is_deferred: whether the micro-batches go on without waiting for it.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Attendance:
     """One micro-batch's way from barrier to barrier; what its thread and that of the step tell each other.
 
     Attributes:
-        arrival: what the micro-batch has come for; None if it is over.
+        arrival: what the micro-batch has come for; None if it has ended.
         deferred: what it has come by since the last barrier.
         halted: set when its thread waits at a barrier or has ended.
     """

@@ -8,8 +8,7 @@ counts.
 
 - Of a step, only micro-batches count that gave the call as many bytes as any other did.
 - A run that learned facts (see [Note: facts] in :mod:`autograd.recompute`) is the first one of its kind: it may have
-compiled
-  or allocated. It counts as long as there is no other.
+  compiled or allocated. It counts as long as there is no other.
 - What runs in a B stage is the forward again and the backward; the forward is taken off.
 - A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
 - Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.

@@ -51,7 +51,7 @@ class Gate:
     Args:
         schedule: who runs where in which order.
         end_stage: called with a device's index when the last micro-batch has left a stage on it, by the thread that
-            left last, before the device admits anybody to its next stage.
+            left last, before the device admits a micro-batch to its next stage.
     """
 
     def __init__(self, schedule: Schedule, end_stage: Callable[[int], None] = lambda device: None) -> None:
@@ -160,10 +160,15 @@ class Gate:
         self._advance(self.schedule.device_of(action))
 
     def pass_position(self, microbatch_index: int, position: int) -> None:
-        """Notes that a micro-batch has run (or skipped) all call positions below ``position``."""
-        with self._lock:
-            self._passed[microbatch_index] = position
-            self._open_gates(microbatch_index)
+        """Notes that a micro-batch has run (or skipped) all call positions below ``position``.
+
+        Takes the lock only if there are waiters: they announce themselves before they look, so that one of both sees
+        the other.
+        """
+        self._passed[microbatch_index] = position
+        if self._gated:
+            with self._lock:
+                self._open_gates(microbatch_index)
 
     def await_position(self, microbatch_index: int, other: int, position: int) -> bool:
         """Blocks until micro-batch ``other`` has passed ``position``: for units that write buffers, in order.
@@ -171,18 +176,18 @@ class Gate:
         Returns:
             Whether it had not already.
         """
+        self.check()
+        if self._passed.get(other, 0) > position:
+            return False
+        event = _Signal()
         with self._lock:
             self.check()
-            if self._passed.get(other, 0) > position:
-                return False
-            event = _Signal()
             self._gated[microbatch_index] = (other, position, event)
             self._detect_stall()
         try:
-            while not event.wait(_RECHECK_S):
-                with self._lock:
-                    if self._passed.get(other, 0) > position:
-                        break
+            while self._passed.get(other, 0) <= position:
+                if event.wait(_RECHECK_S):
+                    break
         finally:
             with self._lock:
                 self._gated.pop(microbatch_index, None)
@@ -216,7 +221,7 @@ class Gate:
         return action in self._left or action in self.schedule.devices[device][head : head + 2]
 
     def _advance(self, device: int) -> None:
-        """Moves the head past actions that were left; a device between two stages is closed to everybody."""
+        """Moves the head past actions that were left; a device between two stages is closed."""
         while True:
             with self._lock:
                 if self._closing[device] or not self._advance_within_stage(device):

@@ -1,89 +1,108 @@
-"""What the thread of a micro-batch does: the user's function, and the backward of its loss."""
+"""The thread of a micro-batch: the user's function, the backward of its loss, and the barriers in between.
+
+Where micro-batches meet ([Note: barriers] in :mod:`engine.barrier`) a micro-batch has several segments, each with a
+plan of its own. A call whose backward has not come by the end of a segment is *carried* into the next ones: its graph
+is dropped if it was kept, and recomputed when its backward comes, in the stage that the plan of that segment has for
+it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import functools
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..autograd.recompute import check_escape
-from ..common.threads import Surroundings, Worker
+from ..autograd.escape import check_escape
+from ..autograd.recompute import Call, versions_of
+from ..common.threads import Worker
+from ..devices.devices import Device
+from ..planning.schedule import Action
 from ..usercode.implicit_transfers import ImplicitTransfers
-from ..usercode.lock import UserCodeLock, entered
-from ..usercode.loose_parameters import LooseParameters
+from ..usercode.lock import UserCodeState, entered
 from ..usercode.outputs import Results
-from .requests import StepRequest
-from .walk import Walk
+from ..weights.units import Unit
+from .barrier import Collective, closure_end
+from .context import SegmentContext, StepContext
+from .microbatch import Microbatch
 
 
-@dataclass
-class MicrobatchThreads:
-    """The threads of one step.
+class MicrobatchThread(Microbatch):
+    """A micro-batch from its begin to its end. :meth:`begin` and :meth:`resume` are for the thread that runs the step,
+    everything else for that of the micro-batch.
 
     Attributes:
-        outputs: results of the user's function, by micro-batch.
+        output: result of the user's function, once it has ended.
     """
 
-    request: StepRequest
-    lock: UserCodeLock
-    loose_parameters: LooseParameters
-    leaf_names: Callable[[], dict[int, str]]
-    outputs: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, state: UserCodeState, step: StepContext, schedule_index: int, segment: SegmentContext) -> None:
+        self._carried: list[weakref.ref[Call]] = []
+        super().__init__(state, step, schedule_index, segment)
+        self.output: Any = None
+        if step.request.meets:
+            state.meet = self._meet
 
-    def __post_init__(self) -> None:
-        self._surroundings = Surroundings.of_this_thread(self.request.autocast_device)
+    def begin(self, worker: Worker) -> None:
+        """Lets ``worker`` run the micro-batch, in a copy of the caller's context."""
+        work = functools.partial(contextvars.copy_context().run, self._run)
+        worker.begin(work, f"roundpipe-microbatch-{self.index}")
 
-    def begin(self, worker: Worker, walk: Walk, fail: Callable[[BaseException], None]) -> None:
-        """Lets ``worker`` run a micro-batch, in a copy of the caller's context.
-
-        Args:
-            fail: is told of every error: it must reach the thread that runs the step.
-        """
-        work = functools.partial(contextvars.copy_context().run, self._run, walk, fail)
-        worker.begin(work, f"roundpipe-microbatch-{walk.index}")
-
-    def _run(self, walk: Walk, fail: Callable[[BaseException], None]) -> None:
+    def _run(self) -> None:
+        surroundings = self._step.surroundings
         try:
-            with entered(walk.state), self._surroundings.entered(), self._implicit_transfers(walk):
+            with entered(self.state), surroundings.entered(), self._implicit_transfers():
                 try:
-                    self.lock.acquire(walk.state)
-                    results, roots = self._forward(walk)
+                    self._send_weights_ahead()
+                    self._lock.acquire(self.state)
+                    results, roots = self._run_user_code()
                     if roots:
-                        self.lock.release(walk.state)
-                        with self._surroundings.in_backward():
-                            walk.backward(roots)
+                        self._lock.release(self.state)
+                        with surroundings.in_backward():
+                            self.backward(roots)
                 finally:
-                    walk.finish()
-                self.outputs[walk.index] = results.arrive()
+                    self._finish()
+                self.output = results.arrive()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
-            fail(error)
+            self._step.failure.note(error)
         finally:
-            walk.attendance.end()
+            self.attendance.end()
 
-    def _implicit_transfers(self, walk: Walk) -> contextlib.AbstractContextManager[Any]:
-        if walk.device.aliases_host:
+    def _implicit_transfers(self) -> contextlib.AbstractContextManager[Any]:
+        if self.device.aliases_host:
             return contextlib.nullcontext()
-        return ImplicitTransfers(lambda: walk.device, self.loose_parameters, walk.is_flushing)
+        return ImplicitTransfers(lambda: self.device, self._step.loose_parameters, lambda: self.pending.is_flushing)
 
-    def _forward(self, walk: Walk) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
+    def _send_weights_ahead(self) -> None:
+        """Each micro-batch starts the uploads of the first weights of one device, so that they travel while others run.
+        What an update still works on is waited for by the micro-batch that is first admitted there."""
+        if not self.device.aliases_host:
+            schedule = self._gate.schedule
+            first = schedule.device_of(Action(0, 0))
+            for offset in range(self.schedule_index, len(self._pool), schedule.num_microbatches):
+                self._segment.loader.send_ahead(self._pool[(first + offset) % len(self._pool)])
+
+    def _run_user_code(self) -> tuple[Results, list[tuple[Tensor, Tensor]]]:
         """The user's step on one micro-batch: (its results, what to run backward from: tensors, their gradients).
 
         Nothing else may hold the graph of the loss, so that it dies during the backward: the logits hang on it.
         """
-        request = self.request
-        output = request.function(request.microbatches[walk.index])
+        request = self._step.request
+        output = request.function(request.microbatches[self.index])
         loss = None if request.loss_of is None else request.loss_of(output)
-        results = Results(output, walk.owner_of)
-        share = request.weights[walk.index]
-        return results, [] if loss is None or share == 0.0 else [self.root(walk, loss, share)]
+        results = Results(output, self._owner_of)
+        weight = request.weights[self.index]
+        return results, [] if loss is None or weight == 0.0 else [self._root(loss, weight)]
 
-    def root(self, walk: Walk, loss: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    def _owner_of(self, tensor: Tensor) -> Device | None:
+        """The device that has ``tensor``; None if it is on the host."""
+        return None if self.device.aliases_host else self._activations.owner(tensor)
+
+    def _root(self, loss: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """A loss to run backward from, and its gradient."""
         if loss.numel() != 1:
             raise ValueError(
@@ -94,6 +113,93 @@ class MicrobatchThreads:
                 "the loss of training_step does not require a gradient: it does not depend on a trainable parameter, "
                 "or was detached on the way, as what an attribute of the module holds is when a step ends"
             )
-        if walk.shared.plan.recording:
-            check_escape([loss.grad_fn, *walk.user_code_nodes()], self.leaf_names())
-        return loss, torch.full_like(loss, share)
+        if self._is_recording:
+            check_escape([loss.grad_fn, *self.user_code_nodes()], self._replicas.leaf_names())
+        return loss, torch.full_like(loss, weight)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that this micro-batch has put on the host."""
+        return self._saved.num_bytes
+
+    # --- barriers ----------------------------------------------------------------------------------------------
+
+    def _meet(self, collective: Collective, roots: list[tuple[Tensor, float]], retain_graph: bool) -> Any:
+        """Called by user code, which holds the user-code lock: see :func:`barrier.meet`."""
+        if collective.is_deferred:
+            self.attendance.deferred.append(collective)
+            return None
+        weighted = [self._root(loss, weight) for loss, weight in roots if weight != 0.0]
+        roots.clear()
+        if weighted:
+            self._lock.release(self.state)
+            self._calls[:0] = self._living()
+            self.backward(weighted, retain_graph=retain_graph)
+        return self._stop_at(collective)
+
+    def _stop_at(self, arrival: Collective) -> Any:
+        """Waits at a barrier, without the user-code lock; with it, does then what :meth:`resume` was given."""
+        self._end_segment()
+        go_on = self.attendance.await_outcome(arrival, self._step.failure.aborted)
+        self._send_weights_ahead()
+        self._lock.acquire(self.state)
+        return go_on()
+
+    def call_closure(self, closure: Callable[[], Any] | None) -> Any:
+        """At a barrier: calls the closure that the micro-batch has come with, and comes back."""
+        assert closure is not None
+        try:
+            value = closure()
+        except BaseException as error:
+            self._step.failure.note(error)  # the barrier is over as well
+            raise
+        return self._stop_at(closure_end(value))
+
+    def resume(self, schedule_index: int, segment: SegmentContext, go_on: Callable[[], Any]) -> Callable[[], None]:
+        """Takes the micro-batch, which stands at a barrier, to the next segment; what lets its thread go on there."""
+        self.begin_segment(schedule_index, segment)
+        plan = segment.plan
+        carried = {call.index: call for call in self._living()}
+        for position, index in enumerate(plan.carried):
+            call = carried.get(index)
+            if call is not None and call.unit is plan.sequence[position]:
+                assert call.ran is not None
+                call.ran = call.ran._replace(position=position)
+                call.backward_stage = plan.stages_of[position][1]
+        return functools.partial(self.attendance.resume, go_on)
+
+    def _living(self) -> list[Call]:
+        """Calls of earlier segments whose backward may still come; in order."""
+        return [call for ref in self._carried if (call := ref()) is not None]
+
+    def _end_segment(self) -> None:
+        """Releases tickets and the lock, and keeps what later segments may need."""
+        self._lock.release(self.state)
+        versions: dict[Unit, tuple[int, ...]] = {}
+        if not self.record.has_backward:
+            self._calls[:0] = self._living()
+        for call in self._calls:
+            if call.unit not in versions:
+                versions[call.unit] = versions_of(call.unit)
+            self._books.release(self.device, call)
+            call.put_aside(versions[call.unit])
+        # What nothing leads to any more goes: the node of the cut is what holds a call.
+        self._carried = [weakref.ref(call) for call in self._calls]
+        self._calls.clear()
+        self._books.wait_with(self.device, 0)
+        self._activations.drop()
+        self._gate.retire(self.schedule_index)
+
+    def _finish(self) -> None:
+        """Releases tickets, the lock and every reference to tensors of the step."""
+        self._lock.release(self.state)
+        for call in (*self._calls, *self._living()):
+            self._forget(call)
+        self._calls.clear()
+        self.pending.clear()
+        self._loose.take()
+        self._books.wait_with(self.device, 0)
+        self._activations.clear()
+        self._saved.clear()
+        self.state.call_unit = None
+        self._gate.retire(self.schedule_index)

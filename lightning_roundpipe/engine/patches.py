@@ -28,7 +28,6 @@ from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
-from .resources import Resources
 
 _lock = threading.Lock()
 _num_users = 0  # the lock is held where it changes
@@ -55,16 +54,29 @@ def classes_patched() -> Iterator[None]:
                 _installed.close()
 
 
-def patch(stack: contextlib.ExitStack, resources: Resources, table: UnitTable) -> None:
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """``root.modules()``, in the same order, several times as fast."""
+    found: dict[nn.Module, None] = {}
+    todo: list[nn.Module | None] = [root]
+    while todo:
+        module = todo.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            todo.extend(reversed(module._modules.values()))
+    return list(found)
+
+
+def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_threads: int | None) -> None:
     """A segment of a step begins, which ends when ``stack`` is closed."""
+    parameters = [p for module in modules_of(root) for p in module._parameters.values() if p is not None]
     stack.enter_context(intercepted(table))
     stack.enter_context(guarded_grad())
     stack.enter_context(nested_backwards_followed())
-    stack.enter_context(hooks_out_of_the_way(resources.root.parameters()))
+    stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
     stack.enter_context(parametrizations_apart())
     stack.enter_context(power_iterations_once())
-    stack.enter_context(intra_op_threads(resources.num_threads))
+    stack.enter_context(intra_op_threads(num_threads))
 
 
 @contextlib.contextmanager

@@ -16,30 +16,133 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ..devices.runs import Run
 from ..planning.builders import next_first_device, round_robin
 from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind, keep_together
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
+from ..weights.placement import StageRun
 from ..weights.units import Unit
 from .barrier import Segment
-from .context import Plan, ordered_spans
 from .costs import CallEstimates
-from .walk import Walk
 
 # (costs of the calls, num_microbatches, training) -> partition of the calls.
 Planner = Callable[[CostProfile, int, bool], Partition]
 # (num_stages, num_microbatches, num_devices, first_device) -> schedule of a step, first device of the step after.
 Scheduler = Callable[[int, int, int, int], tuple[Schedule, int]]
 
-# A new plan must shorten the simulated step by more than this share.
+# A new plan must shorten the simulated step by more than this fraction.
 _MIN_GAIN = 0.02
 # The first steps are all measured, then one of several: that takes time as well.
 _ALL_MEASURED = 8
 _MEASURED_EVERY = 4
+
+
+@dataclass
+class Plan:
+    """Which unit calls are expected in which order, and the stages they were cut into.
+
+    Attributes:
+        carried: indices of calls of earlier segments whose backward runs in this one: the first positions.
+        activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
+    """
+
+    sequence: tuple[Unit, ...]
+    partition: Partition
+    recording: bool = False
+    carried: tuple[int, ...] = ()
+    activation_bytes: tuple[tuple[int, int], ...] = ()
+    _stage_runs: dict[int, tuple[Schedule, list[list[StageRun]]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def stage_runs_in(self, schedule: Schedule) -> list[list[StageRun]]:
+        """:func:`stage_runs_of`, once for each schedule object."""
+        if id(schedule) not in self._stage_runs:
+            self._stage_runs[id(schedule)] = schedule, stage_runs_of(self, schedule)
+        return self._stage_runs[id(schedule)][1]
+
+    @functools.cached_property
+    def stages_of(self) -> list[tuple[int, int | None]]:
+        """For each position the stage of its forward and, in training, that of its backward."""
+        partition = self.partition
+        backward = partition.backward_stage if partition.is_training else lambda position: None
+        return [(partition.forward_stage(i), backward(i)) for i in range(len(self.sequence))]
+
+    @functools.cached_property
+    def keeps_graph(self) -> list[bool]:
+        """For each stage whether the graphs of its calls are kept until the backward."""
+        return [stage.kind is StageKind.FUSED and not self.recording for stage in self.partition.stages]
+
+
+def stage_runs_of(plan: Plan, schedule: Schedule) -> list[list[StageRun]]:
+    """The stage runs of each device, in order."""
+    starts: dict[int, list[tuple[int, int, int]]] = {}  # stage -> (first micro-batch, device, place on the device)
+    stages: list[list[list[int]]] = []  # per device and stage run: its stage, and how many micro-batches there are
+    for device, actions in enumerate(schedule.devices):
+        row: list[list[int]] = []
+        for action in actions:
+            if not row or row[-1][0] != action.stage_index:
+                starts.setdefault(action.stage_index, []).append((action.microbatch_index, device, len(row)))
+                row.append([action.stage_index, 0])
+            row[-1][1] += 1
+        stages.append(row)
+    ordinals = {
+        (device, place): ordinal
+        for found in starts.values()
+        for ordinal, (_, device, place) in enumerate(sorted(found))
+    }
+    units = [_units_of(plan, stage) for stage in range(schedule.num_stages)]
+    backward = [plan.partition.stages[stage].kind is not StageKind.FORWARD for stage in range(schedule.num_stages)]
+    needed = plan.activation_bytes or ((0, 0),) * schedule.num_stages
+    return [
+        [
+            StageRun(s, units[s], backward[s], ordinals[device, place], needed[s][0] + count * needed[s][1])
+            for place, (s, count) in enumerate(row)
+        ]
+        for device, row in enumerate(stages)
+    ]
+
+
+def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
+    stage = plan.partition.stages[stage_index]
+    units = plan.sequence[stage.start : stage.stop]
+    return tuple(dict.fromkeys(reversed(units) if stage.kind is StageKind.BACKWARD else units))
+
+
+@dataclass
+class SegmentRecord:
+    """What one micro-batch did in one run over a schedule; written by its thread alone.
+
+    Attributes:
+        index: of the micro-batch.
+        called: units in the order of their calls.
+        revived: calls of earlier segments whose backward came in this one: index in the micro-batch -> unit.
+        runs: of units, and of user code in the backward.
+        num_off_plan: calls that the plan did not foresee.
+        has_backward: whether its backward has begun.
+    """
+
+    index: int
+    called: list[Unit] = field(default_factory=list)
+    revived: dict[int, Unit] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    num_off_plan: int = 0
+    has_backward: bool = False
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Indices of the calls of earlier segments whose backward came in this one."""
+        return tuple(sorted(self.revived))
+
+    @property
+    def sequence(self) -> tuple[Unit, ...]:
+        """The units of those calls, and of the calls of this segment."""
+        return (*(self.revived[index] for index in self.carried), *self.called)
 
 
 @dataclass
@@ -82,24 +185,24 @@ class Plans:
         stages = (Stage(0, StageKind.FUSED if is_training else StageKind.FORWARD, 0, 0),)
         return Plan((), Partition(0, stages), recording=True), round_robin(1, 1, self._num_devices)
 
-    def record(self, key: Hashable, walk: Walk, num_microbatches: int, is_training: bool) -> Plan:
+    def record(self, key: Hashable, recorded: SegmentRecord, num_microbatches: int, is_training: bool) -> Plan:
         """Makes the first plan of a key, from the micro-batch that has recorded its calls.
 
         Raises:
             ValueError: if the costs that were preset for the key are not those of the calls.
         """
-        sequence = walk.sequence
-        twin = self._twin(key, sequence, walk.carried, num_microbatches, is_training)
+        sequence = recorded.sequence
+        twin = self._twin(key, sequence, recorded.carried, num_microbatches, is_training)
         if twin is not None:
             self._known[key] = twin
             return twin.plan
         estimates = CallEstimates(sequence, is_training)
         if key in self._presets:
             estimates.preset(self._presets[key])
-        estimates.add_sizes(walk.runs)
-        plan = self._make(sequence, walk.carried, estimates.profile, num_microbatches, is_training)
+        estimates.add_sizes(recorded.runs)
+        plan = self._make(sequence, recorded.carried, estimates.profile, num_microbatches, is_training)
         # Only now: times would let the first plan differ from run to run.
-        estimates.add([walk.runs])
+        estimates.add([recorded.runs])
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
         return plan
 
@@ -122,27 +225,27 @@ class Plans:
         known = self._known.get(key)
         return known is None or known.num_steps < _ALL_MEASURED or (known.num_steps + 1) % _MEASURED_EVERY == 0
 
-    def note_step(self, key: Hashable, walks: Sequence[Walk], num_microbatches: int) -> bool:
+    def note_step(self, key: Hashable, records: Sequence[SegmentRecord], num_microbatches: int) -> bool:
         """A step has ended: takes what was measured, and may make a new plan; whether it did.
 
         Args:
-            walks: the micro-batches that ran by the plan.
+            records: of the micro-batches that ran by the plan.
             num_microbatches: all there were.
         """
         known = self._known[key]
         if self.measures(key):
-            known.estimates.add([walk.runs for walk in walks])
+            known.estimates.add([record.runs for record in records])
         known.num_steps += 1
         known.num_microbatches = max(known.num_microbatches, num_microbatches)
-        if any(walk.has_backward for walk in walks) and not known.is_training:
+        if any(record.has_backward for record in records) and not known.is_training:
             self.forget(key)
             return True
-        if any(walk.num_off_plan for walk in walks):
+        if any(record.num_off_plan for record in records):
             if any(other is known for place, other in self._known.items() if place != key):
                 self._apart.add(key)
                 del self._known[key]
                 return True
-            sequence, carried = walks[0].sequence, walks[0].carried
+            sequence, carried = records[0].sequence, records[0].carried
             known.estimates.rearrange(sequence)
             costs = known.estimates.profile
             known.plan = self._make(sequence, carried, costs, known.num_microbatches, known.is_training)
@@ -246,3 +349,17 @@ def round_robin_scheduler(
 def scheduler_of(scheduler: Scheduler | None, round_size: int | None) -> Scheduler:
     """``scheduler``, or by default that of RoundPipe."""
     return scheduler or functools.partial(round_robin_scheduler, round_size)
+
+
+def ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Positions from the first to the last call of a unit that writes buffers and is called several times.
+
+    In one forward stage the micro-batches pass them one after the other; in several they would write at the same time.
+    """
+    spans = []
+    for unit in dict.fromkeys(sequence):
+        if any(facts.buffers for facts in unit.facts.values()):
+            positions = [i for i, other in enumerate(sequence) if other is unit]
+            if len(positions) > 1:
+                spans.append((positions[0], positions[-1] + 1))
+    return spans

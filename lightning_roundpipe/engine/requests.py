@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class StepRequest:
     Attributes:
         function: the user's step; called once per micro-batch, on a thread of its own.
         microbatches: its argument, one per micro-batch.
-        weights: share of each micro-batch in the loss; they need not sum to 1 (the engine does not normalise).
+        weights: of the micro-batches in the loss; they need not sum to 1 (the engine does not normalise).
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
@@ -56,8 +57,7 @@ class StepResult:
     Attributes:
         outputs: the function's results, in micro-batch order.
         gradients: master weight -> weighted sum of its gradients (host, the weight's shape and dtype).
-        timeline: compute spans of the scheduled part; waits and transfers as well if the step was traced. On GPUs
-            without what a device had not reached when the step ended.
+        timeline_of: makes :attr:`timeline`, when it is asked for: most steps never are.
         schedule: what was run; None if the step only recorded. It numbers the micro-batches that ran by the plan: in
             the first step with a key its micro-batch 0 is number 1 everywhere else, because number 0 was recorded.
         partition: the stages it was run in, or, if the step only recorded, those of the next step.
@@ -74,7 +74,7 @@ class StepResult:
 
     outputs: list[Any]
     gradients: dict[nn.Parameter, Tensor]
-    timeline: Timeline
+    timeline_of: Callable[[], Timeline]
     schedule: Schedule | None = None
     partition: Partition | None = None
     num_microbatches: int = 0
@@ -85,3 +85,12 @@ class StepResult:
     saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """Compute spans of the scheduled part; waits and transfers as well if the step was traced. On GPUs without what
+        a device has not reached when this is asked for first."""
+        return self.timeline_of()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "timeline_of": None, "timeline": self.timeline}

@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping
-from time import perf_counter
 from typing import Any
 
 from torch import nn
 
 from ..autograd.compiling import UnitCompiler
-from ..autograd.recompute import UnitEscapeError
+from ..autograd.escape import UnitEscapeError
 from ..autograd.unit_run import relay_hooks
 from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile, Machine
-from ..planning.timeline import Timeline
 from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable
-from .context import Plan
-from .patches import classes_patched
-from .plans import Planner, Plans, Scheduler, scheduler_of
+from .context import Resources
+from .patches import classes_patched, modules_of
+from .plans import Plan, Planner, Plans, Scheduler, scheduler_of
 from .requests import StepRequest, StepResult
-from .resources import Resources
 from .step import Step
 from .tracing import Trace
 
@@ -150,40 +147,19 @@ class Engine:
             BarrierError: if micro-batches do not meet for the same.
             ValueError: if preset costs do not match the calls.
         """
-        started = perf_counter()
-        before = self._pool.bytes_moved
-        table = self._current_table()
         trace = Trace(self._pool) if self.trace else None
-        step = Step(request, self._resources, table, trace)
+        step = Step(request, self._resources, self._current_table(), trace)
         try:
-            step.run()
+            return step.run()
         finally:
             if not self._is_open:
                 self._resources.workers.close()
             if trace is not None:
                 trace.close()
-        moved = zip(self._pool.bytes_moved, before, strict=True)
-        bytes_up, bytes_down = (tuple(n - m for n, m in zip(*counts, strict=True)) for counts in moved)
-        report = step.report
-        return StepResult(
-            step.outputs,
-            step.gradients,
-            Timeline(tuple(report.spans), len(self._pool)),
-            report.schedule,
-            report.partition,
-            len(request.microbatches),
-            report.num_off_plan,
-            (perf_counter() - started - report.planning_s) * 1e3,
-            bytes_up,
-            bytes_down,
-            report.saved_bytes,
-            tuple(device.peak_memory_bytes for device in self._pool.devices),
-            report.replanned,
-        )
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""
-        if self._table is None or not self._table.is_of(list(self._root.modules())):
+        if self._table is None or not self._table.is_of(modules_of(self._root)):
             self._forget()
             self._table = UnitTable(self._root, self._unit_classes, self._exempt, self._pool.memory_limit)
         return self._table

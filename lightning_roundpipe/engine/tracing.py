@@ -60,9 +60,12 @@ class Trace:
         self._where: dict[int, tuple[int, int]] = {}
 
     def begin(self, schedule: Schedule, indices: range) -> None:
-        """A run over a schedule begins: of these micro-batches, in the order of their slots. What was noted is lost."""
+        """A run over a schedule begins: of these micro-batches, in the order of their indices in it. What was noted
+        before is lost."""
         self._indices = indices
-        self._where = {index: (schedule.device_of(Action(0, slot)), 0) for slot, index in enumerate(indices)}
+        self._where = {
+            index: (schedule.device_of(Action(0, schedule_index)), 0) for schedule_index, index in enumerate(indices)
+        }
         self._waits.clear()
         for device in self._pool.devices:
             device.moved = []
@@ -71,9 +74,9 @@ class Trace:
         """A micro-batch is on its way to a stage: what it waits for from now on, it waits for there."""
         self._where[self.index_of(action.microbatch_index)] = (device, action.stage_index)
 
-    def index_of(self, slot: int) -> int:
-        """Index of the micro-batch with this slot in the schedule."""
-        return self._indices[slot]
+    def index_of(self, schedule_index: int) -> int:
+        """Index of the micro-batch with this index in the schedule."""
+        return self._indices[schedule_index]
 
     def waited(self, index: int, started: float, what: str) -> None:
         """A micro-batch has waited until now."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Action:
-    """One stage run on one micro-batch: a cell of a schedule."""
+class Action(NamedTuple):
+    """One stage run on one micro-batch: a cell of a schedule. A tuple, because the gate looks them up all the time."""
 
     stage_index: int
     microbatch_index: int

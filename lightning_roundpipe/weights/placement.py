@@ -235,14 +235,28 @@ class Loader:
         self._is_recording = is_recording
         self._stage_runs = stage_runs
         self._now = [0] * len(pool)
+        self._has_begun = [False] * len(pool)
         self._coming: list[list[Unit]] = [[] for _ in pool.devices]
 
-    def begin(self) -> None:
-        """Loads for the first stage runs, before any micro-batch starts."""
-        for device in self._pool.devices:
-            if not device.aliases_host:
-                with device.occupied():
-                    self._load_stage_run(device)
+    def send_ahead(self, device: Device) -> None:
+        """Weights of the first stage run begin to travel before a micro-batch needs them there: as far as there is
+        room, and
+        not those whose update is still running. On any thread; does nothing once :meth:`begin` was called."""
+        if device.aliases_host or self._is_recording or self._has_begun[device.index]:
+            return
+        with device.occupied():
+            if not self._has_begun[device.index]:
+                self._expect(device)
+                self._coming[device.index] = [unit for run in self._stage_runs[device.index][:1] for unit in run.units][
+                    ::-1
+                ]
+                self.prefetch(device)
+
+    def begin(self, device: Device) -> None:
+        """A micro-batch was admitted to ``device``: loads the first stage run, unless that has been done."""
+        if not device.aliases_host and not self._has_begun[device.index]:
+            with device.occupied():
+                self._load_stage_run(device)
 
     def end_stage_run(self, device_index: int) -> None:
         """The last micro-batch of a stage run has left it, and none has been let into the next one yet."""
@@ -277,16 +291,22 @@ class Loader:
 
     def _load_stage_run(self, device: Device) -> None:
         """The weights of the stage run that begins must come; those of the next one as far as there is room."""
+        self._has_begun[device.index] = True
         if self._is_recording:
             return
-        self._replicas.expect(device, self._next_uses(device))
-        following = self._stage_runs[device.index][self._now[device.index] :][:2]
-        device.memory.headroom = max((run.activation_bytes for run in following), default=0)
+        following = self._expect(device)
         if following:
             for unit in following[0].units:
                 self._replicas.load(unit, device)
         self._coming[device.index] = [unit for run in following[1:] for unit in reversed(run.units)]
         self.prefetch(device)
+
+    def _expect(self, device: Device) -> list[StageRun]:
+        """Notes what the device needs from now on; the stage run that begins, and the next one."""
+        self._replicas.expect(device, self._next_uses(device))
+        following = self._stage_runs[device.index][self._now[device.index] :][:2]
+        device.memory.headroom = max((run.activation_bytes for run in following), default=0)
+        return following
 
     def prefetch(self, device: Device) -> None:
         """Weights of the next stage run begin to travel, as far as there is room; asked again while one runs."""

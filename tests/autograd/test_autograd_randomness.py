@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.autograd.randomness import Draws
 from lightning_roundpipe.autograd.recompute import GradientCutError
-from lightning_roundpipe.autograd.unit_run import UnitRunner
+from lightning_roundpipe.autograd.unit_run import run_unit
 from lightning_roundpipe.common import trees
+from lightning_roundpipe.common.seeds import derive_seed
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from tests.support.identical import assert_identical
 from tests.support.modelled import kept, recomputed
@@ -156,9 +157,9 @@ def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(
     call = SimpleNamespace(facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None)
     leaves: list[Any] = []
     call.structure = trees.flatten_call((torch.zeros(3),), {}, [], leaves)
-    runner = UnitRunner(state, lock, lambda index: 10 + index, torch.zeros(()))
+    context = SimpleNamespace(state=state, lock=lock, compiler=None)
     before = generator.get_state()
-    (drawn,) = runner.run(call, SimpleNamespace(module=Drawing(), device=device), leaves).leaves
-    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(14)))
+    (drawn,) = run_unit(context, call, SimpleNamespace(module=Drawing(), device=device), leaves).leaves
+    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(derive_seed(0, 0, 4))))
     assert generator.get_state().equal(before)
     assert not lock.is_held_by(state)

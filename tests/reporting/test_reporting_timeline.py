@@ -132,7 +132,7 @@ def test_steps_follow_each_other_with_their_waits(tmp_path: Path) -> None:
     spans = (Span(0, "wait", 0, 2, 0, 1, "its turn on the device"), Span(0, "compute", 0, 2, 0, 0, "F a"))
     writer = TraceWriter(path, first_step=0, num_steps=2)
     for started_at in (7.0, 7.1):
-        result = StepResult([], {}, Timeline(spans, 1), num_microbatches=2, step_ms=3.0)
+        result = StepResult([], {}, lambda: Timeline(spans, 1), num_microbatches=2, step_ms=3.0)
         writer.note(result, started_at)
     timeline, marks = read(path)
     assert [(mark["ts"], mark["dur"]) for mark in marks] == [(0, 3000), (100_000, 3000)]
@@ -402,7 +402,7 @@ def test_figures_of_a_step() -> None:
     result = StepResult(
         [],
         {},
-        Timeline((Span(0, "compute", 5, 6), Span(1, "compute", 5, 15)), 2),
+        lambda: Timeline((Span(0, "compute", 5, 6), Span(1, "compute", 5, 15)), 2),
         schedule=round_robin(3, 4, 2),
         partition=plan,
         num_microbatches=4,

@@ -1,4 +1,4 @@
-"""Which weights are on a device when: stage runs, prefetch, what stays and what has to go."""
+"""Which weights are on a device when: slots, prefetch, what stays and what has to go."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from lightning_roundpipe.engine.context import Plan, slots_of
+from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.units import UnitTable
 from tests.support.lazy_link import LazyLink
-from tests.support.plain_loop import each_call_its_stage
 
 WIDTH = 32
 NUM_BLOCKS = 4
@@ -51,8 +50,15 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def _plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
-    return each_call_its_stage(len(costs.calls), training)
+def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    """The last call is fused, every other one has a stage for its forward and one for its backward."""
+    last = len(costs.calls) - 1
+    if not training:
+        return Partition(last + 1, tuple(Stage(i, StageKind.FORWARD, i, i + 1) for i in range(last + 1)))
+    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
+    pieces.append((StageKind.FUSED, last, last + 1))
+    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
+    return Partition(last + 1, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
 
 
 class Run:
@@ -64,7 +70,7 @@ class Run:
         self.model = Model(self.listeners)
         pool = [torch.device("cpu")] * num_devices
         self.pool = DevicePool(pool, link=LazyLink(), memory_limit=memory_limit)
-        self.engine = Engine(self.model, self.pool, _plan, num_threads=1)
+        self.engine = Engine(self.model, self.pool, each_call_its_stage, num_threads=1)
 
     def step(self, *, training: bool = True, num_microbatches: int = 2) -> StepResult:
         parts = torch.linspace(-1, 1, 2 * num_microbatches * WIDTH).reshape(-1, WIDTH).chunk(num_microbatches)
@@ -88,7 +94,7 @@ class Run:
         return seen
 
 
-def test_stage_runs_are_numbered_by_their_first_microbatches() -> None:
+def test_slots_are_runs_of_a_stage_numbered_by_their_first_microbatches() -> None:
     model = Model([])
     units = tuple(UnitTable(model).units.values())
     stages = (
@@ -97,16 +103,16 @@ def test_stage_runs_are_numbered_by_their_first_microbatches() -> None:
         Stage(2, StageKind.BACKWARD, 0, 2),
     )
     plan = Plan(units, Partition(4, stages), activation_bytes=((10, 1), (20, 2), (30, 3)))
-    runs = slots_of(plan, round_robin(3, 4, 2, round_size=2))
+    slots = stage_runs_of(plan, round_robin(3, 4, 2, round_size=2))
     for stage, names in enumerate(["01", "23", "10"]):
-        found = [run for row in runs for run in row if run.stage == stage]
-        assert sorted(run.ordinal for run in found) == [0, 1], "one for each of two rounds"
-        assert {"".join(unit.name[-1] for unit in run.units) for run in found} == {names}
-        assert {run.has_gradients for run in found} == {stage > 0}
-        assert {run.activation_bytes for run in found} == {12 * (stage + 1)}, "one in the stage, two that wait"
+        found = [slot for row in slots for slot in row if slot.stage == stage]
+        assert sorted(slot.ordinal for slot in found) == [0, 1], "one slot for each of two rounds"
+        assert {"".join(unit.name[-1] for unit in slot.units) for slot in found} == {names}
+        assert {slot.has_gradients for slot in found} == {stage > 0}
+        assert {slot.activation_bytes for slot in found} == {12 * (stage + 1)}, "one in the stage, two that wait"
 
 
-def test_the_weights_of_the_next_stage_run_are_on_their_way_while_one_runs() -> None:
+def test_the_next_slot_is_on_its_way_while_one_runs() -> None:
     run = Run()
     run.step()
     seen = run.watch()
@@ -114,7 +120,7 @@ def test_the_weights_of_the_next_stage_run_are_on_their_way_while_one_runs() -> 
     for position, here in enumerate(forward):
         block = position // 2
         assert {block, block + 1} <= here
-        assert not any(later in here for later in range(block + 2, NUM_BLOCKS)), "one stage run ahead, not more"
+        assert not any(later in here for later in range(block + 2, NUM_BLOCKS)), "one slot ahead, not more"
 
 
 def test_without_room_nothing_is_fetched_ahead() -> None:
@@ -137,7 +143,7 @@ def test_without_room_nothing_is_fetched_ahead() -> None:
 def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
     run = Run()
     run.step()
-    assert bytes_of_weights(run) == NUM_BLOCKS * BLOCK_BYTES, "although three of them have two stage runs"
+    assert bytes_of_weights(run) == NUM_BLOCKS * BLOCK_BYTES, "although three of them have two slots"
     assert run.pool[0].memory.peaks["weights"] == NUM_BLOCKS * BLOCK_BYTES
     assert run.loaded() == set(), "after an update they would not be right"
 
@@ -148,6 +154,16 @@ def bytes_of_weights(run: Run, **kwargs: Any) -> int:
     labels = [span.label for span in run.step(**kwargs).timeline.spans if span.kind == "h2d"]
     run.engine.trace = False
     return BLOCK_BYTES * sum(label.startswith("weights") for label in labels)
+
+
+def test_frozen_weights_stay_from_step_to_step() -> None:
+    run = Run()
+    for block in list(run.model.blocks)[:3]:
+        block.requires_grad_(False)
+    run.step()
+    for _ in range(2):
+        assert bytes_of_weights(run) == BLOCK_BYTES, "the last block alone is trained"
+    assert run.loaded() == {"blocks.0", "blocks.1", "blocks.2"}
 
 
 def test_a_frozen_weight_that_changes_is_fetched_again() -> None:

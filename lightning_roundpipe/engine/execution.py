@@ -1,0 +1,333 @@
+"""One execution of a unit between its entry and its cut, its backward, and what the first execution teaches.
+
+A forward takes its arguments to the device, saves them if it will be run again, and runs the unit: under ``no_grad``
+where the call is recomputed, with the local graph where that is kept, and always with it where the unit's facts are not
+known yet; see [Note: cutting autograd] and [Note: facts] in :mod:`autograd.recompute`. Everything here runs on the
+thread of the micro-batch, which holds the compute lane of the replica's device and not the user-code lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd.randomness import ForeignRandomness
+from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
+from ..autograd.unit_run import UnitContext, UnitResult, autocast_as, run_unit
+from ..common.fingerprints import version_of
+from ..common.graphs import graph_bytes
+from ..common.sizes import num_bytes_of
+from ..devices.transfer import Edge
+from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
+from ..weights.parameters import Replica
+
+_MAX_FACTS = 64
+Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
+
+
+@dataclass(slots=True)
+class ForwardResult:
+    """What a call hands to user code.
+
+    Attributes:
+        unit: the unit's own result.
+        replica: on which it was made: the one given, or one of the unit's full form, if there was something to learn.
+        passed_through: index of a result leaf -> index of the argument leaf that it is.
+        changed: argument leaves that the unit changed in place.
+        outputs: tensors for user code, by slot; never views of device copies, which are freed when the stage ends.
+        graph_bytes: what the local graph held besides parameters, arguments and results; looked at to learn facts.
+    """
+
+    unit: UnitResult
+    replica: Replica
+    passed_through: dict[int, int]
+    changed: list[int]
+    outputs: dict[Slot, Tensor] = field(default_factory=dict)
+    graph_bytes: int = 0
+
+
+def run_forward(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    *,
+    records: bool,
+    key: Hashable,
+    full: Callable[[Call], Replica],
+) -> ForwardResult:
+    """Runs the unit on ``leaves`` (tensors anywhere). A recorded call keeps in ``call`` what its backward needs.
+
+    If the unit returns other tensors than its facts promise, or draws foreign random numbers for the first time, it is
+    run once more.
+
+    Args:
+        records: whether the call may get a backward.
+        key: of the facts about calls of this kind, which are ``call.facts`` if they are known.
+        full: gives the unit's replica in its full form.
+    """
+    facts, unit = call.facts, call.unit
+    before = _snapshot(replica) if facts is None or facts.buffers else []
+    done = _attempt(context, call, replica, leaves, records)
+    if facts is not None and records and done.unit.slots.keys() != facts.slots:
+        _restore(before)
+        replica = full(call) if replica.is_low else replica
+        call.facts = facts = None
+        before = _snapshot(replica)
+        done = _attempt(context, call, replica, leaves, records)
+    if facts is None:
+        if done.unit.draws_foreign:
+            _restore(before)
+            done = _attempt(context, call, replica, leaves, records, foreign=True)
+        if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
+            unit.facts.clear()
+        has_loose = records and _has_loose(context, replica, done.unit.slots.values())
+        facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
+    call.facts = facts
+    if facts.buffers:
+        written = set(facts.buffers)
+        homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
+        call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
+        replica.store_buffers()
+    if done.unit.written:
+        done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
+    call.relayed = {}
+    slots = done.unit.slots
+    if records:
+        if call.kept or len(slots) > 1:  # the graph was there to ask
+            call.flagged = frozenset([slot for slot, tensor in slots.items() if tensor.requires_grad])
+        else:
+            call.flagged = facts.flagged
+        if not call.kept:
+            _drop_graph(done.unit)
+    done.outputs = _without_weights(done.unit.slots, replica)
+    return done
+
+
+def _attempt(
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], records: bool, *, foreign: bool = False
+) -> ForwardResult:
+    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home."""
+    facts, activations = call.facts, context.activations
+    label = f"inputs {call.unit.name}"
+    before = torch.is_grad_enabled()
+    if replica.device.aliases_host:
+        given = list(leaves)
+    else:
+        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+    arrived = list(given)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    versions = [version_of(given[i]) for i in tensors]
+    # Which of several outputs require a gradient may depend on the data: only the graph can tell.
+    graph = records and (call.kept or facts is None or len(facts.slots) > 1)
+    if records and (context.saves_kept or not call.kept):
+        call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
+    grad_mode = graph if records else before
+    if grad_mode is not before:
+        torch._C._set_grad_enabled(grad_mode)
+    try:
+        if graph:
+            enter(call, given, context.anchor)
+        if facts is None:
+            result = _run_watched(context, call, replica, given, foreign)
+        else:
+            result = run_unit(context, call, replica, given, foreign=foreign or facts.foreign)
+            result.draws_foreign = foreign or facts.foreign
+    finally:
+        torch._C._set_grad_enabled(before)
+    changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
+    call.changed = changed
+    for i in changed:
+        if arrived[i] is not leaves[i]:  # user code has another tensor than the one that was changed
+            with torch.no_grad():
+                leaves[i].copy_(arrived[i])
+    slots = add_changed(call, result, given)
+    identity = {id(given[i]): i for i in tensors}
+    passed = {j: identity[id(x)] for j, x in enumerate(result.leaves) if isinstance(x, Tensor) and id(x) in identity}
+    done = ForwardResult(result, replica, passed, changed)
+    if graph and facts is None:
+        done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
+    return done
+
+
+def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any], foreign: bool) -> UnitResult:
+    """A run from which facts are learned: what it draws, and in which dtypes it uses its weights."""
+    watched = None if foreign else ForeignRandomness()
+    travels = not replica.device.aliases_host
+    with context.weights.learning(call.autocast, call.unit, replica.module, replica.leaves, travels=travels) as casts:
+        result = run_unit(context, call, replica, given, foreign=foreign)
+        if casts is not None:
+            casts.note_results(result.slots.values())
+    result.draws_foreign = foreign or (watched is not None and watched.has_moved())
+    return result
+
+
+def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
+    """Cuts the graph of a recorded call off from user code; its outputs are what user code gets then."""
+    flagged = call.flagged
+    if not flagged:
+        return
+    call.receivers = [Receiver(leaves[i]) for i in call.differentiable]
+    if call.kept:
+        call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
+    outputs, passed = done.outputs, done.passed_through
+    named = [s for s in outputs if s in flagged and s not in passed and (type(s) is int or not _is_cut_elsewhere(s))]
+    tensors = [outputs[slot] for slot in named]
+    if done.changed and (changed := [i for i in done.changed if ("input", i) in flagged]):
+        inputs = [leaves[i] for i in changed]
+        slots = (*named, *[("input", i) for i in changed])
+        # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(inputs)):
+            results = Cut.apply(call, slots, context.anchor, tensors, *inputs)
+    elif named:
+        results = Cut.apply(call, tuple(named), context.anchor, tensors)
+    else:
+        return
+    outputs.update(zip(named, results, strict=False))
+
+
+def run_unit_backward(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    gradients: list[Tensor],
+    leaves: list[Any] | None,
+    loose: LooseGradients,
+) -> None:
+    """From the gradients of the call's results to those of its arguments and of the replica's weights.
+
+    Args:
+        gradients: as in ``call.gradients``, on the device.
+        leaves: the saved arguments, on the device, if the graph was not kept.
+
+    Raises:
+        RuntimeError: if the unit does something else in the recomputation.
+    """
+    local = call.local if leaves is None else _recompute(context, call, replica, leaves)
+    assert local is not None
+    assert call.facts is not None
+    replica.has_gradients = True
+    now = frozenset([slot for slot, tensor in local.items() if tensor.requires_grad])
+    if now != call.flagged:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
+            f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
+            "do the same when it is called again with the same arguments."
+        )
+    roots = [local[slot] for slot in call.gradients]
+    if call.facts.has_loose:
+        loose.run_unit_backward(roots, gradients, replica.leaves)
+    else:
+        run_backward(roots, gradients)
+    replica.add_up()
+
+
+def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
+    """Runs the unit again with its graph, on what the forward saw; the slots of the result."""
+    assert call.facts is not None
+    target = replica.device.torch_device
+    for i in call.changed:  # the saved copy may serve other calls
+        leaves[i] = leaves[i].clone()
+    swapped = []
+    for master, name, value in call.buffer_values:
+        copy = replica.copy_of(master)
+        assert copy is not None
+        swapped.append((copy, name, copy._buffers[name]))
+        copy._buffers[name] = value.to(target, copy=True)
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        with autocast_as(context.autocast_device, call.autocast):
+            enter(call, leaves, context.anchor)
+            facts = call.facts
+            result = run_unit(context, call, replica, leaves, foreign=facts.foreign)
+            return add_changed(call, result, leaves)
+    finally:
+        torch._C._set_grad_enabled(before)
+        for copy, name, buffer in swapped:
+            copy._buffers[name] = buffer
+
+
+def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
+    """Replaces leaves by aliases, in place: differentiable ones start the local graph, the others must not join it."""
+    differentiable = call.differentiable
+    if differentiable:
+        inputs = [leaves[i] for i in differentiable]
+        aliases = Entry.apply(call, anchor, inputs)
+        for i, alias in zip(differentiable, aliases, strict=True):
+            leaves[i] = alias
+    if len(leaves) > len(differentiable):
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
+                leaves[i] = leaf.detach()
+
+
+def add_changed(call: Call, result: UnitResult, given: list[Any]) -> dict[Slot, Tensor]:
+    """The slots of ``result``. Arguments that the unit changed in place are outputs too."""
+    for i in call.changed:
+        result.slots["input", i] = given[i]
+    return result.slots
+
+
+def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]) -> bool:
+    """Whether the graph of results leads to leaves that are neither the replica's nor the anchor."""
+    leaves = leaves_behind(node_of(result) for result in results if result.requires_grad)
+    return not leaves.keys() <= {context.anchor, *replica.leaves}
+
+
+def _snapshot(replica: Replica) -> Snapshot:
+    """All buffers as they are: (copy module, name, buffer, its version, its value)."""
+    found = []
+    for _, copy, name in replica.buffers:
+        buffer = copy._buffers.get(name)
+        if buffer is not None:
+            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
+    return found
+
+
+def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
+    slots = done.unit.slots
+    flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
+    changed = []
+    for copy, name, buffer, version, value in before:
+        now = copy._buffers.get(name)
+        # By value as well: batch norm updates its running statistics without raising their version.
+        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
+            master = replica.master_of(copy)
+            assert master is not None
+            changed.append((master, name))
+    draws, foreign = done.unit.draws, done.unit.draws_foreign
+    writes = bool(done.unit.written)
+    sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
+    return Facts(flagged, frozenset(slots), draws, foreign, tuple(changed), writes, *sizes, has_loose)
+
+
+def _restore(before: Snapshot) -> None:
+    with torch.no_grad():
+        for copy, name, buffer, _, value in before:
+            copy._buffers[name] = buffer
+            buffer.copy_(value)
+
+
+def _drop_graph(result: UnitResult) -> None:
+    """What a run with graph returned keeps its values only."""
+    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
+    if values:
+        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
+
+
+def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
+    """Views of device copies (a unit that returns its own weight) become copies."""
+    if replica.device.aliases_host:
+        return dict(slots)
+    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
+    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
+
+
+def _is_cut_elsewhere(slot: Slot) -> bool:
+    """Whether it is an output of a relay, which has cut it, or an argument that the unit has changed."""
+    return isinstance(slot, tuple) and slot[0] in ("relay", "input")

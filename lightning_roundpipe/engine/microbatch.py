@@ -1,0 +1,399 @@
+"""One micro-batch on its way through the stages: what happens in a call of a unit, and in the backward.
+
+[Note: the walk]
+A micro-batch is a thread that walks through the stages. Each call of a unit is located in the plan; its stage says on
+which device it runs, and whether its graph is kept (F, then B: recomputed; fused: kept).
+
+    call(unit), for each call in user code         backward(), after the loss: for call in reversed(calls)
+        gate      wait for the turn in the stage       gate       wait for the turn in its backward stage
+        inputs    come to the device                   flush      gradients that wait are pushed through user code
+        weights   a replica of the unit                gradients  and saved inputs come to the device
+        run       with its graph, or under no_grad     recompute  the graph, if it was not kept
+        cut       the graph, towards user code         backward   of the unit, on the replica
+        outputs   go back to user code                 deliver    the gradients of the inputs
+
+A call whose outputs got no gradient is skipped in the backward.
+
+Everything here runs on the thread of the micro-batch. It holds the user-code lock from the end of one call to the begin
+of the next, and neither that lock nor a compute lane while it waits for the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd.recompute import Call, PendingGradients, check_versions
+from ..autograd.unit_run import UnitContext, autocast_state, run_unit
+from ..common import trees
+from ..common.attributes import read
+from ..common.sizes import num_bytes_of
+from ..devices.offload import SavedInputs, TravellingActivations
+from ..devices.runs import Run
+from ..devices.transfer import Edge
+from ..planning.partition import StageKind
+from ..planning.schedule import Action
+from ..usercode.lock import UserCodeState
+from ..usercode.loose_gradients import LooseGradients, node_of
+from ..weights.parameters import Replica
+from ..weights.units import Unit
+from .barrier import Attendance
+from .books import ActivationBooks
+from .context import SegmentContext, StepContext
+from .execution import ForwardResult, cut, run_forward, run_unit_backward
+from .plans import SegmentRecord
+
+_ALL_POSITIONS = 1 << 60
+
+
+class Microbatch:
+    """See [Note: the walk].
+
+    Attributes:
+        state: of the micro-batch in user code.
+        index: identifies it to the user and seeds its random numbers.
+        schedule_index: its index in the schedule of this segment.
+        device: the one that it is on.
+        attendance: how its thread and that of the step wait for each other.
+        record: what is noted in this segment.
+        pending: gradients that wait in user code.
+    """
+
+    def __init__(self, state: UserCodeState, step: StepContext, schedule_index: int, segment: SegmentContext) -> None:
+        self.index = state.index
+        self.state = state
+        self.attendance = Attendance()
+        resources, request = step.resources, step.request
+        self._step = step
+        self._lock = step.lock
+        self._pool = resources.pool
+        self._replicas = resources.replicas
+        self._training = request.training
+        self._calls: list[Call] = []  # whose backward may come, in order
+        self._called: list[Unit] = []
+        self._loose = LooseGradients()
+        self.pending = PendingGradients(self._loose)
+        self._saved = SavedInputs()
+        self._activations = TravellingActivations(self._saved, self._pool.owners)
+        self._books = ActivationBooks(self._activations)
+        anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
+        self._context = UnitContext(
+            state, step.lock, anchor, self._activations, weights, request.autocast_device, request.meets,
+            resources.compiler,
+        )  # fmt: skip
+        self._has_entered = False
+        self.begin_segment(schedule_index, segment)
+        self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
+        self._activations.go_to(self.device)
+        state.call_unit = self.call
+
+    def begin_segment(self, schedule_index: int, segment: SegmentContext) -> None:
+        """A run over a schedule begins, by another plan; called while the thread of the micro-batch stands still."""
+        plan = segment.plan
+        self.schedule_index, self._segment = schedule_index, segment
+        self._gate, self._is_recording = segment.gate, plan.recording
+        self._stage = -1
+        self._num_called_before = len(self._called)
+        self._next_position = len(plan.carried)
+        self._replayed: dict[Unit, list[int]] = {}
+        self._in_backward = False
+        self.record = SegmentRecord(self.index)
+
+    def _forget(self, call: Call) -> None:
+        self._books.release(self.device, call)
+        call.forget()
+
+    # --- stages and devices ------------------------------------------------------------------------------------
+
+    def _move_to(self, stage: int, values: list[Any], what: str) -> None:
+        """Leaves the current stage and waits for the turn in ``stage``, a later one; stages in between are skipped.
+
+        Args:
+            values: what is needed there first: it travels meanwhile.
+            what: that is, for the trace.
+        """
+        action = Action(stage, self.schedule_index)
+        before, target = self.device, self._pool[self._gate.device_of(action)]
+        if target is not before:
+            # Before work of other micro-batches is queued on the device that is left.
+            self._activations.offload(values, what)
+        for passed in range(max(self._stage, 0), stage):
+            self._gate.leave(Action(passed, self.schedule_index))
+        is_first, self._has_entered = not self._has_entered, True
+        self._stage, self.device = stage, target
+        if target is before:
+            self._activations.drop()
+        else:
+            self._activations.go_to(target)
+        if not target.aliases_host:
+            self._gate.approach(action)
+            self._activations.send(values, what)
+        self._gate.enter(action)
+        self._segment.loader.begin(target)
+        target.enter(None if is_first else before)
+        target.throttle()
+
+    def _replica(self, call: Call, *, learns: bool = True) -> Replica:
+        replica = self._replicas.get(call, self.device, self._lock.baseline, learns=learns)
+        if not self.device.aliases_host:
+            self._segment.loader.prefetch(self.device)
+        return replica
+
+    def _free_recorded(self, replica: Replica) -> None:
+        """The recording runs all units on one device: what takes memory there must go at once."""
+        if self._is_recording and not self.device.aliases_host:
+            replica.harvest_now(self._step.gradients)
+            replica.unload()
+
+    # --- forward -----------------------------------------------------------------------------------------------
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
+        self._gate.check()
+        if self._in_backward:
+            return self._replay(unit, args, kwargs)
+        call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
+        self._called.append(unit)
+        self.record.called.append(unit)
+        position = self._locate(unit)
+        if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
+            members = self._segment.members_of(unit)
+            call.side = [(module, name) for (key, name), (module, _) in overlay.items() if key in members]
+        side_values = [read(module, name) for module, name in call.side]
+        is_training = unit.module.training
+        # From here on nothing is shared with other micro-batches until the results are written down.
+        self._lock.release(self.state)
+        try:
+            leaves: list[Any] = []
+            call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
+            call.autocast = autocast_state(self._context.autocast_device)
+            call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+            records = self._training and torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
+            self._go_to_call(call, position, leaves)
+            done = self._compute(call, position, leaves, records, is_training)
+            if records:
+                cut(self._context, call, done, leaves)
+                self._calls.append(call)
+        finally:
+            self._lock.acquire(self.state)
+        result, outputs, passed = done.unit, done.outputs, done.passed_through
+        for order, (home, name, value) in enumerate(result.written):
+            self._lock.write(self.state, home, name, outputs.get(("attribute", order, name), value))
+        result_leaves = [
+            leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
+        ]
+        return trees.unflatten(result.structure, result_leaves)
+
+    def _locate(self, unit: Unit) -> int | None:
+        """Position of this call in the plan; None if it is off the plan."""
+        sequence = self._segment.plan.sequence
+        for position in range(self._next_position, len(sequence)):
+            if sequence[position] is unit:
+                self._next_position = position + 1
+                return position
+        self.record.num_off_plan += not self._is_recording
+        return None
+
+    def _go_to_call(self, call: Call, position: int | None, leaves: list[Any]) -> None:
+        """The gate: waits for the turn in the stage of the call. Calls off the plan run where the micro-batch is."""
+        plan, stage = self._segment.plan, max(self._stage, 0)
+        if position is not None:
+            stage, call.backward_stage = plan.stages_of[position]
+            if stage != self._stage:  # skipped calls are not waited for until this one has its turn
+                self._gate.pass_position(self.schedule_index, position)
+        if stage > self._stage:
+            self._move_to(stage, leaves if position is not None else [], f"inputs {call.unit.name}")
+        call.kept = plan.keeps_graph[stage]
+
+    def _compute(
+        self, call: Call, position: int | None, leaves: list[Any], records: bool, is_training: bool
+    ) -> ForwardResult:
+        """Inputs, weights, run: on the device where the micro-batch is."""
+        unit, device, segment = call.unit, self.device, self._segment
+        key = (
+            self._training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
+            tuple(call.differentiable), call.trained, call.autocast,
+            tuple([x for x in leaves if x is None or type(x) in (bool, str)]),
+        )  # fmt: skip
+        facts = unit.facts.get(key)
+        if position is not None and (unit.has_buffers if facts is None else facts.buffers):
+            segment.await_buffers(unit, position, self.schedule_index)
+        learns = facts is None
+        changes_buffers = facts is None or bool(facts.buffers)
+        counts = segment.is_measured or device.counts_activations
+        input_bytes = num_bytes_of(leaves) if counts else 0
+        booked = 0
+        with device.computing():
+            replica = self._replica(call, learns=learns)
+            call.facts = facts
+            if device.counts_activations:
+                booked = self._books.begin_forward(device, call, input_bytes)
+            if changes_buffers:
+                replica.load_buffers(own=call.kept)
+            started = device.stamp()
+            done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
+            ended = device.stamp()
+            replica = done.replica
+            if not device.aliases_host:
+                self._activations.settle()
+            if device.counts_activations:
+                self._books.end_forward(device, call, input_bytes, booked, has_learned=learns)
+            if changes_buffers and call.kept and device.aliases_host:
+                replica.load_buffers()
+            self._free_recorded(replica)
+        if position is not None:
+            self._gate.pass_position(self.schedule_index, position + 1)
+        elif self._is_recording:
+            position = call.index - self._num_called_before  # in the plan that will be made of it
+        assert call.facts is not None
+        call.ran = Run(
+            device, "F", unit.name, started, ended, self._stage, position, call.kept,
+            learns or done.unit.was_compiled, input_bytes, num_bytes_of(done.outputs.values()) if counts else 0,
+            call.facts.bytes_for(input_bytes)[1],
+        )  # fmt: skip
+        self.record.runs.append(call.ran)
+        return done
+
+    def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline."""
+        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
+        call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
+        leaves: list[Any] = []
+        call.structure = trees.flatten_call(args, kwargs, [], leaves)
+        with self._lock.released(self.state), self.device.computing():
+            replica = self._replica(call)
+            replica.has_gradients = torch.is_grad_enabled()
+            replica.book_gradients(replica.has_gradients)
+            self._loose.own.update(replica.leaves)
+            started = self.device.stamp()
+            result = run_unit(self._context, call, replica, leaves)
+            self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
+        if len(made) > 1 and result.draws:
+            raise RuntimeError(
+                f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
+                "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+                "RoundPipe recomputes units by itself."
+            )
+        return trees.unflatten(result.structure, result.leaves)
+
+    # --- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
+        """From the loss to the parameters; called without the user-code lock.
+
+        Args:
+            roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
+            retain_graph: whether it may be walked again, in another segment.
+        """
+        # The forward is over, also for calls at the end that this micro-batch has skipped.
+        self._gate.pass_position(self.schedule_index, _ALL_POSITIONS)
+        stages = self._segment.plan.partition.stages
+        fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
+        if fused > self._stage:
+            self._move_to(fused, [], "")
+        self._in_backward = self.record.has_backward = True
+        self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()])
+        self._backward_of_user_code(roots)
+        kept: list[Call] = []
+        try:
+            while self._calls:
+                call, stays = self._calls.pop(), False
+                try:
+                    stays = self._backward_of_call(call, retain_graph)
+                finally:
+                    if stays:
+                        kept.append(call)
+                    else:
+                        self._forget(call)
+            if self.pending:
+                self._backward_of_user_code()
+            if loose := self._loose.take():
+                self._step.gradients.add_loose(loose, self.index)
+        finally:
+            self._calls += kept[::-1]
+
+    def _backward_of_user_code(self, roots: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        """Backward through the graph of user code: from ``roots``, which are emptied, or from what waits there (flush).
+
+        Holds the user-code lock where that runs user code again, or depends on flags of parameters that each
+        micro-batch has for itself.
+        """
+        device, state = self.device, self.state
+        if self._step.resources.backward_runs_user_code.is_set() or self._lock.switches_flags:
+            self._lock.acquire(state)
+        started = device.stamp()
+        state.loose = self._loose
+        try:
+            if roots is None:
+                self.pending.flush()
+            else:
+                self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        finally:
+            state.loose = None
+            self._lock.release(state)
+        what = "user code" if roots is None else "loss"
+        self.record.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))
+        if roots is not None:
+            roots.clear()
+
+    def _backward_of_call(self, call: Call, retain_graph: bool) -> bool:
+        """Goes to the stage of the call's backward and runs it; whether it may have to run (again) later."""
+        self._gate.check()
+        if call.backward_stage is not None and call.backward_stage > self._stage:
+            self._move_to(call.backward_stage, call.needed_in_backward(), f"saved {call.unit.name}")
+        if self.pending:
+            self._backward_of_user_code()
+        if call.gradients:
+            if call.versions is not None:
+                check_versions(call)
+                self.record.revived[call.index] = call.unit
+            self._compute_backward(call)
+            for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
+                if arrived is not None:
+                    self.pending.deliver(receiver, arrived)
+        return self._step.request.meets and (retain_graph or not call.gradients)
+
+    def _compute_backward(self, call: Call) -> None:
+        """Gradients, recompute, backward: on the device where the micro-batch is."""
+        device, activations, name = self.device, self._activations, call.unit.name
+        counts = device.counts_activations
+        with device.computing():
+            replica = self._replica(call, learns=False)
+            replica.book_gradients(True)
+            gradients = list(call.gradients.values())
+            if not device.aliases_host:
+                gradients = activations.receive(gradients, Edge.OUTPUT_GRADIENTS, f"gradient {name}")
+            leaves = None if call.kept else activations.receive(call.leaves, Edge.RELOADED, f"saved {name}")
+            booked = 0
+            if not device.aliases_host:
+                coming = self._drop_all_but_coming(call)
+                booked = self._books.begin_backward(device, call) if counts else 0
+                activations.send(coming, "saved inputs")
+            started = device.stamp()
+            run_unit_backward(self._context, call, replica, gradients, leaves, self._loose)
+            ended = device.stamp()
+            if not device.aliases_host:
+                activations.settle()
+            elif call.unit in self._segment.repeated and (found := replica.harvest()):
+                self._step.gradients.add_later(*found, (call.unit.order, call.index), self.schedule_index)
+            if counts:
+                self._books.end_backward(device, booked, num_bytes_of(call.input_gradients))
+            self._free_recorded(replica)
+        assert call.ran is not None
+        self.record.runs.append(Run(device, "B", name, started, ended, self._stage, *call.ran[6:]))
+
+    def _drop_all_but_coming(self, call: Call) -> list[Any]:
+        """What was brought for this call alone is dropped; what the next one in this stage needs, to be sent for."""
+        following = self._calls[-1] if self._calls else None
+        is_here = following is not None and following.backward_stage in (None, self._stage)
+        coming = following.needed_in_backward() if following is not None and is_here else []
+        still = set(map(id, coming))
+        self._activations.drop([x for x in call.needed_in_backward() if id(x) not in still])
+        return coming
+
+    def user_code_nodes(self) -> list[Any]:
+        """Autograd nodes of user code that produced the inputs of calls."""
+        edges = [receiver.edge for call in self._calls for receiver in call.receivers]
+        return [edge.node for edge in edges if edge is not None]
