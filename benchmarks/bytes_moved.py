@@ -19,8 +19,8 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.support.lazy_link import LazyLink
-from tests.support.plain_loop import cut_at
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.plain_loop import cut_at
 
 METHOD = """
 A decoder of pre-norm blocks (attention, MLP of four times the width) is trained by the engine on two virtual devices

@@ -26,7 +26,7 @@ MAX_FILE_LINES = 420
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 14  # of a folder
-FOLDERS = sorted({path.parent for path in FILES})
+FOLDERS = sorted({path.parent for path in [*FILES, *TESTS]})
 
 _TORCH = "torch"
 _LIGHTNING = "lightning lightning_utilities torch torchmetrics typing_extensions"

@@ -1,6 +1,6 @@
 """Running a unit: where its graph is cut, how it is recomputed, and what must be the same the second time.
 
-- :mod:`recompute`: cuts, calls, pending gradients.
+- :mod:`recompute`, :mod:`escape`: cuts, calls, pending gradients; tensors that leave a unit unseen.
 - :mod:`unit_run`: one execution of a unit on a replica, with the hooks inside it.
 - :mod:`randomness`, :mod:`checkpointing`, :mod:`parametrizations`: random numbers, the user's own checkpointing, cached
   weights.

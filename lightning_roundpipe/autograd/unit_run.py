@@ -129,16 +129,25 @@ def run_unit(
             written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
         for module, name, value in previous:
             assign(module, name, value)
-    result_leaves: list[Any] = []
-    structure = trees.flatten(result, result_leaves)
+    found = _result_of(call, result, originals, written)
+    found.draws, found.was_compiled = drawn, was_compiled
+    return found
+
+
+def _result_of(
+    call: Call, result: Any, originals: dict[int, Tensor], written: list[tuple[nn.Module, str, Any]]
+) -> UnitResult:
+    """What the unit gave, what its hooks were shown, and the tensors that it wrote on modules, by slot."""
+    leaves: list[Any] = []
+    structure = trees.flatten(result, leaves)
     if originals:  # what is given back is recognised by its identity
-        result_leaves = [originals.get(id(x), x) for x in result_leaves]
-    slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(result_leaves) if isinstance(x, Tensor)}
+        leaves = [originals.get(id(x), x) for x in leaves]
+    slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     slots.update(call.relayed)
     for order, (_, name, value) in enumerate(written):
         if isinstance(value, Tensor):
             slots["attribute", order, name] = value
-    return UnitResult(result_leaves, structure, slots, written, drawn, was_compiled=was_compiled)
+    return UnitResult(leaves, structure, slots, written)
 
 
 def _forward_watched(

@@ -4,7 +4,7 @@
 - :mod:`memory`: the books on a device's memory.
 - :mod:`transfer`, :mod:`chunks`: lanes to and from a device, and the pieces that travel.
 - :mod:`offload`: activations on the host.
-- :mod:`virtual`, :mod:`virtual_lanes`: devices on the host's cores.
+- :mod:`virtual`: devices on the host's cores.
 - :mod:`cuda`, :mod:`cuda_lanes`, :mod:`cuda_driver`, :mod:`pinned`: GPUs, their copy streams, page-locked memory.
 - :mod:`runs`: what is noted about each run of a unit.
 """

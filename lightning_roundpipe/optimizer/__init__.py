@@ -1,1 +1,7 @@
-"""The optimizer's update behind the pipeline: buckets of weights, clipping by norm, state, stale weights."""
+"""The optimizer's update behind the pipeline.
+
+- :mod:`updates`: optimizer steps on a thread, bucket by bucket.
+- :mod:`buckets`, :mod:`state`: weights that are updated together; the state of the optimizer meanwhile.
+- :mod:`clipping`: clipping by norm as a part of the update.
+- :mod:`stale`: weights of the step before, for ``optimizer_overlap="stale"``.
+"""

@@ -1,7 +1,7 @@
 """User code outside units, run as if each micro-batch were alone.
 
 - :mod:`lock`: one thread at a time, and what each micro-batch writes on modules.
-- :mod:`containers`, :mod:`collected_lists`: lists and dicts on modules that micro-batches fill.
+- :mod:`collected_lists`: lists and dicts on modules that micro-batches fill.
 - :mod:`implicit_transfers`: operands on several devices.
 - :mod:`loose_parameters`, :mod:`loose_gradients`: parameters that user code uses itself.
 - :mod:`outputs`: what leaves a step.

@@ -1,1 +1,9 @@
-"""Weights: from masters on the host to replicas on devices, and their gradients home."""
+"""Weights: from masters on the host to replicas on devices, and their gradients home.
+
+- :mod:`units`: which modules of a model are run whole.
+- :mod:`parameters`, :mod:`placement`: replicas of units on devices; what is where, prefetched, evicted.
+- :mod:`gradients`: gradients on their way home, added up in an order that does not depend on timing.
+- :mod:`casts`, :mod:`low_precision`: which weights may travel in the dtype of autocast, and their copies in it.
+- :mod:`futures`: weights whose update is still running.
+- :mod:`events`: the hook by which tests follow weights.
+"""

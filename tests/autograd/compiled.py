@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.engine.steps import Parts, Steps, balanced
 from tests.support.identical import assert_identical
-from tests.support.steps import Parts, Steps, balanced
 
 WIDTH = 8
 EAGER_KERNELS = {"backend": "aot_eager"}

@@ -20,9 +20,9 @@ from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UserCodeLock
 from tests.autograd.compiled import EAGER_KERNELS, WIDTH, Block, Graphs, Model, expect, parts_of, results, steps_of
+from tests.support.engine.modelled import NOW, kept, modelled_pool, recomputed, times_of
+from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
-from tests.support.modelled import NOW, kept, modelled_pool, recomputed, times_of
-from tests.support.steps import Steps
 
 # --- how often ---------------------------------------------------------------------------------------------------
 

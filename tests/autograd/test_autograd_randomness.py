@@ -18,9 +18,9 @@ from lightning_roundpipe.autograd.unit_run import run_unit
 from lightning_roundpipe.common import trees
 from lightning_roundpipe.common.seeds import derive_seed
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from tests.support.engine.modelled import kept, recomputed
+from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
-from tests.support.modelled import kept, recomputed
-from tests.support.steps import Steps
 
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)

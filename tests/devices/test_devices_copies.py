@@ -14,7 +14,7 @@ from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of, pieces_of
 from lightning_roundpipe.devices.transfer import Edge
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from tests.support.lazy_link import LazyLink, opened
+from tests.support.engine.lazy_link import LazyLink, opened
 
 LINKS: dict[str, Callable[[], Link]] = {"timed": lambda: TimedLink(chunk_bytes=16), "lazy": LazyLink}
 

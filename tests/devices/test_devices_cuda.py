@@ -15,7 +15,7 @@ from lightning_roundpipe.devices import cuda_lanes
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_lanes import CudaTransfer
 from lightning_roundpipe.devices.transfer import Edge
-from tests.support.cuda_stub import StubDriver, StubStream
+from tests.support.engine.cuda_stub import StubDriver, StubStream
 
 MIB = 2**20
 JOIN_S = 60.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from tests.support.cuda_stub import GIB, StubDriver
+from tests.support.engine.cuda_stub import GIB, StubDriver
 
 MIB = 2**20
 JOIN_S = 60.0

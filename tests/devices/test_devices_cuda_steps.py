@@ -14,8 +14,8 @@ from lightning_roundpipe.devices.cuda import CudaDevice, _Freed
 from lightning_roundpipe.devices.cuda_lanes import CudaLane, CudaTransfer
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from tests.support.cuda_stub import StubDriver
-from tests.support.whole_steps import difference, results, right_results
+from tests.support.engine.cuda_stub import StubDriver
+from tests.support.engine.whole_steps import difference, results, right_results
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from lightning_roundpipe.devices import virtual
 from lightning_roundpipe.devices.chunks import Pair
 from lightning_roundpipe.devices.transfer import DirectLane, Edge, Lane, Transfer
 from lightning_roundpipe.devices.virtual import Clock, Link, TimedLink, TransferGivenUp, VirtualDevice
-from tests.support.lazy_link import LazyLink, opened
+from tests.support.engine.lazy_link import LazyLink, opened
 
 LINKS: dict[str, Callable[[], Link]] = {"timed": lambda: TimedLink(chunk_bytes=16), "lazy": LazyLink}
 JOIN_S = 60.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning_roundpipe.devices.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
 from lightning_roundpipe.devices.transfer import Done, Edge
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from tests.support.lazy_link import LazyLink, opened
+from tests.support.engine.lazy_link import LazyLink, opened
 
 JOIN_S = 60.0
 MIB = 2**20

@@ -11,7 +11,7 @@ import torch
 from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
 from lightning_roundpipe.devices.transfer import Edge
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 
 
 class Far(VirtualDevice):

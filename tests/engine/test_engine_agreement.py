@@ -34,8 +34,8 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from tests.support.lazy_link import cpu_pool
-from tests.support.taps import Tap
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.taps import Tap
 
 PATIENCE_S = 60.0
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_roundpipe.engine.barrier import Barrier, BarrierError, Collective, Segment, meet
 from lightning_roundpipe.engine.requests import StepRequest, StepResult
 from lightning_roundpipe.engine.runner import Engine, Planner
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import everything_kept, everything_recomputed, planner
-from tests.support.random_graphs import (
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import everything_kept, everything_recomputed, planner
+from tests.support.engine.random_graphs import (
     KINDS,
     NUM_UNITS,
     WIDTH,

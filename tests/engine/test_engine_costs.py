@@ -14,7 +14,17 @@ from lightning_roundpipe.engine.plans import Planner
 from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.planning import Partition, Stage, StageKind
 from lightning_roundpipe.weights.units import Unit
-from tests.support.modelled import WIDTH, Model, ModelledDevice, Work, kept, modelled_pool, recomputed, run, times_of
+from tests.support.engine.modelled import (
+    WIDTH,
+    Model,
+    ModelledDevice,
+    Work,
+    kept,
+    modelled_pool,
+    recomputed,
+    run,
+    times_of,
+)
 
 ROW_BYTES = WIDTH * 4
 WEIGHT_BYTES = (WIDTH * WIDTH + WIDTH) * 4

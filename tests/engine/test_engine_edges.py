@@ -25,10 +25,10 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
 from lightning_roundpipe.devices.virtual import Link, TimedLink, VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from tests.support.lazy_link import LazyLink, LazyTransfer, cpu_pool
-from tests.support.partitions import two_calls_fused
-from tests.support.plain_loop import WIDTH
-from tests.support.whole_steps import (
+from tests.support.engine.lazy_link import LazyLink, LazyTransfer, cpu_pool
+from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.plain_loop import WIDTH
+from tests.support.engine.whole_steps import (
     FEATURES,
     NUM_CALLS,
     NUM_DEVICES,

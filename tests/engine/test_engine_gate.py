@@ -17,9 +17,9 @@ from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.gate import Gate, PipelineStalled
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import Action, Schedule, round_robin
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import two_calls_fused
-from tests.support.plain_loop import WIDTH, Chain, random_schedule
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.plain_loop import WIDTH, Chain, random_schedule
 
 JOIN_S = 60.0
 

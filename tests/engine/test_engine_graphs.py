@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.engine.runner import Planner, StepResult
-from tests.support.partitions import everything_kept, everything_recomputed, planner
-from tests.support.random_graphs import (
+from tests.support.engine.partitions import everything_kept, everything_recomputed, planner
+from tests.support.engine.random_graphs import (
     NUM_UNITS,
     WIDTH,
     Graph,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import everything_recomputed
-from tests.support.taps import Tap
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.taps import Tap
 
 WIDTH = 3
 WAIT_S = 60.0

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import cut_at
-from tests.support.taps import Tap
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import cut_at
+from tests.support.engine.taps import Tap
 
 WIDTH = 3
 VOCABULARY = 7

@@ -16,9 +16,9 @@ from lightning_roundpipe.devices.virtual import Link, TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
-from tests.support.lazy_link import LazyLink
-from tests.support.partitions import planner
-from tests.support.random_graphs import (
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.partitions import planner
+from tests.support.engine.random_graphs import (
     WIDTH,
     Cell,
     Graph,

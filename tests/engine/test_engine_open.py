@@ -14,8 +14,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import everything_kept
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import everything_kept
 
 NUM_MICROBATCHES = 3
 WIDTH = 4

@@ -24,9 +24,9 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from tests.support.lazy_link import cpu_pool
-from tests.support.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
-from tests.support.partitions import any_partition
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
+from tests.support.engine.partitions import any_partition
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans made anew

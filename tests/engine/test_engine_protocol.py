@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.weights import events as weight_events
-from tests.support.protocol_checker import RULES, Event, Ordering, Protocol, ProtocolError, UnitState, following
-from tests.support.protocol_model import Name, Operation, Settings, Violation, explore, lanes_of
+from tests.support.engine.protocol_checker import RULES, Event, Ordering, Protocol, ProtocolError, UnitState, following
+from tests.support.engine.protocol_model import Name, Operation, Settings, Violation, explore, lanes_of
 
 MODES = ("off", "exact", "stale", "paper")
 WAITS = [

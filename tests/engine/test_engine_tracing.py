@@ -25,8 +25,8 @@ from lightning_roundpipe.planning import (
     stage_costs,
 )
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import everything_recomputed
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import everything_recomputed
 
 WIDTH = 4
 NUM_BLOCKS = 4

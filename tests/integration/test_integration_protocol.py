@@ -15,8 +15,8 @@ from lightning_roundpipe.integration import pool
 from lightning_roundpipe.integration.steps import misuse
 from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.weights import futures
-from tests.support.lazy_link import LazyLink
-from tests.support.protocol_checker import Event, ProtocolError, UnitState, following
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.protocol_checker import Event, ProtocolError, UnitState, following
 
 JOIN_S = 60.0
 MakeTrainer = Callable[..., L.Trainer]

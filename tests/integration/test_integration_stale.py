@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import cuda_driver, pinned
 from lightning_roundpipe.reporting.host_memory import HostMemory
-from tests.support.cuda_stub import StubDriver
+from tests.support.engine.cuda_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 pytestmark = pytest.mark.usefixtures("small_updates")

@@ -24,7 +24,7 @@ from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
 from lightning_roundpipe.usercode.lock import entered
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 from tests.usercode.user_code import UserCode
 
 STAGE = torch.device("meta")

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.usercode.loose_gradients import nested_backwards_followed
+from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
-from tests.support.steps import Steps
 
 WIDTH, ROWS, COUNT = 4, 2, 6
 

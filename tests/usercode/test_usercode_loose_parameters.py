@@ -17,8 +17,8 @@ from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.lock import UserCodeState
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
-from tests.support.lazy_link import LazyLink, LazyTransfer
-from tests.support.steps import Steps
+from tests.support.engine.lazy_link import LazyLink, LazyTransfer
+from tests.support.engine.steps import Steps
 from tests.usercode.user_code import UserCode
 
 ROWS, COLUMNS = 4, 3

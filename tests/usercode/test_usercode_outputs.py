@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import StepRequest
 from lightning_roundpipe.usercode.outputs import Results, brought_home
-from tests.support.lazy_link import LazyLink
-from tests.support.modelled import kept
-from tests.support.steps import Steps, balanced
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.modelled import kept
+from tests.support.engine.steps import Steps, balanced
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tensor": (lambda x: x, lambda v: v),

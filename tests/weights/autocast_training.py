@@ -16,7 +16,7 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 
 LOW = torch.bfloat16
 AUTOCAST = (True, LOW)

@@ -14,7 +14,7 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.parameters import Replica
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 
 WIDTH = 8
 

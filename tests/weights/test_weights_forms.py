@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.plain_loop import cut_at, each_call_its_stage
+from tests.support.engine.plain_loop import cut_at, each_call_its_stage
 from tests.weights.autocast_training import LOW, TOKENS, WIDTH, Block, Model, Training, assert_same
 
 

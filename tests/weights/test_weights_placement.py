@@ -17,7 +17,7 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.units import UnitTable
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 
 WIDTH = 32
 NUM_BLOCKS = 4

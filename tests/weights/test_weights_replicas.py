@@ -12,7 +12,7 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
 from lightning_roundpipe.weights.parameters import GradientStore
-from tests.support.lazy_link import LazyLink
+from tests.support.engine.lazy_link import LazyLink
 
 WIDTH = 4
 

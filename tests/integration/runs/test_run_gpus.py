@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_roundpipe import RoundPipeAccelerator
 from lightning_roundpipe.devices import cuda_driver
 from lightning_roundpipe.devices.cuda import CudaDevice
-from tests.support.cuda_stub import StubDriver
+from tests.support.engine.cuda_stub import StubDriver
 
 
 @pytest.fixture

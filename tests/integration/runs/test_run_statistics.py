@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.accelerator import pool_statistics
 from lightning_roundpipe.devices.cuda import CudaDevice
-from tests.support.cuda_stub import StubDriver
+from tests.support.engine.cuda_stub import StubDriver
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))

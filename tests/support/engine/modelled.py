@@ -14,8 +14,8 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition
-from tests.support.partitions import cut_at, everything_kept
-from tests.support.taps import Tap
+from tests.support.engine.partitions import cut_at, everything_kept
+from tests.support.engine.taps import Tap
 
 WIDTH = 4
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.common.seeds import derive_seed
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import Action, Partition, Schedule, StageKind
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import cut_at
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import cut_at
 
 WIDTH = 3
 ROWS = 2

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from tests.support.lazy_link import cpu_pool
-from tests.support.partitions import two_calls_fused
-from tests.support.plain_loop import ROWS, WIDTH, Network
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.plain_loop import ROWS, WIDTH, Network
 
 NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
 WEIGHTS = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES

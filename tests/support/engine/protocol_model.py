@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.support.protocol_checker import Ordering
+from tests.support.engine.protocol_checker import Ordering
 
 Cell = tuple[str, int]  # what, of which unit
 Name = tuple[str, int, int]  # what, for which unit, in which step

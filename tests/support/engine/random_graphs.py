@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from tests.support.lazy_link import cpu_pool
+from tests.support.engine.lazy_link import cpu_pool
 
 WIDTH = 3
 NUM_UNITS = 4

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
-from tests.support.lazy_link import LazyLink
-from tests.support.modelled import recomputed
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.modelled import recomputed
 
 Parts = Sequence[Tensor]
 
