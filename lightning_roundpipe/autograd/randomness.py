@@ -13,10 +13,9 @@ GPU. So whatever a call draws comes from a stream that is seeded with the identi
 
 A GPU computes one unit at a time, so its generator is free to be seeded; only where several devices of the pool are one
 GPU an exclusive section is needed (see [Note: exclusive sections] in :mod:`usercode.lock`). On the host several units
-compute at a time. To seed the default generator of the host would take 3 us per unit, but every unit that draws would
-have to be in an exclusive section: one unit of all virtual devices would compute at a time (a step of units of 12 ms
-took 26 % longer on two and on four devices). The mode costs 3 us for each operator of a unit that draws on the host, 17
-us for a dropout, and lets them compute side by side.
+compute at a time. To seed the default generator of the host would be cheap, but every unit that draws would have to be
+in an exclusive section: one unit of all virtual devices would compute at a time. The mode costs a little for each
+operator of a unit that draws on the host, and lets them compute side by side.
 
 The mode gives its generator to operators that take a ``generator`` argument; others have an overload that does, and
 what remains runs in an exclusive section while the default generator holds the private state.

@@ -116,40 +116,29 @@ class Gate:
 
     def enter(self, action: Action) -> bool:
         """Blocks until ``action`` is the head of its device's list; whether it was not already."""
-        with self._lock:
-            self.check()
-            if self._is_head(action):
-                return False
-            event = self._waiting[action] = _Signal()
-            self._detect_stall()
-        try:
-            while not event.wait(_RECHECK_S):
-                with self._lock:
-                    if self._is_head(action):
-                        break
-        finally:
-            with self._lock:
-                self._waiting.pop(action, None)
-        self.check()
-        return True
+        return self._wait_until(self._is_head, action, self._waiting)
 
     def approach(self, action: Action) -> bool:
         """Blocks until ``action`` is at most the second in its device's list, when it is time to fetch what it needs;
         whether it was not already."""
+        return self._wait_until(self._is_near, action, self._nearing)
+
+    def _wait_until(self, is_ready: Callable[[Action], bool], action: Action, waiting: dict[Action, _Signal]) -> bool:
+        """Blocks until ``is_ready``, asked with the lock held, says so; whether it did not at once."""
         with self._lock:
             self.check()
-            if self._is_near(action):
+            if is_ready(action):
                 return False
-            event = self._nearing[action] = _Signal()
+            event = waiting[action] = _Signal()
             self._detect_stall()
         try:
             while not event.wait(_RECHECK_S):
                 with self._lock:
-                    if self._is_near(action):
+                    if is_ready(action):
                         break
         finally:
             with self._lock:
-                self._nearing.pop(action, None)
+                waiting.pop(action, None)
         self.check()
         return True
 

@@ -39,7 +39,7 @@ class Engine:
 
     Args:
         root: the user's model; its parameters are the master weights.
-        pool: the workers.
+        pool: the devices.
         planner: makes a partition from costs: (costs of the calls, num_microbatches, training) -> partition.
         round_size: micro-batches per round of the schedule; None for one round.
         scheduler: builds other schedules than round-robin ones, of any form that :class:`Schedule` accepts.
@@ -48,7 +48,7 @@ class Engine:
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
         compile_units: arguments of ``torch.compile`` for units; None runs them as they are. See
-        :mod:`autograd.compiling`.
+            :mod:`autograd.compiling`.
 
     Attributes:
         trace: whether timelines also show waits and transfers, see [Note: tracing] in :mod:`engine.tracing`.

@@ -10,7 +10,7 @@ The move is part of the graph, so gradients find their way back, also to masters
     self.total (host).add_(loss)      self.total.add_(copy of loss on the host)
 
 The engine knows where its tensors are: in it the mode does nothing. In a unit everything is on one device already, and
-each function that the mode sees costs about 2 us, which doubles the time of a small layer on the host's thread: so the
+each function that the mode sees costs time on the host's thread, much beside the operators of a small layer: so the
 mode is taken off in units, except for hooks of the user (``UserCodeLock.in_user_code``).
 
 On virtual devices that have copies of their own no tensor tells where it is. There the rule for raw parameters is the

@@ -10,8 +10,8 @@ parameters, which are out of the way meanwhile (:func:`hooks_out_of_the_way`), s
     loss --> user code --> cut of unit 1 --> anchor                 its gradient, and that of the weight,
                  +-------> self.lm_head.weight                      are asked for
 
-A walk over the graph between units finds the leaves, once per micro-batch, before its backward: 0.2 us for each node,
-which takes 5 us to be made and walked by autograd. A graph is cut at units (:class:`Cut`), and each cut leads to the
+A walk over the graph between units finds the leaves, once per micro-batch, before its backward. For each node that is
+little beside what autograd takes to make and walk it. A graph is cut at units (:class:`Cut`), and each cut leads to the
 anchor of its micro-batch, which is one of the leaves. So whatever autograd would walk for ``loss.backward()``, it walks
 for these leaves. A leaf that is no parameter (``batch.requires_grad_()``) gets its ``.grad`` when the backward of the
 micro-batch ends.

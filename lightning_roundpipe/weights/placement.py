@@ -240,17 +240,12 @@ class Loader:
 
     def send_ahead(self, device: Device) -> None:
         """Weights of the first stage run begin to travel before a micro-batch needs them there: as far as there is
-        room, and
-        not those whose update is still running. On any thread; does nothing once :meth:`begin` was called."""
+        room, and not those whose update is still running. On any thread; does nothing once :meth:`begin` was called."""
         if device.aliases_host or self._is_recording or self._has_begun[device.index]:
             return
         with device.occupied():
             if not self._has_begun[device.index]:
-                self._expect(device)
-                self._coming[device.index] = [unit for run in self._stage_runs[device.index][:1] for unit in run.units][
-                    ::-1
-                ]
-                self.prefetch(device)
+                self._fetch_ahead(device, self._expect(device)[:1])
 
     def begin(self, device: Device) -> None:
         """A micro-batch was admitted to ``device``: loads the first stage run, unless that has been done."""
@@ -298,7 +293,11 @@ class Loader:
         if following:
             for unit in following[0].units:
                 self._replicas.load(unit, device)
-        self._coming[device.index] = [unit for run in following[1:] for unit in reversed(run.units)]
+        self._fetch_ahead(device, following[1:])
+
+    def _fetch_ahead(self, device: Device, runs: list[StageRun]) -> None:
+        """Weights of ``runs``, of which there is one at most, begin to travel as far as there is room."""
+        self._coming[device.index] = [unit for run in runs for unit in reversed(run.units)]
         self.prefetch(device)
 
     def _expect(self, device: Device) -> list[StageRun]:

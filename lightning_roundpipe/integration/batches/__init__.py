@@ -1,7 +1,7 @@
 """From a batch to weighted micro-batches, and from their results to those of the batch.
 
 - :mod:`nodes`, :mod:`reading`, :mod:`loaders`: which parts of a batch hold rows or samples, and what a loader tells of
-it.
+  it.
 - :mod:`microbatches`, :mod:`packed`, :mod:`containers`: cutting it, along rows or between packed sequences.
 - :mod:`loss_weight`, :mod:`splitting`: what each micro-batch counts.
 - :mod:`merging`: results put together again.
