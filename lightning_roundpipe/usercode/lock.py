@@ -10,8 +10,8 @@ while a unit computes and while the thread waits. Handing the lock to another mi
 
 A switch swaps the attributes that the micro-batches have written on modules (``self.cur = batch``) and the state of the
 CPU generator (a draw cannot be noticed for less than the swap takes). If the same micro-batch takes the lock again,
-nothing is swapped. So every micro-batch sees its own writes, starts from the state before the step, and what the last micro-batch
-wrote is what remains: the semantics of a single call.
+nothing is swapped. So every micro-batch sees its own writes, starts from the state before the step, and what the last
+micro-batch wrote is what remains: the semantics of a single call.
 
 [Note: exclusive sections]
 Some state belongs to the whole process: Python's and NumPy's generators, the default CPU generator where an operator
