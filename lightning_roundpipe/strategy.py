@@ -171,8 +171,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @property
     def _autocast_device(self) -> str:
-        devices = self.parallel_devices or [self.root_device]
-        return "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
+        types = {device.type for device in self.parallel_devices or [self.root_device]}
+        return (types - {"cpu"} or types).pop()
 
     @override
     def setup_environment(self) -> None:

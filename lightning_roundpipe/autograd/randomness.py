@@ -140,12 +140,13 @@ def gpu_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
 
     The thread computes on the GPU, and no other does: not even another device of the pool that is the same GPU.
     """
-    before = torch.cuda.get_rng_state(device)
-    torch.cuda.default_generators[device.index].manual_seed(seed)
+    api = torch.get_device_module(device)
+    before = api.get_rng_state(device)
+    api.default_generators[device.index].manual_seed(seed)
     try:
         yield
     finally:
-        torch.cuda.set_rng_state(before, device)
+        api.set_rng_state(before, device)
 
 
 class ForeignRandomness:

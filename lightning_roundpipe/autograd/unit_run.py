@@ -156,7 +156,7 @@ def _forward_watched(
     """The unit's forward, with what it draws redirected: (result, where it drew); see [Note: private randomness] in
     :mod:`autograd.randomness`."""
     seed, device = derive_seed(context.state.seed, context.state.index, call.index), replica.device
-    draws_on_gpu = Draws.GPU in draws and device.torch_device.type == "cuda"
+    draws_on_gpu = Draws.GPU in draws and device.torch_device.type != "cpu"
     with contextlib.ExitStack() as stack:
         if _has_saved_tensor_hooks():
             # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .cuda import CudaDevice
+from . import gpu_driver
 from .devices import Device
+from .gpu import GpuDevice
 from .virtual import Link, VirtualDevice
 
 
@@ -23,7 +24,7 @@ class DevicePool:
         memory_limit: bytes that each device may use; None for what there is.
 
     Raises:
-        ValueError: if the list is empty or holds a device type that is neither ``cpu`` nor ``cuda``.
+        ValueError: if the list is empty, or holds a device that is neither ``cpu`` nor a GPU of a type that is known.
     """
 
     def __init__(
@@ -86,7 +87,11 @@ def _make_device(
 ) -> Device:
     if torch_device.type == "cpu":
         return VirtualDevice(index, link=link, memory_limit=memory_limit)
-    if torch_device.type == "cuda":
+    if gpu_driver.is_supported(torch_device.type):
         ordinal = torch_device.index if torch_device.index is not None else index
-        return CudaDevice(index, ordinal, num_sharing=num_sharing, memory_limit=memory_limit)
-    raise ValueError(f"device {torch_device} cannot be used: RoundPipe runs on 'cuda' and 'cpu' devices")
+        driver = gpu_driver.driver_of(torch_device.type)
+        return GpuDevice(index, ordinal, driver=driver, num_sharing=num_sharing, memory_limit=memory_limit)
+    raise ValueError(
+        f"device {torch_device} cannot be used: RoundPipe runs on 'cpu', 'cuda', 'xpu', and other accelerators that "
+        "torch knows with streams, events and the state of their memory"
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import pinned
 from lightning_roundpipe.devices.pinned import PageLockedMemory, _bucket
-from tests.support.engine.cuda_stub import StubDriver
+from tests.support.engine.gpu_stub import StubDriver
 
 MIB = 2**20
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_driver import DRIVER
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu_driver import driver_of
 from lightning_roundpipe.devices.transfer import CHUNK_BYTES, Edge
 from tests.gpu.training import assert_alike, mlp, train, vectors
 
@@ -27,8 +27,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def device() -> Iterator[CudaDevice]:
-    made = CudaDevice(0, 0)
+def device() -> Iterator[GpuDevice]:
+    made = GpuDevice(0, 0, driver=driver_of("cuda"))
     made.open()
     made.enter(None)
     yield made
@@ -52,7 +52,7 @@ def test_a_model_that_does_not_fit(memory_in_use: Callable[[], int], tmp_path: P
 
 
 def test_nothing_is_left_behind(memory_in_use: Callable[[], int], tmp_path: Path) -> None:
-    before, fraction = memory_in_use(), DRIVER.fraction(GPU)
+    before, fraction = memory_in_use(), driver_of("cuda").fraction(GPU)
     torch.cuda.reset_peak_memory_stats()
     network = functools.partial(mlp, width=1024, depth=4)
     options = {"num_microbatches": 2, "device_memory_limit": before + 512 * MIB}
@@ -60,12 +60,12 @@ def test_nothing_is_left_behind(memory_in_use: Callable[[], int], tmp_path: Path
     assert torch.cuda.max_memory_allocated() > before, "the GPU was not used"
     assert memory_in_use() <= before, "weights or activations were left on the GPU"
     assert not any(parameter.is_pinned() for parameter in found.module.parameters())
-    assert DRIVER.fraction(GPU) == fraction
+    assert driver_of("cuda").fraction(GPU) == fraction
 
 
 def test_the_limit_holds_for_everything_of_the_process(memory_in_use: Callable[[], int]) -> None:
     memory_in_use()  # blocks that the allocator keeps would not be asked of the GPU again
-    made = CudaDevice(0, 0, memory_limit=torch.cuda.memory_reserved() + 64 * MIB)
+    made = GpuDevice(0, 0, driver=driver_of("cuda"), memory_limit=torch.cuda.memory_reserved() + 64 * MIB)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
@@ -76,7 +76,7 @@ def test_the_limit_holds_for_everything_of_the_process(memory_in_use: Callable[[
 
 @pytest.mark.parametrize("size", [3, MIB, 3 * CHUNK_BYTES // 4 + 5])
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_copies_there_and_back(device: CudaDevice, size: int, is_bulk: bool) -> None:
+def test_copies_there_and_back(device: GpuDevice, size: int, is_bulk: bool) -> None:
     source = torch.randn(size)
     (there,) = device.upload([source], "x", is_bulk=is_bulk).wait(Edge.INPUTS)
     (back,) = device.download([there + 1], "x", is_bulk=is_bulk).wait(Edge.GRADIENTS)
@@ -85,7 +85,7 @@ def test_copies_there_and_back(device: CudaDevice, size: int, is_bulk: bool) -> 
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_a_download_waits_for_what_is_computed(device: CudaDevice, is_bulk: bool) -> None:
+def test_a_download_waits_for_what_is_computed(device: GpuDevice, is_bulk: bool) -> None:
     for i in range(20):
         torch.cuda._sleep(LATE_CYCLES)
         made = torch.full((MIB,), float(i), device=GPU)
@@ -95,7 +95,7 @@ def test_a_download_waits_for_what_is_computed(device: CudaDevice, is_bulk: bool
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_uploads_do_not_overwrite_what_is_still_read(device: CudaDevice, is_bulk: bool) -> None:
+def test_uploads_do_not_overwrite_what_is_still_read(device: GpuDevice, is_bulk: bool) -> None:
     """Each copy is read late, and let go at once: the next one must not get its memory before that."""
     sums = []
     for i in range(50):
@@ -108,9 +108,9 @@ def test_uploads_do_not_overwrite_what_is_still_read(device: CudaDevice, is_bulk
     assert [float(s) for s in sums] == [float(i) for i in range(50)]
 
 
-def test_what_comes_down_goes_up_again(device: CudaDevice) -> None:
+def test_what_comes_down_goes_up_again(device: GpuDevice) -> None:
     """Between two devices the second copy waits for the first on the GPU."""
-    other = CudaDevice(1, 0)
+    other = GpuDevice(1, 0, driver=driver_of("cuda"))
     other.open()
     try:
         for i in range(20):
@@ -123,10 +123,10 @@ def test_what_comes_down_goes_up_again(device: CudaDevice) -> None:
         other.dispose()
 
 
-def test_an_activation_does_not_wait_for_a_stage(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_does_not_wait_for_a_stage(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """It arrives while the thread of the lane is held back in the middle of the bulk."""
     bulk, activation = torch.randn(8 * CHUNK_BYTES // 4), torch.randn(1000)
-    may_go_on, is_there, copy = threading.Event(), threading.Event(), DRIVER.copy
+    may_go_on, is_there, copy = threading.Event(), threading.Event(), driver_of("cuda").copy
     chunks: list[int] = []
 
     def held(destination: Tensor, source: Tensor) -> None:
@@ -137,7 +137,7 @@ def test_an_activation_does_not_wait_for_a_stage(device: CudaDevice, monkeypatch
                 assert may_go_on.wait(WAIT_S)
         copy(destination, source)
 
-    monkeypatch.setattr(DRIVER, "copy", held)
+    monkeypatch.setattr(driver_of("cuda"), "copy", held)
     whole = device.upload([bulk], "bulk", is_bulk=True)
     assert is_there.wait(WAIT_S)
     arriving = device.upload([activation], "activation")
@@ -149,18 +149,18 @@ def test_an_activation_does_not_wait_for_a_stage(device: CudaDevice, monkeypatch
     assert torch.equal(whole.tensors[0].cpu(), bulk)
 
 
-def test_page_locks_in_place(device: CudaDevice) -> None:
+def test_page_locks_in_place(device: GpuDevice) -> None:
     weight = torch.randn(4 * MIB)
     device.upload([weight], "w", is_bulk=True).await_done()
     assert weight.is_pinned()
     assert device.page_locked.in_place_bytes == 16 * MIB
     # A second lock is refused, and the refusal must not reach the next launch.
-    assert DRIVER.page_lock(weight.data_ptr(), 16 * MIB) != 0
+    assert driver_of("cuda").page_lock(weight.data_ptr(), 16 * MIB) != 0
     torch.ones(3, device=GPU).add_(1)
     torch.cuda.current_stream().synchronize()
 
 
-def test_the_host_does_not_run_far_ahead(device: CudaDevice) -> None:
+def test_the_host_does_not_run_far_ahead(device: GpuDevice) -> None:
     events = []
     for _ in range(8):
         device.throttle()
@@ -170,7 +170,7 @@ def test_the_host_does_not_run_far_ahead(device: CudaDevice) -> None:
         assert sum(not event.query() for event in events) <= 3
 
 
-def test_peak_memory_is_reported(device: CudaDevice) -> None:
+def test_peak_memory_is_reported(device: GpuDevice) -> None:
     torch.cuda.reset_peak_memory_stats()
     made: list[Any] = [torch.empty(32 * MIB, dtype=torch.uint8, device=GPU)]
     assert device.peak_memory_bytes >= 32 * MIB

@@ -8,7 +8,7 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
   the test reads poison, in every run.
 - ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
 - ``gpus``: workers of one GPU, on a stub of the driver whose copies happen as late as events allow; see
-  :mod:`tests.support.engine.cuda_stub`.
+  :mod:`tests.support.engine.gpu_stub`.
 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
 because the other one is what other tests of the same code run in; and for tests on several pipelines each of these in
@@ -26,10 +26,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import cuda_driver
+from lightning_roundpipe.devices import gpu_driver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from tests.support.engine.cuda_stub import StubDriver
+from tests.support.engine.gpu_stub import StubDriver
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.identical import assert_identical
 from tests.support.parity import Run, assert_alike, fit
@@ -154,7 +154,7 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if link is not None:
         monkeypatch.setattr(DevicePool, "__init__", make_with_link)
     elif request.param == "gpus":
-        monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+        monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
         monkeypatch.setattr(DevicePool, "__init__", make_of_gpus)
     yield str(request.param)
     assert driver.violations == []

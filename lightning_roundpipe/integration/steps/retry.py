@@ -124,7 +124,8 @@ class Retry:
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             self._forget(kind)
             gc.collect()
-            torch.cuda.empty_cache()  # smaller pieces are wanted now; does nothing where no GPU is used
+            for kind_of_gpu in {device.type for device in self._devices} - {"cpu"}:
+                torch.get_device_module(kind_of_gpu).empty_cache()  # smaller pieces are wanted now
             wanted, batches = 2 * before, more
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.accelerator import pool_statistics
-from lightning_roundpipe.devices.cuda import CudaDevice
-from tests.support.engine.cuda_stub import StubDriver
+from lightning_roundpipe.devices.gpu import GpuDevice
+from tests.support.engine.gpu_stub import StubDriver
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
@@ -76,7 +76,7 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
 
 def test_figures_of_gpus() -> None:
     driver = StubDriver()
-    devices = [CudaDevice(i, 0, num_sharing=2, memory_limit=1000, driver=driver) for i in range(2)]
+    devices = [GpuDevice(i, 0, num_sharing=2, memory_limit=1000, driver=driver) for i in range(2)]
     driver.host.lock(torch.ones(2**20))
     pool: Any = SimpleNamespace(devices=devices)
     found = pool_statistics(pool)

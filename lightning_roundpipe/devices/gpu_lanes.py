@@ -37,13 +37,13 @@ from torch import Tensor
 
 from ..common.sizes import num_bytes_of
 from .chunks import Pair, pieces_of, plain_mode
-from .cuda_driver import CudaDriver
+from .gpu_driver import GpuDriver
 from .transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
 
 MAX_CHUNKS_IN_FLIGHT = 2
 
 
-class CudaTransfer(Transfer):
+class GpuTransfer(Transfer):
     """Copies on a stream of a lane: queued, then issued (there is an event behind them), then ended.
 
     It ends when a thread finds that the event was reached, or when it fails.
@@ -54,7 +54,7 @@ class CudaTransfer(Transfer):
     """
 
     def __init__(
-        self, lane: CudaLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
+        self, lane: GpuLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
     ) -> None:
         super().__init__(tensors, pairs)
         self.is_bulk = is_bulk
@@ -114,13 +114,13 @@ class CudaTransfer(Transfer):
 class _Job(NamedTuple):
     """A transfer, the event that a download waits for, and what an upload comes after."""
 
-    transfer: CudaTransfer
+    transfer: GpuTransfer
     ready: Any
     after: Transfer | None
     label: str
 
 
-class CudaLane(Lane):
+class GpuLane(Lane):
     """Copies in one direction between the host and a GPU; see [Note: streams].
 
     Args:
@@ -131,7 +131,7 @@ class CudaLane(Lane):
     """
 
     def __init__(
-        self, direction: str, device_name: str, torch_device: torch.device, compute: Any, driver: CudaDriver
+        self, direction: str, device_name: str, torch_device: torch.device, compute: Any, driver: GpuDriver
     ) -> None:
         super().__init__(direction, device_name)
         self._device = torch_device
@@ -142,7 +142,7 @@ class CudaLane(Lane):
         self._work = threading.Condition(self._mutex)
         self._queue: deque[_Job] = deque()
         # What was issued and is not known to have ended, per stream.
-        self._under_way: dict[bool, deque[CudaTransfer]] = {False: deque(), True: deque()}
+        self._under_way: dict[bool, deque[GpuTransfer]] = {False: deque(), True: deque()}
         self._chunks: deque[Any] = deque()  # the thread's: events behind those in flight
         self._thread: threading.Thread | None = None
 
@@ -166,7 +166,7 @@ class CudaLane(Lane):
             self._issue(job, self._activations, [transfer.pairs])
         return transfer
 
-    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> CudaTransfer:
+    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> GpuTransfer:
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
@@ -179,7 +179,7 @@ class CudaLane(Lane):
                     copies.append(copy)
                     pairs.append((copy, part.detach()))
                 tensors.append(_like(source, copies))
-        return CudaTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
+        return GpuTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
 
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
         """Memory for a copy, and whether it is page-locked."""
@@ -187,7 +187,7 @@ class CudaLane(Lane):
             return self._driver.host.empty_like(source)
         return torch.empty_like(source, device=self._device), False
 
-    def let_reader_wait(self, transfer: CudaTransfer) -> None:
+    def let_reader_wait(self, transfer: GpuTransfer) -> None:
         """What reads the copies waits for them: the compute stream after an upload, the host after a download."""
         if self.direction == "d2h":
             transfer.await_done()
@@ -227,14 +227,14 @@ class CudaLane(Lane):
     def _await_sources(self, job: _Job, stream: Any) -> None:
         if job.ready is not None:
             stream.wait_event(job.ready)
-        if isinstance(job.after, CudaTransfer) and job.after.is_page_locked:
+        if isinstance(job.after, GpuTransfer) and job.after.is_page_locked:
             job.after.await_on(stream)
         elif job.after is not None:  # from ordinary memory the driver may read at once
             job.after.wait(Edge.OFFLOADED)
 
     def collect(self) -> None:
         """Ends what has arrived meanwhile."""
-        arrived: list[CudaTransfer] = []
+        arrived: list[GpuTransfer] = []
         with self._work:
             for under_way in self._under_way.values():
                 while under_way and under_way[0].has_arrived():
@@ -276,7 +276,7 @@ class CudaLane(Lane):
             first.settle()
             self.collect()
 
-    def _pieces(self, transfer: CudaTransfer) -> Iterator[list[Pair]]:
+    def _pieces(self, transfer: GpuTransfer) -> Iterator[list[Pair]]:
         """The chunks, each when it may be issued."""
         if self.direction == "h2d":
             for _, source in transfer.pairs:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.devices.chunks import poison
-from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
+from lightning_roundpipe.devices.gpu_driver import GpuDriver, MemoryState
 
 GIB = 2**30
 
@@ -82,7 +82,7 @@ class StubStream:
                 self.num_done += 1
 
 
-class StubDriver(CudaDriver):
+class StubDriver(GpuDriver):
     """GPUs whose memory is the host's.
 
     Attributes:

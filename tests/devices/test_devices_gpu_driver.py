@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu_driver import GpuDriver, MemoryState, is_supported
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from tests.support.engine.cuda_stub import GIB, StubDriver
+from tests.support.engine.gpu_stub import GIB, StubDriver
 
 MIB = 2**20
 JOIN_S = 60.0
@@ -42,7 +42,7 @@ def test_the_default_limit(
     driver: StubDriver, state: MemoryState, fraction: float | None, num_sharing: int, expected: int
 ) -> None:
     driver.state, driver.user_fraction = state, fraction
-    devices = [CudaDevice(i, 0, num_sharing=num_sharing, driver=driver) for i in range(num_sharing)]
+    devices = [GpuDevice(i, 0, num_sharing=num_sharing, driver=driver) for i in range(num_sharing)]
     assert [device.memory.limit for device in devices] == [expected] * num_sharing
     assert driver.user_fraction == fraction, "the user's setting stays"
     for device in devices:
@@ -52,13 +52,13 @@ def test_the_default_limit(
 def test_a_full_gpu_is_refused(driver: StubDriver) -> None:
     driver.state = MemoryState(GIB, 24 * GIB, 0, 0)
     with pytest.raises(DeviceOutOfMemoryError, match="has 1024 of 24576 MiB to give"):
-        CudaDevice(0, 0, driver=driver)
+        GpuDevice(0, 0, driver=driver)
 
 
 @pytest.mark.parametrize("users", [1.0, 0.9, None])
 def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDriver, users: float | None) -> None:
     driver.user_fraction = users
-    first, second = (CudaDevice(i, 0, num_sharing=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
+    first, second = (GpuDevice(i, 0, num_sharing=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
     assert first.memory.limit == second.memory.limit == 6 * GIB
     assert driver.user_fraction == 0.5
     first.dispose()
@@ -70,7 +70,7 @@ def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDri
 
 def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> None:
     driver.user_fraction = 0.25
-    device = CudaDevice(0, 0, memory_limit=12 * GIB, driver=driver)
+    device = GpuDevice(0, 0, memory_limit=12 * GIB, driver=driver)
     assert device.memory.limit == 6 * GIB
     assert driver.user_fraction == 0.25
     device.dispose()
@@ -81,7 +81,7 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> Non
 
 
 def test_page_locks_go_with_the_last_device(driver: StubDriver) -> None:
-    devices = [CudaDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
+    devices = [GpuDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
     weight = torch.randn(MIB)
     driver.host.lock(weight)
     devices[0].dispose()
@@ -96,6 +96,8 @@ def test_page_locks_go_with_the_last_device(driver: StubDriver) -> None:
 
 class Recorder:
     """Stands for torch.cuda: notes what is called, and returns what it is told to."""
+
+    Event: Any
 
     def __init__(self, **returns: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -117,13 +119,20 @@ GPU = torch.device("cuda", 1)
 
 def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     event = Recorder(record=None)
+    made: list[dict[str, bool]] = []
+
+    def make_event(enable_timing: bool = False, blocking: bool = False) -> Recorder:
+        made.append({"enable_timing": enable_timing, "blocking": blocking})
+        return event
+
     fake = Recorder(
-        set_device=None, default_stream="default", Stream="new", stream="context", Event=event,
+        set_device=None, default_stream="default", Stream="new", stream="context",
         mem_get_info=(3, 8), memory_allocated=1, memory_reserved=2, max_memory_allocated=7,
         get_per_process_memory_fraction=0.5, set_per_process_memory_fraction=None,
     )  # fmt: skip
+    fake.Event = make_event
     monkeypatch.setattr(torch, "cuda", fake)
-    driver = CudaDriver()
+    driver = GpuDriver()
     assert driver.torch_device(1) == GPU
     driver.set_device(GPU)
     assert driver.default_stream(GPU) == "default"
@@ -131,7 +140,7 @@ def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.on("stream") == "context"
     assert driver.record("stream", is_timed=True) is event
     assert event.calls == [("record", "stream")]
-    assert ("Event", ("enable_timing", True), ("blocking", True)) in fake.calls
+    assert made == [{"enable_timing": True, "blocking": True}]
     assert driver.memory(GPU) == MemoryState(free=3, total=8, allocated=1, reserved=2)
     assert driver.peak_allocated(GPU) == 7
     assert driver.fraction(GPU) == 0.5
@@ -143,9 +152,32 @@ def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_an_accelerator_may_have_less_than_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.xpu`` has events that do not let the host sleep, no name for the default stream, no page-locks."""
+    event = Recorder(record=None)
+    fake = Recorder(current_stream="default")
+    fake.Event = lambda enable_timing=False: event
+    monkeypatch.setattr(torch, "xpu", fake)
+    driver = GpuDriver("xpu")
+    gpu = driver.torch_device(0)
+    assert gpu == torch.device("xpu", 0)
+    assert driver.default_stream(gpu) == "default"
+    assert driver.record("stream") is event
+    assert driver.page_lock(4096, 100) != 0
+    driver.set_fraction(gpu, 0.5)
+    assert driver.fraction(gpu) is None
+
+
+@pytest.mark.parametrize(
+    ("device_type", "expected"), [("cuda", True), ("xpu", True), ("cpu", False), ("mps", False), ("meta", False)]
+)
+def test_accelerators_with_streams_and_memory_are_supported(device_type: str, expected: bool) -> None:
+    assert is_supported(device_type) is expected
+
+
 def test_older_versions_of_torch_cannot_tell_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Recorder())
-    assert CudaDriver().fraction(GPU) is None
+    assert GpuDriver().fraction(GPU) is None
 
 
 def test_the_driver_copies_and_tells_the_allocator() -> None:
@@ -156,11 +188,11 @@ def test_the_driver_copies_and_tells_the_allocator() -> None:
             self.told = [stream]
 
     tensor = torch.zeros(3).as_subclass(Noting)
-    CudaDriver().copy(tensor, torch.ones(3))
+    GpuDriver().copy(tensor, torch.ones(3))
     assert tensor.eq(1).all()
-    CudaDriver().record_stream(tensor, "stream")
+    GpuDriver().record_stream(tensor, "stream")
     assert tensor.told == ["stream"]
-    assert not CudaDriver().is_page_locked(torch.zeros(3))
+    assert not GpuDriver().is_page_locked(torch.zeros(3))
 
 
 def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +206,7 @@ def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
 
     monkeypatch.setattr(torch, "zeros", raises)
-    driver = CudaDriver()
+    driver = GpuDriver()
     assert driver.page_lock(4096, 100) == 712
     driver.page_unlock(4096)
     assert runtime.calls == [("cudaHostRegister", 4096, 100, 1), ("cudaHostUnregister", 4096)]
@@ -184,6 +216,6 @@ def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPa
 def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Recorder(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0)))
     monkeypatch.setattr(torch, "zeros", None)
-    driver = CudaDriver()
+    driver = GpuDriver()
     assert driver.page_lock(4096, 100) == 0
     driver.page_unlock(4096)
