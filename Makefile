@@ -13,10 +13,10 @@ GPU_BENCHMARKS := gpu_single
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-stress demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies test-accelerator test-stress demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
 
@@ -38,6 +38,9 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKE
 
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
+
+test-accelerator: $(STAMP)  ## Run the parity tests on a simulated accelerator, and its own tests (needs a C++ compiler)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator tests/accelerator tests/parity --devices=accelerator $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \
