@@ -135,7 +135,9 @@ class Stream(metaclass=_Made):
 class Event(metaclass=_Made):
     made = torch.Event
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, device: Any = None) -> Any:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, device: Any = None
+    ) -> Any:
         return torch.Event("sim" if device is None else device, enable_timing=enable_timing, blocking=blocking)
 
 
@@ -218,9 +220,13 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     state = _C.memory(_index(device))
-    return {"allocated_bytes.all.current": state["allocated"], "allocated_bytes.all.peak": state["peak"],
-            "reserved_bytes.all.current": state["reserved"], "reserved_bytes.all.peak": state["peak_reserved"],
-            "active_bytes.all.current": state["allocated"] + state["pending"]}
+    return {
+        "allocated_bytes.all.current": state["allocated"],
+        "allocated_bytes.all.peak": state["peak"],
+        "reserved_bytes.all.current": state["reserved"],
+        "reserved_bytes.all.peak": state["peak_reserved"],
+        "active_bytes.all.current": state["allocated"] + state["pending"],
+    }
 
 
 def empty_cache() -> None:
@@ -308,7 +314,18 @@ reports: list[tuple[str, str, str]] = []  # kind, text, Python stack; filled whi
 
 def stats() -> dict[str, int]:
     """Counts since the start or :func:`reset_stats`; "races" and "blocking_copies" among them."""
-    counts = dict.fromkeys(("blocking_copies", "item_syncs", "races", "ooms", "synchronous_operators", "cache_flushes", "unregistered_in_flight"), 0)
+    counts = dict.fromkeys(
+        (
+            "blocking_copies",
+            "item_syncs",
+            "races",
+            "ooms",
+            "synchronous_operators",
+            "cache_flushes",
+            "unregistered_in_flight",
+        ),
+        0,
+    )
     return {**counts, **_C.stats()}
 
 
