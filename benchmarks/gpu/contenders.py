@@ -46,7 +46,6 @@ def roundpipe(job: Job, meter: Meter) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        torch.manual_seed(0)
         loader = DataLoader(Rows(job.size), batch_size=job.size.rows * job.size.microbatches)
         trainer.fit(Causal(make_model(job.size)), loader)
 
@@ -74,7 +73,7 @@ def _timeline_figures(strategy: Any) -> dict[str, Any]:
     step = strategy.last_step
     statistics = strategy.device_statistics("cpu")
     return {
-        "bubble": rounded(step.timeline.bubble_ratio),
+        "busy_share": rounded(step.timeline.busy_fraction),
         "transfers_under_compute": rounded(overlap(step.timeline)),
         "bytes_up": sum(step.bytes_up),
         "bytes_down": sum(step.bytes_down),

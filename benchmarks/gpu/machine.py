@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not part of what is measured: written while it is.
 _WRITTEN = "docs/measurements/gpu"
 _LIBRARIES = ("transformers", "peft", "deepspeed", "roundpipe")
+_GPUS = """
+import json, torch
+gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(json.dumps([{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]))
+"""
 _QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
 def describe() -> dict[str, Any]:
     """GPUs, host and versions; None for what cannot be found out."""
     return {
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else None,
+        "gpus": _gpus(),
         "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
         "host_cores": num_cores(),
@@ -37,9 +44,12 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {"name": properties.name, "memory_bytes": properties.total_memory}
+def _gpus() -> list[dict[str, Any]] | None:
+    """Asked for in another process: to ask takes memory of the GPU for as long as a process lives."""
+    if not torch.cuda.is_available():
+        return None
+    found = _output([sys.executable, "-c", _GPUS])
+    return None if found is None else list(json.loads(found))
 
 
 def _version(name: str) -> str | None:
@@ -73,6 +83,6 @@ def commit() -> str | None:
 
 def _output(command: list[str]) -> str | None:
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -29,7 +29,7 @@ from benchmarks._report import rounded
 
 from .models import Size
 from .probes import LockSampler, device_figures, thread_seconds
-from .results import NotRunError, write_json
+from .results import FAILED, MEASURED, NOT_RUN, NotRunError, write_json
 
 WARMUP = 3
 
@@ -45,7 +45,7 @@ class Job:
         is_tiny: on the CPU.
         cap_bytes: limit of torch's allocator, None for none.
         steps: to measure, at most.
-        limit_s: no measured step begins after so many seconds of the process.
+        ends_at_s: no measured step begins that would not end before; of time.monotonic, which all processes share.
         options: of the strategy.
     """
 
@@ -56,7 +56,7 @@ class Job:
     is_tiny: bool = False
     cap_bytes: int | None = None
     steps: int = 5
-    limit_s: float = 120.0
+    ends_at_s: float = float("inf")
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,7 +140,8 @@ class Meter:
 
     @property
     def _is_out_of_time(self) -> bool:
-        return time.perf_counter() - self._started_s > self.job.limit_s
+        """Whether two more steps, the last one profiled, would take too long."""
+        return time.monotonic() + 2 * self._seconds[-1] > self.job.ends_at_s
 
     def _note(self, seconds: float, cpu_s: float) -> None:
         self._seconds.append(seconds)
@@ -179,7 +180,8 @@ class Meter:
                 "allocated": torch.cuda.max_memory_allocated(self.job.device),
                 "reserved": torch.cuda.max_memory_reserved(self.job.device),
             }
-        write_json(self._path, {"figures": self.figures})
+        # What comes after the last step may be cut off: all has been measured.
+        write_json(self._path, {"figures": self.figures, **({"state": MEASURED} if self._is_over else {})})
 
 
 def middle(values: list[float]) -> dict[str, float] | None:
@@ -194,17 +196,17 @@ def middle(values: list[float]) -> dict[str, float] | None:
 def run(job: Job, path: Path, contenders: Mapping[str, Callable[[Job, Meter], None]], started_s: float) -> None:
     """Trains; what it finds, or why it could not, is in the file."""
     meter = Meter(job, path, started_s)
-    ended: dict[str, Any] = {"state": "measured"}
+    ended: dict[str, Any] = {"state": MEASURED}
     try:
         if job.cap_bytes is not None and not job.is_tiny:
             total = torch.cuda.get_device_properties(job.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap_bytes / total), job.device)
         contenders[job.contender](job, meter)
     except NotRunError as error:
-        ended = {"state": "not run", "reason": str(error)}
+        ended = {"state": NOT_RUN, "reason": str(error)}
     except Exception as error:  # for the report
         traceback.print_exc()
-        ended = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+        ended = {"state": FAILED, "reason": f"{type(error).__name__}: {error}"}
     finally:
         write_json(path, {"figures": meter.figures, **ended})
 

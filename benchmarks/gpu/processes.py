@@ -67,7 +67,8 @@ def train(job: Job, progress: Progress, limit_s: float) -> dict[str, Any]:
         raise NotRunError(OUT_OF_TIME)
     with tempfile.TemporaryDirectory() as folder:
         asked, result = Path(folder) / "job.json", Path(folder) / "result.json"
-        asked.write_text(replace(job, limit_s=max(limit_s - _ENDING_S, limit_s / 2)).dump(), encoding="utf-8")
+        ends_at_s = time.monotonic() + max(limit_s - _ENDING_S, limit_s / 2)
+        asked.write_text(replace(job, ends_at_s=ends_at_s).dump(), encoding="utf-8")
 
         def look() -> None:
             found = load(result)

@@ -17,13 +17,14 @@ def table(stages: Mapping[str, dict[str, Any] | None]) -> str:
         A table in Markdown, and a list of what is missing in it, with the reasons.
     """
     rows, missing = [], []
+    facts = ((stages.get("facts") or {}).get("steps") or {}).get("copies", {}).get("figures") or {}
     for stage, content in stages.items():
         if content is None:
             missing.append(f"- {stage}: not run")
             continue
         for name, record in content["steps"].items():
             if record["state"] in (MEASURED, INCOMPLETE):
-                rows.append(f"| {stage} | {name} | {'; '.join(_shown(record['figures']))} |")
+                rows.append(f"| {stage} | {name} | {'; '.join(_shown(record['figures'], facts))} |")
             if record["state"] != MEASURED:
                 missing.append(f"- {stage}, {name}: {record['state']}: {record['reason']}")
     lines = [_title(list(filter(None, stages.values()))), "", "| stage | what | found |", "|---|---|---|", *rows]
@@ -42,10 +43,10 @@ def _title(contents: Sequence[dict[str, Any]]) -> str:
     return "; ".join([*parts, newest["date"], *filter(None, [newest["note"]])])
 
 
-def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
+def _shown(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     """What is worth a look: of a training and of tests what is compared, of all else everything."""
     if "losses" in figures:
-        yield from _training(figures)
+        yield from _training(figures, facts)
     elif "failures" in figures:
         yield f"{figures['passed']} passed, {figures['failed']} failed, {figures['skipped']} skipped"
         yield from (f"failed: {name}" for name in figures["failures"])
@@ -54,7 +55,7 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
         yield from _flat("", figures)
 
 
-def _training(figures: Mapping[str, Any]) -> Iterator[str]:
+def _training(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     def median(name: str) -> float | None:
         found = figures.get(name)
         return None if found is None else float(found["median"])
@@ -62,6 +63,7 @@ def _training(figures: Mapping[str, Any]) -> Iterator[str]:
     device = figures.get("device") or {}
     peak = figures.get("peak_device_bytes") or {}
     lock = figures.get("interpreter_lock") or {}
+    link = facts.get("256 MiB, page-locked", {})
     yield from _known("{:.0f} tokens/s", median("tokens_per_second"))
     yield from _known("{:.4g} s per step", median("seconds_per_step"))
     yield from _known("first {:.3g} s", figures.get("first_step_s"))
@@ -72,8 +74,12 @@ def _training(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from _known("lock taken {:.0%}", lock.get("share_taken"))
     yield from _known("GPU busy {:.0%}", device.get("busy_share"))
     for kind, copies in device.get("copies", {}).items():
-        yield from _known(f"{kind} {{:.1f}} GB/s", copies["gb_per_s"])
+        of = _known(" of {:.1f}", link.get(f"{kind.split()[0]}_gb_per_s"))
+        yield from _known(f"{kind} {{:.1f}}{''.join(of)} GB/s", copies["gb_per_s"])
     yield from _known("pageable {:.1f} MiB", device.get("pageable_bytes"), 2**20)
+    timeline = figures.get("timeline") or {}
+    yield from _known("busy by stamps {:.0%}", timeline.get("busy_share"))
+    yield from _known("{:.0%} of transfers under compute", timeline.get("transfers_under_compute"))
 
 
 def _known(text: str, value: float | None, unit: float = 1.0) -> Iterator[str]:
