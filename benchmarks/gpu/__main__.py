@@ -99,4 +99,6 @@ def supervise(stage: str, args: argparse.Namespace, limit_s: float) -> None:
 
 
 if __name__ == "__main__":
+    # So that the stage that runs is ended as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -179,6 +179,7 @@ def test_a_trace_of_the_profiler() -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": "one", "ts": 0.0, "dur": 40.0},
         {"ph": "X", "cat": "kernel", "name": "on another stream", "ts": 20.0, "dur": 40.0},
+        {"ph": "X", "cat": "kernel", "name": "inside of it", "ts": 30.0, "dur": 5.0},
         copy("Memcpy HtoD (Pinned -> Device)", 50.0, 70.0, 400_000),
         copy("Memcpy HtoD (Pageable -> Device)", 70.0, 80.0, 1000),
         copy("Memcpy DtoH (Device -> Pinned)", 90.0, 100.0, 100_000),
