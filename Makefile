@@ -8,12 +8,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 BENCHMARKS := overhead step_cost cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
-# Not part of `make bench`: they need a GPU.
-GPU_BENCHMARKS := gpu_single
+# Of `make gpu`, in the order in which they run.
+GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-accelerator test-stress demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies test-accelerator test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,11 +66,17 @@ bench: $(BENCHMARKS:%=bench-%)  ## Run the benchmarks into docs/measurements/
 
 # One after the other, also under make -j: side by side they would measure each other.
 .NOTPARALLEL:
-$(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%): bench-%: $(STAMP)
+$(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@mkdir -p docs/measurements
 	$(BIN)/python -m benchmarks.$* $(ARGS) > docs/measurements/$*.json.part
 	@mv docs/measurements/$*.json.part docs/measurements/$*.json
 	@cat docs/measurements/$*.json
+
+gpu: $(STAMP)  ## Test and measure on a GPU, at most 9 minutes a stage, into docs/measurements/gpu/
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+$(GPU_STAGES:%=gpu-%): gpu-%: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $* $(ARGS)
 
 # What knows nothing of Lightning.
 COVERED := planning engine autograd usercode optimizer weights devices common
