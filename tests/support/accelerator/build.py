@@ -42,7 +42,9 @@ def why_not() -> str | None:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         return f"the simulated accelerator needs torch {oldest} or later, and this is {torch.__version__}"
     if shutil.which(_compiler()) is None:
-        return f"the simulated accelerator needs a C++ compiler, and there is no '{_compiler()}' (CXX names another one)"
+        return (
+            f"the simulated accelerator needs a C++ compiler, and there is no '{_compiler()}' (CXX names another one)"
+        )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return f"the simulated accelerator needs the headers of Python, and there is no Python.h for {sys.executable}"
     taken = torch._C._get_privateuse1_backend_name()
