@@ -141,6 +141,7 @@ def test_memory_unregistered_under_a_copy_is_reported(sim: ModuleType) -> None:
         memory.copy_(torch.ones(SIZE, device="sim:0"), non_blocking=True)
         sim.host_unregister(memory.data_ptr())
         assert sim.stats()["unregistered_in_flight"] == 1
+    sim.synchronize(0)  # before the memory goes
 
 
 def test_copies_of_two_streams_into_one_pinned_buffer_race(sim: ModuleType) -> None:
