@@ -109,8 +109,10 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no 'no-such-compiler'" in (accelerator.why_not() or "")
 
 
-def test_with_a_torch_that_is_too_old_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_torch_that_is_too_old_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_TORCH", tmp_path)
     monkeypatch.setattr(build.torch, "__version__", "2.6.0+cpu")
+    assert "newer torch" in (accelerator.why_not() or "")
     assert "this is 2.6.0+cpu" in (accelerator.why_not() or "")
 
 
