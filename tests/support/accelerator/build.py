@@ -9,7 +9,6 @@ The compiler is run directly: neither ninja nor setuptools is needed.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.machinery
@@ -29,18 +28,14 @@ import torch
 _SOURCES = Path(__file__).resolve().parent / "source"
 _TORCH = Path(torch.__file__).resolve().parent
 _NAME = "native"
-# Memory of devices with statistics for each kind of accelerator came with this version.
-_OLDEST_TORCH = (2, 9)
 
 
 def why_not() -> str | None:
     """The reason why the accelerator cannot be built or used here; None if it can."""
     if sys.platform != "linux":
         return f"the simulated accelerator needs Linux, and this is {sys.platform}"
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        return f"the simulated accelerator needs torch {oldest} or later, and this is {torch.__version__}"
+    if not _knows_memory_of_devices():
+        return f"the simulated accelerator needs a newer torch (getMemoryInfo of allocators), and this is {_version()}"
     if shutil.which(_compiler()) is None:
         return (
             f"the simulated accelerator needs a C++ compiler, and there is no '{_compiler()}' (CXX names another one)"
@@ -56,6 +51,8 @@ def why_not() -> str | None:
 @functools.cache
 def load() -> ModuleType:
     """Builds what is not built yet, and returns the module written in C++."""
+    import fcntl  # not on every system
+
     library = _folder() / f"{_NAME}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +66,16 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def _version() -> str:
+    return str(torch.__version__)
+
+
+def _knows_memory_of_devices() -> bool:
+    """What came last of all that the sources use."""
+    header = _TORCH / "include/c10/core/CachingDeviceAllocator.h"
+    return header.exists() and "getMemoryInfo" in header.read_text(encoding="utf-8")
 
 
 def _compiler() -> str:
@@ -88,7 +95,7 @@ def _folder() -> Path:
     content = hashlib.sha256(" ".join([_compiler(), sys.version, *_flags()]).encode())
     for path in sorted(_SOURCES.iterdir()):
         content.update(path.name.encode() + path.read_bytes())
-    return Path(tempfile.gettempdir(), f"roundpipe_accelerator_{torch.__version__}_{content.hexdigest()[:16]}")
+    return Path(tempfile.gettempdir(), f"roundpipe_accelerator_{_version()}_{content.hexdigest()[:16]}")
 
 
 def _build(library: Path) -> None:
