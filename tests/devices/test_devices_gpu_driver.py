@@ -62,7 +62,7 @@ def test_a_full_gpu_is_refused(driver: StubDriver) -> None:
 
 def test_an_explicit_limit_that_others_have_used_up_is_refused_with_what_is_there(driver: StubDriver) -> None:
     driver.state = MemoryState(12 * GIB, 24 * GIB, 6 * GIB, 7 * GIB)
-    with pytest.raises(DeviceOutOfMemoryError, match="may use 6.00 GiB. It has 6.00 GiB allocated") as caught:
+    with pytest.raises(DeviceOutOfMemoryError, match=r"may use 6\.00 GiB\. It has 6\.00 GiB allocated") as caught:
         GpuDevice(0, 0, driver=driver, memory_limit=6 * GIB)
     assert "raise device_memory_limit" in str(caught.value)
     assert not caught.value.fits_if_split

@@ -1,0 +1,269 @@
+"""Every wait and every hold of devices on GPUs is needed: leaving out any one of them is found out.
+
+Mutation testing on simulated GPUs whose kernels and copies are late. Two uses of memory that nothing orders count as a
+race there, whatever the timing was; fresh and freed memory is NaN. So each mutation shows: as a race, or in the
+numbers, or as an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.gpu import GpuDevice, _Freed
+from lightning_roundpipe.devices.gpu_driver import GpuDriver
+from lightning_roundpipe.devices.gpu_lanes import GpuLane, GpuTransfer
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine, StepRequest
+from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import two_calls_fused
+
+pytestmark = pytest.mark.accelerator
+
+# Weights from 1 MiB on are page-locked, so that the host does not wait while they are copied.
+WIDTH = 512
+NUM_UNITS, NUM_MICROBATCHES, NUM_STEPS, ROWS = 5, 4, 3, 2
+DELAY_US = 300
+
+
+class Unit(nn.Module):
+    """Its graph does not keep its input, which user code changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(x))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Unit() for _ in range(NUM_UNITS))
+
+    def step(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            y = unit(x)
+            with torch.no_grad():
+                x *= 0.5
+            x = x + y
+        return x.square().mean()
+
+
+def train(pool: DevicePool) -> dict[str, Tensor]:
+    """Losses, gradients and weights of a few steps, on the host."""
+    torch.manual_seed(0)
+    network = Network()
+    engine = Engine(network, pool, two_calls_fused, num_threads=1)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    found: dict[str, Tensor] = {}
+    try:
+        for step in range(NUM_STEPS):
+            batches = list(torch.randn(ROWS * NUM_MICROBATCHES, WIDTH).chunk(NUM_MICROBATCHES))
+            weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+            result = engine.run(StepRequest(network.step, batches, weights, "train", step, loss_of=lambda loss: loss))
+            found |= {f"loss {step} {i}": loss.detach().cpu() for i, loss in enumerate(result.outputs)}
+            found |= {f"gradient {step} {names[p]}": gradient.clone() for p, gradient in result.gradients.items()}
+            with torch.no_grad():
+                for parameter, gradient in result.gradients.items():
+                    parameter -= 0.1 * gradient
+    finally:
+        engine.close()
+        pool.dispose()
+    return found
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, Tensor]:
+    return train(cpu_pool(2))
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    torch.sim.reset_stats()
+    torch.sim.set_delay(DELAY_US)
+    yield
+    torch.sim.set_delay(0)
+    for index in range(torch.sim.device_count()):
+        torch.sim.synchronize(index)
+    torch.sim.empty_cache()
+
+
+def problem(right: dict[str, Tensor]) -> str | None:
+    """What is wrong about a training on two simulated GPUs; None if nothing is."""
+    pool = DevicePool([torch.device("sim", index) for index in range(2)])
+    try:
+        found = train(pool)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for index in range(2):
+            torch.sim.synchronize(index)
+    if races := torch.sim.stats()["races"]:
+        return f"{races} races"
+    try:
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.usefixtures("late")
+def test_without_a_mutation_nothing_is_wrong(right: dict[str, Tensor]) -> None:
+    assert problem(right) is None
+    assert torch.sim.stats()["blocking_copies"] == 0
+
+
+# --- mutations ---------------------------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def readers_do_not_wait_for(is_bulk: bool) -> Callable[[Patch], None]:
+    """An upload that is read is only issued, not awaited by the compute stream."""
+
+    def mutate(patch: Patch) -> None:
+        await_on = GpuTransfer.await_on
+
+        def issued_only(transfer: GpuTransfer, stream: Any) -> None:
+            if transfer.is_bulk is is_bulk and transfer._lane.direction == "h2d" and stream is transfer._lane._compute:
+                transfer._may_go_on.wait()
+            else:
+                await_on(transfer, stream)
+
+        patch.setattr(GpuTransfer, "await_on", issued_only)
+
+    return mutate
+
+
+def downloads_do_not_wait_for_compute(is_bulk: bool) -> Callable[[Patch], None]:
+    def mutate(patch: Patch) -> None:
+        await_sources = GpuLane._await_sources
+
+        def without(lane: GpuLane, job: Any, stream: Any) -> None:
+            is_left_out = lane.direction == "d2h" and job.transfer.is_bulk is is_bulk
+            await_sources(lane, job._replace(ready=None) if is_left_out else job, stream)
+
+        patch.setattr(GpuLane, "_await_sources", without)
+
+    return mutate
+
+
+def uploads_do_not_wait_for_downloads(patch: Patch) -> None:
+    await_sources = GpuLane._await_sources
+
+    def without(lane: GpuLane, job: Any, stream: Any) -> None:
+        if job.after is not None:
+            job.after._may_go_on.wait()
+        await_sources(lane, job._replace(after=None), stream)
+
+    patch.setattr(GpuLane, "_await_sources", without)
+
+
+def activations_are_not_recorded(patch: Patch) -> None:
+    patch.setattr(GpuDriver, "record_stream", lambda driver, tensor, stream: None)
+
+
+def the_host_does_not_wait_for_downloads(patch: Patch) -> None:
+    settle = GpuTransfer.settle
+
+    def ends_early(transfer: GpuTransfer) -> None:
+        transfer._may_go_on.wait()
+        if transfer._lane.direction == "d2h" and not transfer._has_ended:
+            transfer.end()
+        else:
+            settle(transfer)
+
+    patch.setattr(GpuTransfer, "settle", ends_early)
+
+
+def transfers_hold_nothing(patch: Patch) -> None:
+    issued = GpuTransfer.issued
+
+    def lets_go(transfer: GpuTransfer, event: Any) -> None:
+        issued(transfer, event)
+        transfer.pairs = []
+
+    patch.setattr(GpuTransfer, "issued", lets_go)
+
+
+def freed_memory_is_not_held(patch: Patch) -> None:
+    make = _Freed.__init__
+    patch.setattr(_Freed, "__init__", lambda freed, tensors, *args: make(freed, [], *args))
+
+
+def freed_memory_does_not_wait_for_compute(patch: Patch) -> None:
+    class Reached:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            pass
+
+    make = _Freed.__init__
+    patch.setattr(_Freed, "__init__", lambda freed, tensors, event, after: make(freed, tensors, Reached(), after))
+
+
+def freed_memory_does_not_wait_for_its_transfer(patch: Patch) -> None:
+    make = _Freed.__init__
+    patch.setattr(_Freed, "__init__", lambda freed, tensors, event, after: make(freed, tensors, event, None))
+
+
+def destinations_belong_to_the_compute_stream(patch: Patch) -> None:
+    def transfer(lane: GpuLane, *args: Any) -> Any:
+        streams = lane._bulk, lane._activations
+        lane._bulk = lane._activations = lane._compute
+        try:
+            return make(lane, *args)
+        finally:
+            lane._bulk, lane._activations = streams
+
+    make = GpuLane._transfer
+    patch.setattr(GpuLane, "_transfer", transfer)
+
+
+def what_is_offloaded_is_no_snapshot(patch: Patch) -> None:
+    patch.setattr(Device, "snapshot", lambda device, tensor: tensor.detach())
+
+
+def a_step_ends_before_compute(patch: Patch) -> None:
+    patch.setattr(GpuDevice, "_await_compute", lambda device: None)
+
+
+def a_step_ends_before_its_copies(patch: Patch) -> None:
+    patch.setattr(GpuTransfer, "settle", lambda transfer: transfer._may_go_on.wait())
+
+
+MUTATIONS = {
+    "the compute stream does not wait for weights": readers_do_not_wait_for(is_bulk=True),
+    "the compute stream does not wait for activations": readers_do_not_wait_for(is_bulk=False),
+    "gradients go home before they are made": downloads_do_not_wait_for_compute(is_bulk=True),
+    "activations go home before they are made": downloads_do_not_wait_for_compute(is_bulk=False),
+    "uploads do not wait for downloads": uploads_do_not_wait_for_downloads,
+    "activations are not recorded": activations_are_not_recorded,
+    "the host does not wait for downloads": the_host_does_not_wait_for_downloads,
+    "transfers hold nothing": transfers_hold_nothing,
+    "freed memory is not held": freed_memory_is_not_held,
+    "freed memory does not wait for compute": freed_memory_does_not_wait_for_compute,
+    "freed memory does not wait for its transfer": freed_memory_does_not_wait_for_its_transfer,
+    "destinations belong to the compute stream": destinations_belong_to_the_compute_stream,
+    "what is offloaded is no snapshot": what_is_offloaded_is_no_snapshot,
+    "a step ends before compute": a_step_ends_before_compute,
+}
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_mutation_is_found_out(
+    right: dict[str, Tensor], mutate: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patch:
+        mutate(patch)
+        found = problem(right)
+    assert found is not None
