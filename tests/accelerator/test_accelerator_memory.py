@@ -60,7 +60,8 @@ def test_recorded_memory_is_kept_until_the_stream_has_passed(sim: ModuleType) ->
         with sim.stream(sim.default_stream(0)):
             again = torch.empty(1000, device="sim:0")
     assert again.data_ptr() != address
-    assert (y.cpu() == 2).all()
+    with sim.stream(side):
+        assert (y.cpu() == 2).all()
     assert sim.stats()["races"] == 0
 
 

@@ -60,7 +60,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] 
     "topk": (lambda x: x.topk(3), ((4, 7),)),
     "kthvalue": (lambda x: x.kthvalue(2), ((4, 7),)),
     "cumsum": (lambda x: x.cumsum(1), ((4, 7),)),
-    "cumprod": (lambda x: x.cumprod(0), ((4, 7),)),
     "logsumexp": (lambda x: x.logsumexp(1), ((4, 7),)),
     "softmax": (lambda x: (x.softmax(1), x.log_softmax(0)), ((4, 7),)),
     "einsum": (lambda x, y: torch.einsum("bij,bkj->bik", x, y), ((2, 3, 4), (2, 5, 4))),
@@ -69,7 +68,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] 
     "split": (lambda x: [part * 2 for part in x.split(2, dim=1)], ((4, 7),)),
     "stack": (lambda x, y: (torch.stack([x, y]), torch.cat([x, y], 1), x.roll(1, 0), x.flip(1)), ((4, 3), (4, 3))),
     "where": (lambda x, y: (torch.where(x > y, x, y), x.clamp(-0.5, 0.5), x.masked_fill(x < 0, 2.0)), ((4, 3),) * 2),
-    "statistics": (lambda x: (x.std(1), x.var_mean(0), x.norm(), x.amax(1), x.median()), ((4, 7),)),
+    "statistics": (lambda x: (x.std(1), *torch.var_mean(x, 0), x.norm(), x.amax(1)), ((4, 7),)),
     "products": (lambda x, y: (x @ y, torch.outer(x[0], y[0]), torch.linalg.vector_norm(x)), ((4, 4), (4, 4))),
     "complex": (lambda x: torch.view_as_real(torch.fft.rfft(x)), ((4, 8),)),
     "foreach": (lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2), ((4, 3), (4, 3))),
@@ -135,7 +134,8 @@ def test_embedding_agrees(options: dict[str, object], assert_same_as_host: Calla
 
 
 def test_embedding_bag_agrees(assert_same_as_host: Callable[..., None]) -> None:
-    assert_same_as_host(nn.EmbeddingBag(7, 3, mode="mean").double(), torch.tensor([[1, 2, 2], [6, 0, 1]]))
+    bag = nn.EmbeddingBag(7, 3, mode="mean").double()
+    assert_same_as_host(bag, torch.tensor([[1, 2, 2], [6, 0, 1]]), synchronous_operators=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"ignore_index": 2}, {"reduction": "none"}], ids=str)

@@ -108,11 +108,12 @@ def test_delay_and_jitter_change_no_result(sim: ModuleType) -> None:
 
 
 def test_options_are_put_back(sim: ModuleType) -> None:
+    x = torch.ones(3, device="sim:0")
     with sim.options(sync=1):
-        torch.ones(3, device="sim:0")
+        x.add_(1)
         assert sim.current_stream(0).query(), "every operator waits for its end"
     with sim.held():
-        torch.ones(3, device="sim:0")
+        x.add_(1)
         assert not sim.current_stream(0).query()
 
 

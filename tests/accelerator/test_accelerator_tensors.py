@@ -37,6 +37,15 @@ def test_shape_that_depends_on_values_makes_the_host_wait(
     assert torch.equal(found.cpu(), function(x))
 
 
+def test_write_through_a_mask_leaves_later_writes_through_indices_late(sim: ModuleType) -> None:
+    x, places = torch.zeros(4, device="sim:0"), torch.tensor([1, 3], device="sim:0")
+    x[x == 0] = torch.ones(4, device="sim:0")
+    sim.reset_stats()
+    x[places] = torch.full((2,), 5.0, device="sim:0")
+    assert sim.stats()["synchronous_operators"] == 0
+    assert x.tolist() == [1.0, 5.0, 1.0, 5.0]
+
+
 def test_results_given_by_the_caller_get_their_shape() -> None:
     x = torch.tensor([1.0, 0.0, 3.0], device="sim:0")
     places, total = torch.empty(0, dtype=torch.long, device="sim:0"), torch.empty(0, device="sim:0")

@@ -31,6 +31,8 @@ bool takes_host_tensors(const std::string& name) {
   return false;
 }
 
+bool has_shapes_of_its_own(const std::string& name) { return name.rfind("aten::_embedding_bag", 0) == 0; }
+
 std::vector<int> arguments_of_results(const c10::FunctionSchema& schema, bool is_write) {
   std::vector<int> found(schema.returns().size(), -1);
   for (size_t i = 0; i < found.size(); ++i) {

@@ -40,6 +40,9 @@ bool writes(const c10::FunctionSchema& schema, size_t index, const Values& argum
 // Operators that take indices or lengths from the host also on CUDA.
 bool takes_host_tensors(const std::string& name);
 
+// Operators whose kernel for the host has results of other shapes than those for accelerators.
+bool has_shapes_of_its_own(const std::string& name);
+
 // For each result the argument that it is (`is_write`), or that it is a view of; -1: it is new.
 std::vector<int> arguments_of_results(const c10::FunctionSchema& schema, bool is_write);
 

@@ -39,12 +39,15 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool is_up = is_here(to);
   auto &host = is_up ? from : to, &there = is_up ? to : from;
   auto& stream = current_stream(there.device().index());
-  bool is_direct = host.is_contiguous() && (!is_up || (from.dtype() == to.dtype() && from.sizes() == to.sizes()));
+  bool is_plain = from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
+  bool is_cast = is_up && (from.dtype() != to.dtype() || from.sizes() != to.sizes());
+  bool is_direct = host.is_contiguous() && is_plain && !is_cast;
   auto [begin, end] = extent_of(host);
   auto* address = static_cast<char*>(host.storage().mutable_data()) + begin;
   auto locked_use = host_use(address, end - begin, !is_up, !is_up && non_blocking && is_direct);
   bool is_locked = locked_use.has_value();
-  bool is_staged = is_up && non_blocking && !is_locked && is_direct && there.numel() * there.itemsize() <= options().stage_bytes;
+  bool is_small = there.numel() * there.itemsize() <= options().stage_bytes;
+  bool is_staged = is_up && non_blocking && !is_locked && is_direct && is_small;
   auto job = copying(from, to);
   if (is_staged) {
     count("staged_copies");
@@ -95,5 +98,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
 }
+
+// The kernel of the host conjugates and negates where a view says so; otherwise these would make a copy first, by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace sim

@@ -69,7 +69,8 @@ Values Call::run() {
   check_devices();
   c10::OptionalDeviceGuard guard(c10::Device(kSim, device_));
   at::AutoDispatchBelowADInplaceOrView below;
-  if (has_host_) {
+  // Indices for index.Tensor_out have been copied here before, for the shape, and that was reported.
+  if (has_host_ && key_ != "aten::index.Tensor_out") {
     report("blocking_copies", name_ + " with an index or lengths of the host");
     synchronize(current_stream(device_));
   }
@@ -101,7 +102,7 @@ void Call::check_devices() {
 }
 
 bool Call::knows_shapes() {
-  if (has_sparse_ || op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output))
+  if (has_sparse_ || has_shapes_of_its_own(name_) || op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output))
     return false;
   for (auto& result : schema_.returns())
     if (!returns_tensors(result)) return false;
@@ -129,9 +130,10 @@ bool Call::ask_meta_kernel() {
   }
   try {
     op_.redispatchBoxed(kMeta, &shapes_);
-  } catch (c10::NotImplementedError&) {
+  } catch (c10::NotImplementedError& error) {
     Locked locked;
-    without->insert(key_);
+    // It may also be for another operator that it calls for these arguments: nonzero for a mask, say.
+    if (std::string(error.what()).find(name_) != std::string::npos) without->insert(key_);
     return false;
   } catch (std::exception&) {
     return false;  // if it is an error of the caller, the kernel says so
@@ -212,9 +214,10 @@ Values Call::run_late() {
     for (auto& target : targets) {
       size_t next = 0;
       each_tensor(work[target.result], [&](const Tensor& tensor) {
-        TORCH_CHECK(next < target.tensors.size() && tensor.sizes() == target.tensors[next].sizes(),
-                    "sim: the meta kernel has another shape than the kernel");
-        target.tensors[next++].copy_(tensor);
+        auto& to = target.tensors.at(next++);
+        if (!tensor.numel()) return;  // not computed, for example statistics in evaluation: poison is left
+        TORCH_CHECK(tensor.sizes() == to.sizes(), "sim: the meta kernel has another shape than the kernel");
+        to.copy_(tensor);
       });
     }
   };

@@ -20,6 +20,7 @@
 #include <ATen/ops/sparse_resize_and_clear_native.h>
 #include <ATen/ops/sparse_resize_native.h>
 #include <ATen/ops/values_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 namespace sim {
@@ -40,12 +41,39 @@ void sparse_assign(const Tensor& tensor, const Tensor& like, const Tensor& indic
   impl->set_coalesced(like.is_coalesced());
 }
 
+namespace {
+
+using DType = std::optional<at::ScalarType>;
+using Layout = std::optional<at::Layout>;
+using Device = std::optional<c10::Device>;
+using Flag = std::optional<bool>;
+
+// Made empty, a sparse tensor belongs to the current device.
+Tensor empty(c10::SymIntArrayRef size, DType dtype, Layout layout, Device device, Flag pin,
+             std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::native::empty_sparse_symint(size, dtype, layout, device, pin, format);
+}
+Tensor with_dims(int64_t sparse_dim, int64_t dense_dim, c10::IntArrayRef size, DType dtype, Layout layout,
+                 Device device, Flag pin) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::native::new_with_dims_sparse(sparse_dim, dense_dim, size, dtype, layout, device, pin);
+}
+Tensor with_tensors(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef size, const Tensor& indices,
+                    const Tensor& values, DType dtype, Layout layout, Device device, Flag pin, Flag is_coalesced) {
+  c10::OptionalDeviceGuard guard(values.device());
+  return at::native::new_with_dims_and_tensor_sparse_symint(sparse_dim, dense_dim, size, indices, values, dtype,
+                                                            layout, device, pin, is_coalesced);
+}
+
+}  // namespace
+
 // What knows no device in torch itself.
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   using namespace at::native;
-  m.impl("empty.memory_format", &empty_sparse_symint);
-  m.impl("_sparse_coo_tensor_with_dims", &new_with_dims_sparse);
-  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &new_with_dims_and_tensor_sparse_symint);
+  m.impl("empty.memory_format", &sim::empty);
+  m.impl("_sparse_coo_tensor_with_dims", &with_dims);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &with_tensors);
   m.impl("sparse_dim", &sparse_dim_sparse);
   m.impl("dense_dim", &dense_dim_sparse);
   m.impl("_nnz", &_nnz_sparse);
