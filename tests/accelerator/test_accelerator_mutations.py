@@ -7,6 +7,8 @@ numbers, or as an error.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.common.attributes import attribute_set
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.gpu import GpuDevice, _Freed
-from lightning_roundpipe.devices.gpu_driver import GpuDriver
+from lightning_roundpipe.devices.gpu_driver import GpuDriver, driver_of
 from lightning_roundpipe.devices.gpu_lanes import GpuLane, GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.transfer import Edge
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import two_calls_fused
@@ -29,6 +33,7 @@ pytestmark = pytest.mark.accelerator
 WIDTH = 512
 NUM_UNITS, NUM_MICROBATCHES, NUM_STEPS, ROWS = 5, 4, 3, 2
 DELAY_US = 300
+LATE_COPIES_US = 3000
 
 
 class Unit(nn.Module):
@@ -79,45 +84,119 @@ def train(pool: DevicePool) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def right() -> dict[str, Tensor]:
     return train(cpu_pool(2))
 
 
-@pytest.fixture
-def late() -> Iterator[None]:
-    torch.sim.reset_stats()
-    torch.sim.set_delay(DELAY_US)
-    yield
-    torch.sim.set_delay(0)
-    for index in range(torch.sim.device_count()):
-        torch.sim.synchronize(index)
-    torch.sim.empty_cache()
-
-
-def problem(right: dict[str, Tensor]) -> str | None:
-    """What is wrong about a training on two simulated GPUs; None if nothing is."""
+def wrong_training() -> str | None:
     pool = DevicePool([torch.device("sim", index) for index in range(2)])
+    found = train(pool)
+    left = [torch.sim.memory_allocated(index) for index in range(2)]
+    if left != [0, 0]:
+        return f"{left} bytes are left"
     try:
-        found = train(pool)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        for index in range(2):
-            torch.sim.synchronize(index)
-    if races := torch.sim.stats()["races"]:
-        return f"{races} races"
-    try:
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, right(), rtol=1e-4, atol=1e-6)
     except AssertionError as error:
         return str(error)
     return None
 
 
-@pytest.mark.usefixtures("late")
-def test_without_a_mutation_nothing_is_wrong(right: dict[str, Tensor]) -> None:
-    assert problem(right) is None
-    assert torch.sim.stats()["blocking_copies"] == 0
+def wrong_copies() -> str | None:
+    """An upload whose source nothing else holds while a download takes memory of that size, and is read late, too."""
+    device = GpuDevice(0, 0, driver=driver_of("sim"))
+    device.open()
+    device.enter(None)
+    problems: list[str] = []
+    try:
+        for value in range(3):
+            source, _ = device.page_locked.empty_like(torch.empty(WIDTH))
+            upload = device.upload([source.fill_(value)], "up")
+            del source
+            made = torch.full((WIDTH,), -1.0, device=device.torch_device)
+            download = device.download([made], "down")
+            passing = device.free([made], after=download)
+            del made
+            torch.sim.current_stream(0).synchronize()
+            if passing.is_done() and not download.is_done():
+                problems.append("the books give out memory that is still read")
+            (copy,) = upload.wait(Edge.INPUTS)
+            if not copy.cpu().eq(value).all() or not download.wait(Edge.GRADIENTS)[0].eq(-1).all():
+                problems.append("a copy is not what was copied")
+            del copy, upload, download, passing
+    finally:
+        device.close()
+        device.dispose()
+    return "; ".join(problems) or None
+
+
+def wrong_weights() -> str | None:
+    """Weights are read late, and let go at once: the next ones, of the same size, may not get their memory before."""
+    device = GpuDevice(0, 0, driver=driver_of("sim"))
+    device.open()
+    device.enter(None)
+    sums: list[Tensor] = []
+    try:
+        for value in range(3):
+            source, _ = device.page_locked.empty_like(torch.empty(WIDTH))
+            upload = device.upload([source.fill_(value)], "weights", is_bulk=True)
+            (copy,) = upload.wait(Edge.WEIGHTS)
+            upload.await_done()
+            torch.sim._sleep(LATE_COPIES_US)
+            sums.append(copy.sum())
+            del copy
+            device.free(upload.tensors)
+            del upload
+        return None if [float(each) for each in sums] == [0, WIDTH, 2 * WIDTH] else "weights were overwritten"
+    finally:
+        device.close()
+        device.dispose()
+
+
+@contextlib.contextmanager
+def late(copies_us: int) -> Iterator[None]:
+    """Kernels and copies are late, and copies between the host and devices by ``copies_us`` more."""
+    copy = GpuDriver.copy
+
+    def copy_late(driver: GpuDriver, destination: Tensor, source: Tensor) -> None:
+        torch.sim._sleep(copies_us)
+        copy(driver, destination, source)
+
+    torch.sim.reset_stats()
+    torch.sim.set_delay(DELAY_US)
+    with attribute_set(GpuDriver, "copy", copy_late):
+        yield
+    torch.sim.set_delay(0)
+    for index in range(2):
+        torch.sim.synchronize(index)
+    torch.sim.empty_cache()
+
+
+SCENARIOS: list[tuple[Callable[[], str | None], int]] = [
+    (wrong_training, 0),
+    (wrong_training, LATE_COPIES_US),
+    (wrong_copies, LATE_COPIES_US),
+    (wrong_weights, 0),
+]
+
+
+def problem() -> str | None:
+    """What goes wrong on simulated GPUs; None if nothing does."""
+    for scenario, copies_us in SCENARIOS:
+        with late(copies_us):
+            try:
+                found = scenario()
+            except (RuntimeError, AssertionError) as error:
+                found = repr(error)
+        if races := torch.sim.stats()["races"]:
+            return f"{races} races"
+        if found is not None:
+            return found
+    return None
+
+
+def test_without_a_mutation_nothing_is_wrong() -> None:
+    assert problem() is None
 
 
 # --- mutations ---------------------------------------------------------------------------------------------------
@@ -159,9 +238,10 @@ def uploads_do_not_wait_for_downloads(patch: Patch) -> None:
     await_sources = GpuLane._await_sources
 
     def without(lane: GpuLane, job: Any, stream: Any) -> None:
-        if job.after is not None:
+        if isinstance(job.after, GpuTransfer):
             job.after._may_go_on.wait()
-        await_sources(lane, job._replace(after=None), stream)
+            job = job._replace(after=None)
+        await_sources(lane, job, stream)
 
     patch.setattr(GpuLane, "_await_sources", without)
 
@@ -236,10 +316,6 @@ def a_step_ends_before_compute(patch: Patch) -> None:
     patch.setattr(GpuDevice, "_await_compute", lambda device: None)
 
 
-def a_step_ends_before_its_copies(patch: Patch) -> None:
-    patch.setattr(GpuTransfer, "settle", lambda transfer: transfer._may_go_on.wait())
-
-
 MUTATIONS = {
     "the compute stream does not wait for weights": readers_do_not_wait_for(is_bulk=True),
     "the compute stream does not wait for activations": readers_do_not_wait_for(is_bulk=False),
@@ -258,12 +334,10 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
-def test_a_mutation_is_found_out(
-    right: dict[str, Tensor], mutate: Callable[[Patch], None], monkeypatch: Patch
-) -> None:
+def test_a_mutation_is_found_out(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    right()
     with monkeypatch.context() as patch:
         mutate(patch)
-        found = problem(right)
+        found = problem()
     assert found is not None
