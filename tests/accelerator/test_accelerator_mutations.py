@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_roundpipe.common.attributes import attribute_set
 from lightning_roundpipe.devices.devices import Device
@@ -23,65 +23,13 @@ from lightning_roundpipe.devices.gpu_driver import GpuDriver, driver_of
 from lightning_roundpipe.devices.gpu_lanes import GpuLane, GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from tests.support.engine.lazy_link import cpu_pool
-from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.wide_units import WIDTH, train
 
 pytestmark = pytest.mark.accelerator
 
-# Weights from 1 MiB on are page-locked, so that the host does not wait while they are copied.
-WIDTH = 512
-NUM_UNITS, NUM_MICROBATCHES, NUM_STEPS, ROWS = 5, 4, 3, 2
 DELAY_US = 300
 LATE_COPIES_US = 3000
-
-
-class Unit(nn.Module):
-    """Its graph does not keep its input, which user code changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.tanh(x))
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Unit() for _ in range(NUM_UNITS))
-
-    def step(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            y = unit(x)
-            with torch.no_grad():
-                x *= 0.5
-            x = x + y
-        return x.square().mean()
-
-
-def train(pool: DevicePool) -> dict[str, Tensor]:
-    """Losses, gradients and weights of a few steps, on the host."""
-    torch.manual_seed(0)
-    network = Network()
-    engine = Engine(network, pool, two_calls_fused, num_threads=1)
-    names = {parameter: name for name, parameter in network.named_parameters()}
-    found: dict[str, Tensor] = {}
-    try:
-        for step in range(NUM_STEPS):
-            batches = list(torch.randn(ROWS * NUM_MICROBATCHES, WIDTH).chunk(NUM_MICROBATCHES))
-            weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-            result = engine.run(StepRequest(network.step, batches, weights, "train", step, loss_of=lambda loss: loss))
-            found |= {f"loss {step} {i}": loss.detach().cpu() for i, loss in enumerate(result.outputs)}
-            found |= {f"gradient {step} {names[p]}": gradient.clone() for p, gradient in result.gradients.items()}
-            with torch.no_grad():
-                for parameter, gradient in result.gradients.items():
-                    parameter -= 0.1 * gradient
-    finally:
-        engine.close()
-        pool.dispose()
-    return found
 
 
 @functools.cache
