@@ -13,15 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.devices.gpu_driver import driver_of
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from tests.support.engine.visited_units import KEPT, NUM_MICROBATCHES, NUM_STEPS, RECOMPUTED, train
+from tests.support.parity import assert_alike, fit
 
 pytestmark = pytest.mark.accelerator
 
@@ -214,6 +216,39 @@ def test_a_unit_that_runs_out_of_memory_is_run_once_more_with_the_same_results(
 def test_what_cannot_be_taken_back_fails_and_leaves_nothing(unlimited: ModuleType) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         train_with_workspace("backward middle", KEPT, NUM_STEPS * NUM_MICROBATCHES)
+    gc.collect()
+    assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+class Blocks(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_step_that_does_not_fit_is_run_again_with_smaller_micro_batches(unlimited: ModuleType) -> None:
+    """2 MiB for each output of a block in the first attempt, on GPUs that have 4 MiB."""
+    batches = list(torch.randn(2, 32768, 64, generator=torch.Generator().manual_seed(0)))
+    plain = fit("plain", Blocks, batches)
+    unlimited.reset_stats()
+    options = {"device_memory_limit": 4 * MIB}
+    settings = {"accelerator": "roundpipe", "devices": [0, 1], "num_microbatches": "auto"}
+    found = fit("roundpipe", Blocks, batches, options=options, **settings)
+    assert min(found.watch.num_microbatches) > 4
+    assert unlimited.stats()["races"] == 0
+    plain.assert_moved()
+    assert_alike(found.results, plain.results)
     gc.collect()
     assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
 
