@@ -64,8 +64,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
             with certainty. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the
             same. ``"packed"`` cuts a row of packed sequences between sequences; other batches are read as ever.
         threads_per_device: intra-op threads per virtual device, at most 64 or all cores; None shares the host's evenly.
-        device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
-            the GPU has free, less a reserve; virtual devices have no limit then.
+        device_memory_limit: what may be used on each device: a size such as ``"24GiB"``, or bytes. None is what the GPU
+            has free; virtual devices have no limit then. On a GPU the step gets that less a reserve, and less what is
+            allocated already.
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
             which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
             take as long as over a link of that speed.

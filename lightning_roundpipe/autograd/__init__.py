@@ -2,6 +2,7 @@
 
 - :mod:`recompute`, :mod:`escape`: cuts, calls, pending gradients; tensors that leave a unit unseen.
 - :mod:`unit_run`: one execution of a unit on a replica, with the hooks inside it.
+- :mod:`undo`: buffers and gradients before a run of a unit, and how they are put back.
 - :mod:`randomness`, :mod:`checkpointing`, :mod:`parametrizations`: random numbers, the user's own checkpointing, cached
   weights.
 - :mod:`compiling`: units through ``torch.compile``.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..planning.quantities import format_bytes
 from .devices import Device
 from .gpu_driver import GpuDriver
 from .gpu_lanes import GpuLane
@@ -25,14 +26,13 @@ from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
 from .pinned import PageLockedMemory
 from .transfer import Transfer
 
-# Beside the tensors: what the allocator cannot use of its blocks, and the workspaces of cuBLAS. Each thread that
-# multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the number of micro-batches.
-_RESERVE_PART = 0.05
+# Of what may be used, beside what the books give out: what the allocator cannot use of its blocks, and the workspaces
+# of cuBLAS. Each thread that multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the
+# number of micro-batches. Where little may be used, the second figure would be all of it.
+_RESERVE_PART, _MAX_RESERVE_PART = 0.05, 0.25
 _MIN_RESERVE_BYTES = 512 * 2**20
 # The host is ahead of the GPU by at most so many micro-batches in a stage.
 _MAX_AHEAD = 2
-
-_MIB = 2**20
 
 
 class _Freed:
@@ -77,12 +77,13 @@ class GpuDevice(Device):
         index: position in the pool.
         ordinal: of the GPU.
         num_sharing: devices on this GPU; see [Note: several devices on one GPU].
-        memory_limit: bytes that the device may use. It holds for the allocator of torch as well, so that nothing of
-            this process exceeds it, until :meth:`dispose`. None for its part of what is free now, less a reserve.
+        memory_limit: bytes that the allocator of torch may take for the device, until :meth:`dispose`: nothing of this
+            process exceeds it. None for its part of what is free now. The books have less in either case: what is
+            allocated already, and a reserve, are taken off.
         driver: of the GPUs of its type.
 
     Raises:
-        DeviceOutOfMemoryError: if less than the reserve is free.
+        DeviceOutOfMemoryError: if nothing is left.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class GpuDevice(Device):
         self._begun: deque[Any] = deque()  # events where micro-batches began a stage
         self._is_limited = memory_limit is not None
         self._is_disposed = False
-        if self._is_limited:
-            driver.limit(torch_device, num_sharing * limit)
+        if memory_limit is not None:
+            driver.limit(torch_device, num_sharing * memory_limit)
         driver.retain()
 
     def enter(self, before: Device | None) -> None:
@@ -155,11 +156,20 @@ class GpuDevice(Device):
     def _await_compute(self) -> None:
         with self._lock:
             self._begun.clear()
-            leaving, self._leaving = self._leaving, deque()
         self._driver.record(self._compute).synchronize()
+        self._await_leaving()
+
+    def _await_leaving(self) -> None:
+        with self._lock:
+            leaving, self._leaving = self._leaving, deque()
         for freed in leaving:
             with contextlib.suppress(Exception):  # of a transfer: raised to those who ask for its copies
                 freed.await_done()
+
+    def empty_cache(self) -> None:
+        """Also waits for what is held until streams have passed."""
+        self._await_leaving()
+        self._driver.empty_cache()
 
     def dispose(self) -> None:
         """The limit of the allocator is what it was before, and with the last device no memory is page-locked."""
@@ -185,17 +195,23 @@ class GpuDevice(Device):
 
 
 def _limit(driver: GpuDriver, device: torch.device, num_sharing: int, memory_limit: int | None) -> int:
-    """Bytes that each of the devices on a GPU may use."""
+    """Bytes that the books of each of the devices on a GPU give out."""
     state = driver.memory(device)
     fraction = driver.fraction(device)
     allowed = state.total if fraction is None else int(fraction * state.total)
     if memory_limit is not None:
-        return min(memory_limit, allowed // num_sharing)
+        allowed = min(allowed, num_sharing * memory_limit)
+    reserve = max(int(_RESERVE_PART * allowed), min(_MIN_RESERVE_BYTES, int(_MAX_RESERVE_PART * allowed)))
+    # The context of the GPU and other processes are in neither figure of the allocator, but they are not free either.
     available = min(state.free + state.reserved, allowed) - state.allocated
-    limit = (available - max(int(_RESERVE_PART * state.total), _MIN_RESERVE_BYTES)) // num_sharing
+    limit = (available - reserve) // num_sharing
     if limit <= 0:
         raise DeviceOutOfMemoryError(
-            f"{device} has {available / _MIB:.0f} of {state.total / _MIB:.0f} MiB to give: another process, or another "
-            "part of this one, uses the rest. Free it, choose another GPU, or set a memory limit yourself."
+            f"{device} has no memory left for a step. Of its {format_bytes(state.total)} this process may use "
+            f"{format_bytes(allowed)}. It has {format_bytes(state.allocated)} allocated already, "
+            f"{format_bytes(state.free + state.reserved - state.allocated)} are not in use by anybody, and "
+            f"{format_bytes(reserve)} are kept for workspaces. Free what is there, stop other processes or choose "
+            "another GPU, or raise device_memory_limit if one was set.",
+            fits_if_split=False,
         )
     return limit

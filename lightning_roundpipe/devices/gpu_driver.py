@@ -106,6 +106,11 @@ class GpuDriver:
         """The most bytes of tensors of this process at a time."""
         return int(self._api.max_memory_allocated(device))
 
+    def empty_cache(self) -> None:
+        """The allocators of all GPUs give back what they keep."""
+        if hasattr(self._api, "empty_cache"):
+            self._api.empty_cache()
+
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""
         get = getattr(self._api, "get_per_process_memory_fraction", None)

@@ -260,6 +260,7 @@ class GpuLane(Lane):
             # An error is kept by the transfer, for those who ask for the copies.
             with contextlib.suppress(BaseException):
                 self._issue(job, self._bulk, self._pieces(job.transfer))
+            del job  # it would hold memory of the device until the next one comes
 
     def _next_job(self) -> _Job | None:
         """Waits for a job, and ends what arrives meanwhile. None when the step has ended and nothing is left to do."""
@@ -274,6 +275,7 @@ class GpuLane(Lane):
                     return None
                 first = under_way[0]
             first.settle()
+            del first  # as above
             self.collect()
 
     def _pieces(self, transfer: GpuTransfer) -> Iterator[list[Pair]]:

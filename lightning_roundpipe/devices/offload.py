@@ -95,11 +95,14 @@ def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
         return Offloaded(Done([narrow.to("cpu", copy=True)]), tensor.shape)
     num_bytes = num_bytes_of([narrow])
-    if device.counts_activations and not device.memory.try_reserve("activations", num_bytes):
+    has_room = not device.counts_activations or device.memory.try_reserve("activations", num_bytes)
+    snapshot = device.snapshot(narrow) if has_room else None
+    if snapshot is None:
+        if has_room and device.counts_activations:
+            device.memory.release("activations", num_bytes)
         transfer = device.download([narrow], what)  # no room for a snapshot: user code must not go on meanwhile
         transfer.await_done()
         return Offloaded(transfer, tensor.shape)
-    snapshot = device.snapshot(narrow)
     transfer = device.download([snapshot], what)
     passing = device.free([snapshot], after=transfer)
     if device.counts_activations:
@@ -276,7 +279,13 @@ class TravellingActivations:
             here.memory.reserve("activations", booked)
         elif booked and (early := here.memory.reserve_ahead(booked)) is None:
             return None
-        transfer = here.upload(source.tensors, what, after=source)
+        try:
+            transfer = here.upload(source.tensors, what, after=source, must=not ahead)
+        except torch.OutOfMemoryError:
+            here.memory.release("activations", booked)
+            if not ahead:
+                raise
+            return None
         if early is not None:
             here.memory.offer(early, transfer)
         arrival = _Arrival(origin, version, transfer, offloaded.shape, booked, early)

@@ -4,6 +4,18 @@ A forward takes its arguments to the device, saves them if it will be run again,
 where the call is recomputed, with the local graph where that is kept, and always with it where the unit's facts are not
 known yet; see [Note: cutting autograd] and [Note: facts] in :mod:`autograd.recompute`. Everything here runs on the
 thread of the micro-batch, which holds the compute lane of the replica's device and not the user-code lock.
+
+[Note: a unit that does not fit]
+Where the allocator of the device has no memory left while a unit computes, all goes that is not in use
+(:meth:`Device.make_room`), and the unit is run once more, by the same thread:
+
+    run --> torch.OutOfMemoryError --> taken back --> make room --> run --> the step fails, and is run again
+                                 |                                          with smaller micro-batches
+                                 +--> cannot be taken back ------------------^
+
+It gets the same arguments and the same seed, and what it has written on modules and buffers is put back before. That
+cannot be done if it has changed an argument in place, if hooks of the user have seen something already, if a graph that
+was kept is used up, or if a gradient has been added to one that was there.
 """
 
 from __future__ import annotations
@@ -13,10 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..autograd.randomness import ForeignRandomness
 from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
+from ..autograd.undo import Buffers, buffers_of, changed_buffers, drop_new, gradients_of, put_back
 from ..autograd.unit_run import UnitContext, UnitResult, autocast_as, run_unit
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
@@ -26,7 +39,6 @@ from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, r
 from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
-Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
 
 @dataclass(slots=True)
@@ -71,18 +83,18 @@ def run_forward(
         full: gives the unit's replica in its full form.
     """
     facts, unit = call.facts, call.unit
-    before = _snapshot(replica) if facts is None or facts.buffers else []
-    done = _attempt(context, call, replica, leaves, records)
+    before = buffers_of(replica) if facts is None or facts.buffers else []
+    done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
-        _restore(before)
+        put_back(before)
         replica = full(call) if replica.is_low else replica
         call.facts = facts = None
-        before = _snapshot(replica)
-        done = _attempt(context, call, replica, leaves, records)
+        before = buffers_of(replica)
+        done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is None:
         if done.unit.draws_foreign:
-            _restore(before)
-            done = _attempt(context, call, replica, leaves, records, foreign=True)
+            put_back(before)
+            done = _run_with_room(context, call, replica, leaves, records, before, foreign=True)
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
@@ -108,11 +120,48 @@ def run_forward(
     return done
 
 
-def _attempt(
-    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], records: bool, *, foreign: bool = False
+def _run_with_room(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    records: bool,
+    before: Buffers,
+    *,
+    foreign: bool = False,
 ) -> ForwardResult:
-    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home."""
-    facts, activations = call.facts, context.activations
+    """Runs the unit; a second time if there was no room: see [Note: a unit that does not fit].
+
+    Args:
+        before: what is put back for that.
+    """
+    relays = call.relays
+    done = _attempt(context, call, replica, leaves, records, foreign=foreign)
+    if done is None:  # the traceback, which held tensors of the attempt, is gone
+        put_back(before)
+        call.relays = relays
+        replica.device.make_room()
+        done = _attempt(context, call, replica, leaves, records, foreign=foreign, is_last=True)
+        assert done is not None
+    return done
+
+
+def _attempt(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    records: bool,
+    *,
+    foreign: bool = False,
+    is_last: bool = False,
+) -> ForwardResult | None:
+    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home.
+
+    Returns:
+        None if the memory of the device was not enough, and nothing is in the way of another attempt.
+    """
+    facts, activations, relays = call.facts, context.activations, call.relays
     label = f"inputs {call.unit.name}"
     before = torch.is_grad_enabled()
     if replica.device.aliases_host:
@@ -137,6 +186,11 @@ def _attempt(
         else:
             result = run_unit(context, call, replica, given, foreign=foreign or facts.foreign)
             result.draws_foreign = foreign or facts.foreign
+    except torch.OutOfMemoryError:
+        is_changed = any([version_of(arrived[i]) != v for i, v in zip(tensors, versions, strict=True)])
+        if is_last or is_changed or _has_run_hooks(call, relays) or replica.device.aliases_host:
+            raise
+        return None
     finally:
         torch._C._set_grad_enabled(before)
     changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
@@ -207,10 +261,37 @@ def run_unit_backward(
     Raises:
         RuntimeError: if the unit does something else in the recomputation.
     """
-    local = call.local if leaves is None else _recompute(context, call, replica, leaves)
-    assert local is not None
     assert call.facts is not None
     replica.has_gradients = True
+    relays, is_final = call.relays, leaves is None or replica.device.aliases_host or call.facts.has_loose
+    before = [] if is_final else gradients_of(replica)
+    try:
+        _attempt_backward(context, call, replica, gradients, leaves, loose)
+    except torch.OutOfMemoryError:
+        if is_final or _has_run_hooks(call, relays) or not drop_new(before):
+            raise
+    else:
+        replica.add_up()
+        return
+    # Outside of the handler, whose traceback held tensors of the attempt.
+    call.relays = relays
+    replica.device.make_room()
+    _attempt_backward(context, call, replica, gradients, leaves, loose)
+    replica.add_up()
+
+
+def _attempt_backward(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    gradients: list[Tensor],
+    leaves: list[Any] | None,
+    loose: LooseGradients,
+) -> None:
+    """See :func:`run_unit_backward`; gradients of weights are added to those that are there."""
+    local = call.local if leaves is None else _recompute(context, call, replica, list(leaves))
+    assert local is not None
+    assert call.facts is not None
     now = frozenset([slot for slot, tensor in local.items() if tensor.requires_grad])
     if now != call.flagged:
         raise RuntimeError(
@@ -223,7 +304,15 @@ def run_unit_backward(
         loose.run_unit_backward(roots, gradients, replica.leaves)
     else:
         run_backward(roots, gradients)
-    replica.add_up()
+
+
+def _has_run_hooks(call: Call, relays: list[bool] | None) -> bool:
+    """Whether hooks on submodules may have run in an attempt that has failed.
+
+    Args:
+        relays: of the call before the attempt: in a recomputation only those run that change an output.
+    """
+    return bool(call.relays or call.relayed) if relays is None else any(relays)
 
 
 def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
@@ -279,38 +368,14 @@ def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]
     return not leaves.keys() <= {context.anchor, *replica.leaves}
 
 
-def _snapshot(replica: Replica) -> Snapshot:
-    """All buffers as they are: (copy module, name, buffer, its version, its value)."""
-    found = []
-    for _, copy, name in replica.buffers:
-        buffer = copy._buffers.get(name)
-        if buffer is not None:
-            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
-    return found
-
-
-def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
+def _learn(replica: Replica, before: Buffers, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
-    changed = []
-    for copy, name, buffer, version, value in before:
-        now = copy._buffers.get(name)
-        # By value as well: batch norm updates its running statistics without raising their version.
-        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
-            master = replica.master_of(copy)
-            assert master is not None
-            changed.append((master, name))
+    changed = changed_buffers(replica, before)
     draws, foreign = done.unit.draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), draws, foreign, tuple(changed), writes, *sizes, has_loose)
-
-
-def _restore(before: Snapshot) -> None:
-    with torch.no_grad():
-        for copy, name, buffer, _, value in before:
-            copy._buffers[name] = buffer
-            buffer.copy_(value)
+    return Facts(flagged, frozenset(slots), draws, foreign, changed, writes, *sizes, has_loose)
 
 
 def _drop_graph(result: UnitResult) -> None:

@@ -35,6 +35,7 @@ Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _flag = operator.attrgetter("requires_grad")
+_Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device
 
 
 @dataclass(eq=False)
@@ -195,37 +196,42 @@ class Replica:
 
         Raises:
             DeviceOutOfMemoryError: if they must be there and cannot.
+            torch.OutOfMemoryError: if the books have room for them, and the allocator has none.
         """
         there = {leaf for copies in self._copies for leaf in copies.leaves}
         missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
         num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
-        if must:
-            self._is_loading = True
-            try:
-                self.device.memory.reserve("weights", num_bytes)
-            finally:
-                self._is_loading = False
-        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-            return False
+        if not must:
+            if not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+                return False
+            self._start_uploads(weights, missing, num_bytes, must=False)
+            return True
+        self._is_loading = True  # what makes room leaves it alone
+        try:
+            self.device.memory.reserve("weights", num_bytes)
+            self._start_uploads(weights, missing, num_bytes, must=True)
+        finally:
+            self._is_loading = False
+        return True
+
+    def _start_uploads(self, weights: WorkingCopies, missing: _Wanted, num_bytes: int, *, must: bool) -> None:
+        """Starts those of the weights that are ``missing``, for which ``num_bytes`` have been booked."""
         try:
             # Once: user code may switch them.
             flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
-                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
+                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves}, must=must)
                     self._copies.append(copies)
                     num_bytes -= copies.num_bytes
         finally:
             self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
-        return True
 
-    def _start_upload(
-        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
-    ) -> _Copies:
+    def _start_upload(self, weights: WorkingCopies, wanted: _Wanted, *, must: bool) -> _Copies:
         versions = [weights.version(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
-        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
         tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), versions, upload, num_bytes_of(sources))
 
@@ -301,7 +307,8 @@ class Replica:
             return
         found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
         sources = [b for _, _, b in found if b is not None]
-        moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
+        upload = self.device.upload(sources, f"buffers {self.unit.name}", must=True) if sources else None
+        moved = upload.wait(Edge.BUFFERS) if upload is not None else []
         for (copy, name, _), tensor in zip(found, moved, strict=True):
             copy._buffers[name] = tensor
 

@@ -310,8 +310,11 @@ class Loader:
     def prefetch(self, device: Device) -> None:
         """Weights of the next stage run begin to travel, as far as there is room; asked again while one runs."""
         coming = self._coming[device.index]
-        while coming and self._replicas.prefetch(coming[-1], device):
-            coming.pop()
+        try:
+            while coming and self._replicas.prefetch(coming[-1], device):
+                coming.pop()
+        except torch.OutOfMemoryError:  # what the books do not know of takes the room: no more in this stage run
+            coming.clear()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:
         following = self._stage_runs[device.index][self._now[device.index] :]

@@ -56,7 +56,8 @@ def test_a_step_within_a_limit(driver: StubDriver, monkeypatch: pytest.MonkeyPat
     unlimited = pool_on(driver, [0, 0], monkeypatch)
     results(unlimited)
     peak = max(device.memory.peak for device in unlimited.devices)
-    pool = pool_on(driver, [0, 0], monkeypatch, limit=peak - 1)
+    pool = pool_on(driver, [0, 0], monkeypatch, limit=4 * (peak - 1) // 3)  # less a reserve of a quarter
+    assert peak - 3 <= pool.memory_limit < peak
     assert difference(results(pool), right_results()) is None
     assert all(device.memory.peak < peak for device in pool.devices)
     with pytest.raises(DeviceOutOfMemoryError, match="device 0 on GPU 0"):
