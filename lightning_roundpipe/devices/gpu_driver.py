@@ -108,7 +108,7 @@ class GpuDriver:
 
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""
-        get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        get = getattr(self._api, "get_per_process_memory_fraction", None)
         return None if get is None else get(device)
 
     def set_fraction(self, device: torch.device, fraction: float) -> None:
