@@ -220,12 +220,18 @@ def noting_hooks() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, note in (
-            (Tensor, "register_hook", lambda state, tensor: note_hook(tensor)),
+            (Tensor, "register_hook", _note_tensor_hook),
             (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
             (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
         ):
             stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
         yield
+
+
+def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:
+    note_hook(tensor)
+    if state.unit_writes is None:
+        state.on_late_code()
 
 
 @contextlib.contextmanager
