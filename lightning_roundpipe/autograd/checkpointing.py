@@ -31,7 +31,7 @@ def checkpoints_passed_through() -> Iterator[None]:
     """While open, checkpoints in units do nothing; see [Note: checkpointing]."""
     function = torch_checkpoint.CheckpointFunction
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
-    get_device_states = torch_checkpoint.get_device_states
+    get_device_states = torch_checkpoint.get_device_states  # of GPUs
 
     def passes() -> bool:
         state = current()

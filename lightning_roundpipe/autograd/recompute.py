@@ -221,8 +221,8 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept", "leaves",
-        "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept",
+        "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
     )  # fmt: skip
 

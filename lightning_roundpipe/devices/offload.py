@@ -33,7 +33,6 @@ from .devices import Device
 from .memory import Ahead
 from .transfer import Done, Edge, Transfer
 
-
 # Kernels load up to so many bytes of a tensor at once, if it begins at a multiple of them, as memory of its own does.
 _ALIGNMENT = 16
 

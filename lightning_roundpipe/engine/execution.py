@@ -123,8 +123,8 @@ def _attempt(
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it another
-    # function would be compiled than for the recomputation, which might draw in another order.
+    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
+    # another function would be compiled than for the recomputation, which might draw in another order.
     draws_compiled = context.compiler is not None and facts is not None and Draws.GPU in facts.draws
     graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
     if records and (context.saves_kept or not call.kept):
@@ -170,20 +170,33 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
 
 
 def run_replayed(
-    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], home: torch.device | None
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[torch.device]
 ) -> UnitResult:
     """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
 
     Args:
-        home: where the results are to be, as they were in the forward; None if it does not matter.
+        homes: where its calls by the micro-batch have run, and their results are.
+
+    Raises:
+        RuntimeError: if it draws, and there were several.
     """
+    replica.has_gradients = torch.is_grad_enabled()
+    replica.book_gradients(replica.has_gradients)
     here = replica.device.torch_device
     if here.type == "cpu":
-        return run_unit(context, call, replica, leaves)
-    with torch.get_device_module(here).device(here):
-        given = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
-        result = run_unit(context, call, replica, given)
-    result.leaves = [x.to(home or here) if isinstance(x, Tensor) else x for x in result.leaves]
+        result = run_unit(context, call, replica, leaves)
+    else:
+        with torch.get_device_module(here).device(here):
+            given = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
+            result = run_unit(context, call, replica, given)
+        home = homes[-1] if homes else here
+        result.leaves = [x.to(home) if isinstance(x, Tensor) else x for x in result.leaves]
+    if len(homes) > 1 and result.draws:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
+            "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+            "RoundPipe recomputes units by itself."
+        )
     return result
 
 

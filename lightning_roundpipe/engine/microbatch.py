@@ -263,8 +263,7 @@ class Microbatch:
     def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit called by user code's own recomputation (activation checkpointing around units): runs inline.
 
-        On GPUs the thread is one of autograd, which the units of others need in their backward: it must not wait for
-        the lane that they hold, so the micro-batch has it already.
+        On GPUs on a thread of autograd, which must not wait for the lane of a unit whose backward needs the thread.
         """
         made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
         call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
@@ -273,18 +272,10 @@ class Microbatch:
         lane = contextlib.nullcontext() if self._has_lane else self.device.computing()
         with self._lock.released(self.state), lane:
             replica = self._replica(call)
-            replica.has_gradients = torch.is_grad_enabled()
-            replica.book_gradients(replica.has_gradients)
             self._loose.own.update(replica.leaves)
             started = self.device.stamp()
-            result = run_replayed(self._context, call, replica, leaves, self._homes[made[-1]] if made else None)
+            result = run_replayed(self._context, call, replica, leaves, [self._homes[i] for i in made])
             self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
-        if len(made) > 1 and result.draws:
-            raise RuntimeError(
-                f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
-                "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
-                "RoundPipe recomputes units by itself."
-            )
         return trees.unflatten(result.structure, result.leaves)
 
     # --- backward ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
+from ..usercode.gpu_draws import gpu_generators_left_alone
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
@@ -74,6 +75,7 @@ def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_th
     stack.enter_context(nested_backwards_followed())
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
+    stack.enter_context(gpu_generators_left_alone())
     stack.enter_context(parametrizations_apart())
     stack.enter_context(power_iterations_once())
     stack.enter_context(intra_op_threads(num_threads))

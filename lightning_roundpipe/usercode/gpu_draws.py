@@ -14,7 +14,9 @@ recognises. The seed comes from the CPU's generator, which is the micro-batch's 
 draws before it, and on neither timing nor devices; ``torch.manual_seed`` decides it, and a checkpoint that puts the
 CPU's generator back draws the same again.
 
-What the mode does not see as a function of torch, such as a kernel of another library, draws unseeded in user code.
+For the same reason ``torch.manual_seed`` and ``torch.random.fork_rng`` in user code are about the CPU's generator
+alone: a unit of another micro-batch may be drawing. What the mode does not see as a function of torch, such as a kernel of
+another library, draws unseeded in user code.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lock import UserCodeState
+from ..common.attributes import attribute_set
+from .lock import UserCodeState, current
 
 # Functions in Python that draw in operators of other names.
 _COMPOSED = frozenset(
@@ -114,8 +117,10 @@ def _drawing(state: UserCodeState, device: torch.device) -> Iterator[None]:
 def is_random(name: str) -> bool:
     """Whether functions of this name may draw."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return name in _COMPOSED or any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return name in _COMPOSED
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 def _drops_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -123,3 +128,29 @@ def _drops_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if name == "scaled_dot_product_attention":
         return not (kwargs["dropout_p"] if "dropout_p" in kwargs else len(args) > 4 and args[4])
     return kwargs.get("training") is False
+
+
+@contextlib.contextmanager
+def gpu_generators_left_alone() -> Iterator[None]:
+    """While open, user code that seeds torch's generators, or puts them back, does so with the CPU's."""
+    manual_seed, fork_rng = torch.random.manual_seed, torch.random.fork_rng
+
+    @functools.wraps(manual_seed)
+    def seed_host(seed: int) -> torch.Generator:
+        return torch.default_generator.manual_seed(int(seed)) if _is_user_code() else manual_seed(seed)
+
+    @functools.wraps(fork_rng)
+    def fork_host(devices: Iterable[Any] | None = None, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return fork_rng([] if _is_user_code() else devices, *args, **kwargs)
+
+    with (
+        attribute_set(torch, "manual_seed", seed_host),
+        attribute_set(torch.random, "manual_seed", seed_host),
+        attribute_set(torch.random, "fork_rng", fork_host),
+    ):
+        yield
+
+
+def _is_user_code() -> bool:
+    state = current()
+    return state is not None and state.unit_writes is None

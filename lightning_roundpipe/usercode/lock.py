@@ -101,11 +101,6 @@ class UserCodeState:
         self.on_module_hook: Callable[[], None] = _nothing
         self.on_late_code: Callable[[], None] = _nothing
 
-    @property
-    def is_in_user_code(self) -> bool:
-        """Whether it is in a step, and not inside a unit."""
-        return self.unit_writes is None and self.lock is not None
-
 
 class UserCodeLock:
     """The lock of [Note: user-code lock]; made for one step.

@@ -305,18 +305,7 @@ class Replica:
                 buffer = master._buffers[name]
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
-        what = f"buffers {self.unit.name}"
-        missing = []
-        for master, copy, name in self.buffers:
-            home = master._buffers[name]
-            if home is not None and (newest := self._coming.copy(home, self.device, what)) is not None:
-                copy._buffers[name] = newest
-            elif home is not None and (not is_loaded or copy._buffers.get(name) is None):
-                missing.append((copy, name, home))
-        if missing:
-            moved = self.device.upload([home for _, _, home in missing], what).wait(Edge.BUFFERS)
-            for (copy, name, _), tensor in zip(missing, moved, strict=True):
-                copy._buffers[name] = tensor
+        self._coming.load(self.buffers, self.device, f"buffers {self.unit.name}", is_loaded=is_loaded)
 
     def store_buffers(self, written: Container[tuple[nn.Module, str]]) -> None:
         """Brings buffers home that the forward wrote, or on their way: see [Note: buffers come home]."""
@@ -327,13 +316,9 @@ class Replica:
             if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()
                 continue
-            fits, what = home.shape == value.shape and home.dtype == value.dtype, f"buffers {self.unit.name}"
-            if fits and not self.device.aliases_host:
-                self._coming.send(home, value, self.device, what)
-                continue
             if not self.device.aliases_host:
-                (value,) = self.device.download([value], what).wait(Edge.BUFFERS)
-            if fits:
+                self._coming.send(master, name, value, self.device, f"buffers {self.unit.name}")
+            elif home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:

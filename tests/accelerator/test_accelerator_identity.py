@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
 from lightning_roundpipe.usercode.lock import current
 from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
@@ -128,7 +129,7 @@ def test_user_code_in_the_backward_reads_the_attributes_of_its_microbatch(
 class Kernel(torch.autograd.Function):
     """As those of fused kernels: the backward is in Python."""
 
-    seen: list[tuple[Any, ...]] = []
+    seen: ClassVar[list[tuple[Any, ...]]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -159,7 +160,7 @@ def test_a_function_inside_a_unit_runs_its_backward_as_part_of_the_unit() -> Non
 class Laid(nn.Module):
     """Notes how its argument lies in memory."""
 
-    seen: list[tuple[Any, ...]] = []
+    seen: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,8 +203,6 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_units_that_write_buffers_do_not_hold_up_the_host(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
-
     waits: list[Any] = []
     await_done = GpuTransfer.await_done
 
