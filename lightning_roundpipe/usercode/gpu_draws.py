@@ -15,8 +15,8 @@ draws before it, and on neither timing nor devices; ``torch.manual_seed`` decide
 CPU's generator back draws the same again.
 
 For the same reason ``torch.manual_seed`` and ``torch.random.fork_rng`` in user code are about the CPU's generator
-alone: a unit of another micro-batch may be drawing. What the mode does not see as a function of torch, such as a kernel of
-another library, draws unseeded in user code.
+alone: a unit of another micro-batch may be drawing. What the mode does not see as a function of torch, such as a kernel
+of another library, draws unseeded in user code.
 """
 
 from __future__ import annotations
