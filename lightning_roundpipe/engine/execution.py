@@ -21,6 +21,7 @@ from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
@@ -170,12 +171,12 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
 
 
 def run_replayed(
-    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[torch.device]
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
 ) -> UnitResult:
     """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
 
     Args:
-        homes: where its calls by the micro-batch have run, and their results are.
+        homes: where its calls by the micro-batch have run, and their results are; one at least.
 
     Raises:
         RuntimeError: if it draws, and there were several.
@@ -189,7 +190,7 @@ def run_replayed(
         with torch.get_device_module(here).device(here):
             given = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
             result = run_unit(context, call, replica, given)
-        home = homes[-1] if homes else here
+        home = homes[-1].torch_device
         result.leaves = [x.to(home) if isinstance(x, Tensor) else x for x in result.leaves]
     if len(homes) > 1 and result.draws:
         raise RuntimeError(
