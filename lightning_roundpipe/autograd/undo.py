@@ -8,6 +8,8 @@ Used by the thread that holds the compute lane of the replica's device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,16 @@ def buffers_of(replica: Replica) -> Buffers:
         if buffer is not None:
             found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
     return found
+
+
+def written_buffers(replica: Replica, before: Buffers) -> Iterator[tuple[nn.Module, str]]:
+    """Those that show that they were written since, without a look at the device: (master module, name)."""
+    for copy, name, buffer, version, _ in before:
+        now = copy._buffers.get(name)
+        if now is not buffer or version_of(now) != version:
+            master = replica.master_of(copy)
+            assert master is not None
+            yield master, name
 
 
 def changed_buffers(replica: Replica, before: Buffers) -> tuple[tuple[nn.Module, str], ...]:

@@ -27,13 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.randomness import ForeignRandomness
+from ..autograd.randomness import Draws, ForeignRandomness
 from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
-from ..autograd.undo import Buffers, buffers_of, changed_buffers, drop_new, gradients_of, put_back
-from ..autograd.unit_run import UnitContext, UnitResult, autocast_as, run_unit
+from ..autograd.undo import Buffers, buffers_of, changed_buffers, drop_new, gradients_of, put_back, written_buffers
+from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, run_unit
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
+from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
 from ..weights.parameters import Replica
@@ -101,10 +103,10 @@ def run_forward(
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
     call.facts = facts
     if facts.buffers:
-        written = set(facts.buffers)
+        written = {*facts.buffers, *written_buffers(replica, before)}
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
-        replica.store_buffers()
+        replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
     call.relayed = {}
@@ -167,12 +169,14 @@ def _attempt(
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records))
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell.
-    graph = records and (call.kept or facts is None or len(facts.slots) > 1)
+    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
+    # another function would be compiled than for the recomputation, which might draw in another order.
+    draws_compiled = context.compiler is not None and facts is not None and Draws.GPU in facts.draws
+    graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -217,6 +221,37 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
         if casts is not None:
             casts.note_results(result.slots.values())
     result.draws_foreign = foreign or (watched is not None and watched.has_moved())
+    return result
+
+
+def run_replayed(
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
+) -> UnitResult:
+    """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
+
+    Args:
+        homes: where its calls by the micro-batch have run, and their results are; one at least.
+
+    Raises:
+        RuntimeError: if it draws, and there were several.
+    """
+    replica.has_gradients = torch.is_grad_enabled()
+    replica.book_gradients(replica.has_gradients)
+    here = replica.device.torch_device
+    if here.type == "cpu":
+        result = run_unit(context, call, replica, leaves)
+    else:
+        with torch.get_device_module(here).device(here):
+            given = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
+            result = run_unit(context, call, replica, given)
+        home = homes[-1].torch_device
+        result.leaves = [x.to(home) if isinstance(x, Tensor) else x for x in result.leaves]
+    if len(homes) > 1 and result.draws:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
+            "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+            "RoundPipe recomputes units by itself."
+        )
     return result
 
 
@@ -300,10 +335,11 @@ def _attempt_backward(
             "do the same when it is called again with the same arguments."
         )
     roots = [local[slot] for slot in call.gradients]
-    if call.facts.has_loose:
-        loose.run_unit_backward(roots, gradients, replica.leaves)
-    else:
-        run_backward(roots, gradients)
+    with InsideUnit(context.state, is_recomputing=True):  # also where autograd calls functions in Python
+        if call.facts.has_loose:
+            loose.run_unit_backward(roots, gradients, replica.leaves)
+        else:
+            run_backward(roots, gradients)
 
 
 def _has_run_hooks(call: Call, relays: list[bool] | None) -> bool:

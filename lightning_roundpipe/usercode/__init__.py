@@ -3,6 +3,7 @@
 - :mod:`lock`: one thread at a time, and what each micro-batch writes on modules.
 - :mod:`collected_lists`: lists and dicts on modules that micro-batches fill.
 - :mod:`implicit_transfers`: operands on several devices.
+- :mod:`places`, :mod:`gpu_draws`: on which of them it is; random numbers there.
 - :mod:`loose_parameters`, :mod:`loose_gradients`: parameters that user code uses itself.
 - :mod:`outputs`: what leaves a step.
 """

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ..common import trees
 from ..common.fingerprints import version_of
 from ..devices.devices import Device
+from .gpu_draws import drawing, is_random
 from .lock import UserCodeState, current
 from .loose_parameters import LooseParameters
 
@@ -89,7 +90,7 @@ class ImplicitTransfers(TorchFunctionMode):
         place = self._where()
         homes = {_home(t, place) for t in tensors if name in _JOINS or not _goes_anywhere(t)}
         if len(homes) < 2 or name in _MOVES:
-            return func(*args, **kwargs)
+            return _called(func, name, state, leaves, args, kwargs)
         target: torch.device | None = place.torch_device
         fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
         if isinstance(fixed, Tensor):
@@ -99,7 +100,7 @@ class ImplicitTransfers(TorchFunctionMode):
         versions = {key: version_of(there) for key, (_, there) in moved.items()}
         given = [moved[id(leaf)][1] if id(leaf) in moved else leaf for leaf in leaves]
         args, kwargs = trees.unflatten(structure, given)
-        result = func(*args, **kwargs)
+        result = _called(func, name, state, given, args, kwargs)
         for key, (tensor, there) in moved.items():
             if version_of(there) != versions[key] or (name in _WRITES_UNSEEN and not tensor.requires_grad):
                 with torch.no_grad():
@@ -117,6 +118,16 @@ class ImplicitTransfers(TorchFunctionMode):
                 offset = tensor.storage_offset() - master.storage_offset() + copy.storage_offset()
                 return copy.as_strided(tensor.shape, tensor.stride(), offset)
         return tensor.to(target or "cpu")
+
+
+def _called(
+    func: Any, name: str, state: UserCodeState | None, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The function's result; ``leaves`` are its arguments."""
+    if state is None or not is_random(name):
+        return func(*args, **kwargs)
+    with drawing(state, name, leaves, args, kwargs):
+        return func(*args, **kwargs)
 
 
 def take_off_mode() -> TorchFunctionMode | None:
