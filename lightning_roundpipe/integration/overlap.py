@@ -28,7 +28,7 @@ from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
-from .pool import update_threads
+from .pool import ThreadBudget
 
 # Less is updated before a thread has begun.
 MIN_BYTES = 16 * 2**20
@@ -46,7 +46,7 @@ def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[
         return engine().order_of("training_step")
 
     return OptimizerOverlap(
-        update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
+        ThreadBudget.of(pool).updates, order, stale_after_steps=options.stale_after_steps if is_stale else None
     )
 
 

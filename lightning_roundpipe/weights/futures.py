@@ -41,7 +41,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..common.threads import Surroundings
+from ..common.threads import Surroundings, intra_op_threads_kept, set_intra_op_threads
 from .events import tell
 
 
@@ -200,12 +200,9 @@ class Update(threading.Thread):
 
     def start(self) -> None:
         """Starts the thread, which waits for :meth:`begin`."""
-        before = torch.get_num_threads()
-        try:
+        with intra_op_threads_kept():
             super().start()
             self._is_set_up.wait()
-        finally:
-            torch.set_num_threads(before)  # the thread has set what new threads would begin with
 
     def begin(self) -> None:
         """Lets the updates begin: from now on a look at the weights waits."""
@@ -225,7 +222,7 @@ class Update(threading.Thread):
 
     def run(self) -> None:
         """On the thread of the update."""
-        torch.set_num_threads(self._num_threads)
+        set_intra_op_threads(self._num_threads)
         self._is_set_up.set()
         may_begin = self._may_begin.get()
         if self._earlier is not None:
