@@ -34,7 +34,7 @@ _LOOSE: Source = ()
 # The masters, and what brings their gradients; None for none.
 _Part = tuple[Sequence[nn.Parameter], Transfer | None]
 # Elements per thread that are added at a time where dtypes differ: what torch makes of them lies in the cache.
-_BLOCK = 2**16
+_BLOCK = 2**18
 
 
 @dataclass
@@ -219,6 +219,6 @@ def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         known_rows, rows = known, part
     size = max(1, _BLOCK * torch.get_num_threads() * len(rows) // max(rows.numel(), 1))
-    for total, block in zip(known_rows.split(size), rows.split(size), strict=True):
+    for total, block in zip(torch.split(known_rows, size), torch.split(rows, size), strict=True):
         total.add_(block)
     return known

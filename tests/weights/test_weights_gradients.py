@@ -174,7 +174,8 @@ def test_parts_in_a_low_dtype_are_added_as_torch_adds_them(
     assert sum_up(None, part, torch.float32).dtype is torch.float32
 
 
-def test_no_copy_of_a_part_is_made_in_the_dtype_of_the_sum() -> None:
+def test_no_copy_of_a_part_is_made_in_the_dtype_of_the_sum(fixed_global_state: None) -> None:
+    torch.set_num_threads(1)
     known, part = torch.zeros(2**22), torch.ones(2**22, dtype=torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         sum_up(known, part, torch.float32)
