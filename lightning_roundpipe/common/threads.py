@@ -87,7 +87,7 @@ def set_intra_op_threads(num_threads: int) -> None:
 class Worker:
     """A thread that runs one function after another, and keeps nothing of them; a daemon that starts with the first.
 
-    Its methods are for the thread that runs a step, but for :meth:`begin` once it was started.
+    Its methods are for the thread that runs a step, but for those that give it work once it was started.
 
     Args:
         num_threads: intra-op threads; None for the number of the thread that starts it.
@@ -120,6 +120,25 @@ class Worker:
         self._thread.name = name
         self.start()
         self._todo.put(work)
+
+    def call(self, work: Callable[[], object], name: str) -> None:
+        """As :meth:`begin`; blocks until ``work`` has been done.
+
+        Raises:
+            BaseException: what it has raised.
+        """
+        errors: list[BaseException] = []
+
+        def caught() -> None:
+            try:
+                work()
+            except BaseException as error:  # must reach the caller
+                errors.append(error)
+
+        self.begin(caught, name)
+        self.done().wait()
+        if errors:
+            raise errors.pop()
 
     def done(self) -> threading.Event:
         """Set by the thread, if it is alive, when it has called all functions that were given until now."""

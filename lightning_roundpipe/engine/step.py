@@ -64,7 +64,7 @@ class Step:
         self._outcomes: list[Callable[[], Any]] = []
         self._gradients: dict[nn.Parameter, Tensor] = {}
         has_copies = not all(device.aliases_host for device in resources.pool.devices)
-        self._adder = resources.adders.take() if request.training and has_copies else None
+        self._adder = resources.adders.take() if has_copies else None
         gradients = GradientStore(resources.replicas.weights.gradient_dtypes, self._adder)
         self._shared = StepContext(
             request,
@@ -178,7 +178,7 @@ class Step:
         """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         plans = resources.plans
-        resources.replicas.weights.begin_step(request.key, training=request.training)
+        resources.replicas.weights.begin_step(request.key, training=request.training, helper=self._adder)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
             patch(stack, resources.root, self._table, resources.num_threads)

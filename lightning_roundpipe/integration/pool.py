@@ -99,7 +99,7 @@ class ThreadBudget:
 
     Attributes:
         microbatch: of each thread of a micro-batch.
-        updates: of optimizer steps behind the pipeline, which also cast what they have updated.
+        updates: of optimizer steps behind the pipeline.
         additions: of the thread that adds up gradients.
     """
 

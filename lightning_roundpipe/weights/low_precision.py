@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from ..common.fingerprints import Fingerprint, fingerprint_of
 from ..common.sizes import num_bytes_of
+from ..common.threads import Worker
 from .casts import CastWatch, Use, in_doubt
 from .events import tell
 from .futures import ParameterFuture, State, await_update, take_unseen, unwaited
@@ -46,6 +47,8 @@ Autocast = tuple[bool, torch.dtype]
 # (number of elements, dtype) -> flat host tensor; its content does not matter.
 Allocate = Callable[[int, torch.dtype], Tensor]
 _LOW = (torch.bfloat16, torch.float16)  # what autocast computes in
+# Less is cast before another thread has begun.
+_MIN_HELPED_BYTES = 2**20
 _NUM_SAMPLES = 32
 
 
@@ -97,6 +100,7 @@ class WorkingCopies:
         self._forms: dict[Unit, bool] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._samples: dict[nn.Parameter, bytes] = {}  # in this step
+        self._helper: Worker | None = None
         self._num_steps = 0
         self._num_updates = 0
         self._num_loops = 0
@@ -105,9 +109,15 @@ class WorkingCopies:
 
     # --- what the masters are now --------------------------------------------------------------------------------
 
-    def begin_step(self, kind: Hashable, *, training: bool) -> None:
-        """A step begins; a training step before it may have been followed by an update."""
+    def begin_step(self, kind: Hashable, *, training: bool, helper: Worker | None = None) -> None:
+        """A step begins; a training step before it may have been followed by an update.
+
+        Args:
+            helper: a thread that was started, for the casts that no update has made: it has more intra-op threads than
+                those that load weights.
+        """
         with self._lock:
+            self._helper = helper
             self._num_updates += self._trains
             self._num_loops += kind != self._kind
             self._kind, self._trains = kind, training
@@ -130,10 +140,18 @@ class WorkingCopies:
                 copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
         await_update(master)  # with no lock held
         version = self.version(master, dtype)
-        with copy.lock:  # not the other one: different weights are converted at the same time
-            if copy.version != version:
-                self._convert(copy, master, dtype)
-                copy.version = version
+        if copy.version != version:
+
+            def convert() -> None:
+                with copy.lock:  # not the other one: different weights are converted at the same time
+                    if copy.version != version:
+                        self._convert(copy, master, dtype)
+                        copy.version = version
+
+            if self._helper is None or master.nbytes < _MIN_HELPED_BYTES:
+                convert()
+            else:
+                self._helper.call(convert, "roundpipe-cast")
         return copy.data
 
     def _convert(self, copy: _Copy, master: nn.Parameter, dtype: torch.dtype) -> None:

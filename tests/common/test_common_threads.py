@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from lightning_roundpipe.common.threads import Worker, Workers
@@ -34,3 +35,12 @@ def test_a_worker_keeps_its_number_and_changes_no_others(fixed_global_state: Non
     workers.give_back([worker])
     workers.close()
     assert not worker.is_alive
+
+
+def test_a_call_ends_when_the_work_has_been_done_and_raises_what_it_raises() -> None:
+    worker, done = Worker(1), []
+    worker.call(lambda: done.append(threading.current_thread().name), "called")
+    assert done == ["called"]
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0, "called")
+    worker.close()
