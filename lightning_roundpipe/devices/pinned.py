@@ -12,10 +12,10 @@ the host up. So copies read and write page-locked memory alone: ::
 travels in the first step of training or evaluation may not travel in the next ones: units are learned there in full
 precision, and go on with low-precision copies ([Note: working copies] in :mod:`weights.low_precision`). A step of
 training may follow one of evaluation, so memory is locked when it travels in a third step soon after the others. It is
-not locked at all if it is small, or a mapped file (to lock that would read all of
-it, and give every page a copy of its own). A page belongs to one lock alone: where two weights share one, it stays with
-the first, and the other's part of it goes through a buffer. Memory that nothing else holds any more, because a weight
-was replaced or is gone, is let go when the next step begins.
+not locked at all if it is small, or a mapped file: to lock that would read all of it, and give every page a copy of its
+own. No page is locked twice: it belongs to the memory that begins in it, and the end of the memory before goes through
+a buffer. Memory that nothing else holds any more, because a weight was replaced or is gone, is let go when the next
+step begins.
 
 *Buffers*: see :mod:`devices.host_buffers`. Two chunks per device at most are staged in them. The driver takes long to
 lock and to unlock memory. It is called with no lock of ours held.
@@ -70,7 +70,6 @@ class _Place:
         weak: tells whether the memory is still there; its identity is not given to other memory as long as this lives.
         storage: held while we have page-locked it, because it must not be freed meanwhile.
         start, stop: what is page-locked, from one address to another; equal if nothing is.
-        pages: those at its ends that are no other's while it is page-locked.
         refused_bytes: that could not be page-locked.
         num_steps: in which it has travelled, each soon after the one before.
         last_step: of them.
@@ -81,7 +80,6 @@ class _Place:
         self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.storage: torch.UntypedStorage | None = None
         self.start = self.stop = 0
-        self.pages: frozenset[int] = frozenset()
         self.refused_bytes = 0
         self.num_steps = 0
         self.last_step = -1  # the first step is 0
@@ -111,7 +109,6 @@ class PageLockedMemory:
         self._buffers = HostBuffers(functools.partial(self._page_lock, "buffers"), driver.page_unlock)
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}  # by the identity of the storage
-        self._pages: set[int] = set()  # at the ends of what is page-locked in place
         self._num_steps = 0
         self._has_travelled = False  # in this step
         self._refused_bytes = 0
@@ -216,7 +213,7 @@ class PageLockedMemory:
         """Page-locks the memory of ``tensor`` where it is, if it is large enough to be worth it, as long as it is used.
 
         Returns:
-            Whether it is page-locked now, but for pages that it shares. If it cannot be, a warning says so once.
+            Whether it is page-locked now, but for the end of it. If it cannot be, a warning says so once.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() < _MIN_LOCKED_BYTES:
@@ -248,33 +245,23 @@ class PageLockedMemory:
 
     def _lock_in_place(self, place: _Place, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        first, last = start // PAGE, (stop - 1) // PAGE
-        with self._lock:
-            pages = frozenset((first, last)) - self._pages
-            self._pages |= pages
-        is_alone = first in pages and last in pages
-        is_others = is_alone and self._driver.is_page_locked(tensor)
-        is_refused = False
-        if not is_others:
-            start = start if first in pages else (first + 1) * PAGE
-            stop = stop if last in pages else last * PAGE
-            stop = start if is_of_file(storage) else max(start, stop)
-            is_refused = start < stop and not self._page_lock("weights", start, stop - start)
-        is_ours = not is_others and not is_refused and start < stop
-        if is_ours and not storage.is_shared():
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if self._driver.is_page_locked(tensor):
+            place.start, place.stop = start, end  # by others: not ours to undo
+            return
+        stop = end // PAGE * PAGE  # the last page may be the first one of other memory
+        if start >= stop or is_of_file(storage):
+            return
+        is_locked = self._page_lock("weights", start, stop - start)
+        if is_locked and not storage.is_shared():
             set_inherited(start, stop - start, False)
         with self._lock:
-            if is_ours:
-                place.storage, place.pages = storage, pages
+            if is_locked:
+                place.storage, place.start, place.stop = storage, start, stop
                 self.in_place_bytes += stop - start
             else:
-                self._pages -= pages
-            if is_refused:
                 place.refused_bytes = storage.nbytes()
                 self._refused_bytes += place.refused_bytes
-            else:
-                place.start, place.stop = start, stop
 
     def _let_go(self, places: Sequence[_Place]) -> None:
         """Unlocks memory in place, which its last holder frees then."""
@@ -286,7 +273,6 @@ class PageLockedMemory:
             for place in places:
                 self._refused_bytes -= place.refused_bytes
                 if place.storage is not None:
-                    self._pages -= place.pages
                     self.in_place_bytes -= place.stop - place.start
                     place.storage = None
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.common.pages import PAGE
 from lightning_roundpipe.devices import gpu_lanes
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
@@ -236,9 +237,9 @@ def test_weights_are_page_locked_from_the_third_step_on(device: GpuDevice, drive
             assert torch.equal(device.upload([weight], "w", is_bulk=True).wait(Edge.WEIGHTS)[0], weight)
         device.close()
         device.open()
-    assert driver.locked[weight.data_ptr()] == 4 * MIB
+    assert driver.locked[weight.data_ptr()] == driver.host.in_place_bytes > 4 * MIB - PAGE
     device.upload([torch.randn(MIB)], "x").await_done()
-    assert driver.host.in_place_bytes == 4 * MIB, "activations are not worth it"
+    assert driver.host.in_place_bytes <= 4 * MIB, "activations are not worth it"
 
 
 def test_weights_are_staged_two_chunks_at_a_time(device: GpuDevice, driver: StubDriver, monkeypatch: Any) -> None:

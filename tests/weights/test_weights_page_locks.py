@@ -16,7 +16,7 @@ def test_masters_that_travel_as_low_copies_are_not_locked(monkeypatch: pytest.Mo
     driver = StubDriver()
     monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
     monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
-    monkeypatch.setattr(pinned, "PAGE", 64)  # which no two tensors share
+    monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
     pool = DevicePool([torch.device("cuda", 0), torch.device("cuda", 1)])
     for device in pool.devices:
         device.is_shared = True
