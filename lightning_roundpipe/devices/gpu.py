@@ -147,6 +147,10 @@ class GpuDevice(Device):
             with self._lock:
                 self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)
 
+    def open(self) -> None:
+        self.page_locked.begin_step()
+        super().open()
+
     def close(self) -> None:
         """Also waits for what this device computes: nothing of it reaches into the next step."""
         with contextlib.ExitStack() as stack:  # all of it, even if one raises

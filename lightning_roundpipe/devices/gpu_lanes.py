@@ -143,7 +143,8 @@ class GpuLane(Lane):
         self._queue: deque[_Job] = deque()
         # What was issued and is not known to have ended, per stream.
         self._under_way: dict[bool, deque[GpuTransfer]] = {False: deque(), True: deque()}
-        self._chunks: deque[Any] = deque()  # the thread's: events behind those in flight
+        # The thread's: events behind the chunks in flight, with what they read on the host.
+        self._chunks: deque[tuple[Any, list[Tensor]]] = deque()
         self._thread: threading.Thread | None = None
 
     # --- submitting ----------------------------------------------------------------------------------------------
@@ -213,7 +214,8 @@ class GpuLane(Lane):
                     for copy, source in piece:
                         self._driver.copy(copy, source)
                     if transfer.is_bulk:
-                        self._chunks.append(self._driver.record(stream))
+                        read = [source for _, source in piece] if self.direction == "h2d" else []
+                        self._chunks.append((self._driver.record(stream), read))
                 event = self._driver.record(stream, is_timed=moved is not None)
         except BaseException as error:
             transfer.end(error)
@@ -280,14 +282,13 @@ class GpuLane(Lane):
 
     def _pieces(self, transfer: GpuTransfer) -> Iterator[list[Pair]]:
         """The chunks, each when it may be issued."""
-        if self.direction == "h2d":
-            for _, source in transfer.pairs:
-                self._driver.host.lock(source)
         for piece in pieces_of(transfer.pairs, CHUNK_BYTES):
             if len(self._chunks) == MAX_CHUNKS_IN_FLIGHT:
-                self._chunks.popleft().synchronize()
+                event, read = self._chunks.popleft()
+                event.synchronize()
+                del read
                 self.collect()
-            yield piece
+            yield self._driver.host.staged(piece) if self.direction == "h2d" else piece
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -303,8 +304,8 @@ class GpuLane(Lane):
             left = [transfer for under_way in self._under_way.values() for transfer in under_way]
             for under_way in self._under_way.values():
                 under_way.clear()
-        self._chunks.clear()
         with contextlib.ExitStack() as stack:  # all of them, even if a callback raises
+            stack.callback(self._chunks.clear)
             for transfer in reversed(left):
                 stack.callback(transfer.settle)
 

@@ -27,7 +27,7 @@ from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
 from .buffers import ComingBuffers
 from .events import tell
-from .gradients import GradientStore
+from .gradients import GradientStore, sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, rebind
 
@@ -354,8 +354,7 @@ class Replica:
         for leaf, master in self.leaves.items():
             if leaf.grad is not None and leaf.dtype != master.dtype:
                 gradient, leaf.grad = leaf.grad, None
-                known = self._sums.get(leaf)
-                self._sums[leaf] = gradient.to(master.dtype) if known is None else known.add_(gradient)
+                self._sums[leaf] = sum_up(self._sums.get(leaf), gradient, master.dtype)
 
     def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
         """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.common.pages import PAGE
 from lightning_roundpipe.devices import gpu_lanes
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
@@ -228,13 +229,24 @@ def test_many_threads_copy_at_once(device: GpuDevice, monkeypatch: pytest.Monkey
     assert wrong == []
 
 
-def test_weights_are_page_locked_on_their_first_way(device: GpuDevice, driver: StubDriver) -> None:
+def test_weights_are_page_locked_from_the_third_step_on(device: GpuDevice, driver: StubDriver) -> None:
     weight = torch.randn(MIB)
-    for _ in range(2):
-        device.upload([weight], "w", is_bulk=True).await_done()
-    assert driver.locked == {weight.data_ptr(): 4 * MIB}
+    for _ in range(3):
+        assert weight.data_ptr() not in driver.locked
+        for _ in range(2):
+            assert torch.equal(device.upload([weight], "w", is_bulk=True).wait(Edge.WEIGHTS)[0], weight)
+        device.close()
+        device.open()
+    assert driver.locked[weight.data_ptr()] == driver.host.in_place_bytes > 4 * MIB - PAGE
     device.upload([torch.randn(MIB)], "x").await_done()
-    assert len(driver.locked) == 1, "activations are not worth it"
+    assert driver.host.in_place_bytes <= 4 * MIB, "activations are not worth it"
+
+
+def test_weights_are_staged_two_chunks_at_a_time(device: GpuDevice, driver: StubDriver, monkeypatch: Any) -> None:
+    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", MIB)
+    weights = [torch.randn(5 * MIB), torch.randn(100)]
+    assert all(map(torch.equal, device.upload(weights, "w", is_bulk=True).wait(Edge.WEIGHTS), weights))
+    assert driver.host.own_bytes <= 3 * MIB
 
 
 # --- memory of copies --------------------------------------------------------------------------------------------

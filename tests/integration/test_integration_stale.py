@@ -267,6 +267,7 @@ def test_snapshots_travel_to_gpus_from_page_locked_memory(
     driver = StubDriver()
     monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
     monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
+    monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
     trainer, module = make_trainer(options=STALE, num_microbatches=4), delayed()
     trainer.strategy.parallel_devices = [torch.device("cuda", 0)] * 2
     places: list[set[int]] = []
