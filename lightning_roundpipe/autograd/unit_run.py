@@ -195,6 +195,21 @@ def _forward(
     return replica.module.forward(*args, **kwargs), draws, False
 
 
+def drop_graph(result: UnitResult) -> None:
+    """What a run with graph returned keeps its values only."""
+    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
+    if values:
+        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
+
+
+def without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
+    """Views of device copies (a unit that returns its own weight) become copies."""
+    if replica.device.aliases_host:
+        return dict(slots)
+    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
+    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
+
+
 def _forward_watched(
     context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
 ) -> tuple[Any, Draws]:

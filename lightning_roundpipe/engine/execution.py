@@ -30,7 +30,7 @@ from torch import Tensor
 from ..autograd.randomness import Draws, ForeignRandomness
 from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, drop_new, gradients_of, put_back, written_buffers
-from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, run_unit
+from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, drop_graph, run_unit, without_weights
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
@@ -117,8 +117,8 @@ def run_forward(
         else:
             call.flagged = facts.flagged
         if not call.kept:
-            _drop_graph(done.unit)
-    done.outputs = _without_weights(done.unit.slots, replica)
+            drop_graph(done.unit)
+    done.outputs = without_weights(done.unit.slots, replica)
     return done
 
 
@@ -412,21 +412,6 @@ def _learn(replica: Replica, before: Buffers, done: ForwardResult, input_bytes: 
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
     return Facts(flagged, frozenset(slots), draws, foreign, changed, writes, *sizes, has_loose)
-
-
-def _drop_graph(result: UnitResult) -> None:
-    """What a run with graph returned keeps its values only."""
-    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
-    if values:
-        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
-
-
-def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
-    """Views of device copies (a unit that returns its own weight) become copies."""
-    if replica.device.aliases_host:
-        return dict(slots)
-    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
-    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
 
 
 def _is_cut_elsewhere(slot: Slot) -> bool:
