@@ -23,6 +23,7 @@ from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
+from ..usercode.moves import moved
 from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
@@ -118,7 +119,8 @@ def _attempt(
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+        keep_graph = moved if before and not records else None
+        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph)
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
@@ -237,7 +239,8 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
         copy = replica.copy_of(master)
         assert copy is not None
         swapped.append((copy, name, copy._buffers[name]))
-        copy._buffers[name] = value.to(target, copy=True)
+        is_there = value.device == target
+        copy._buffers[name] = value.clone() if is_there else moved(value, target, context.activations, f"buffer {name}")
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:

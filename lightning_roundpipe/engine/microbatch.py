@@ -74,9 +74,9 @@ class Microbatch:
         self._calls: list[Call] = []  # whose backward may come, in order
         self._called: list[Unit] = []
         self._loose = LooseGradients()
-        self.pending = PendingGradients(self._loose)
         self._saved = SavedInputs()
-        self._activations = TravellingActivations(self._saved, self._pool.owners)
+        self._activations = TravellingActivations(self._saved, self._pool.owners, self._pool.gpus)
+        self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         self._context = UnitContext(
@@ -310,7 +310,7 @@ class Microbatch:
             if self.pending:
                 self._backward_of_user_code()
             if loose := self._loose.take():
-                self._step.gradients.add_loose(loose, self.index)
+                self._step.gradients.add_loose(*loose, self.index)
         finally:
             self._calls += kept[::-1]
 
