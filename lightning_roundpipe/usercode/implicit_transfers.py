@@ -134,11 +134,11 @@ class ImplicitTransfers(TorchFunctionMode):
             for tensor in tensors:
                 if (parameter := _parameter_of(tensor)) is not None:
                     self._parameters.before_write(parameter)
-        homes = {_home(t, place) for t in tensors if name in _JOINS or not _goes_anywhere(t)}
+        fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
+        homes = {_home(t, place) for t in tensors if name in _JOINS or t is fixed or not _goes_anywhere(t)}
         if len(homes) < 2 or name in _ANYWHERE:
             return func(*args, **kwargs)
         target: torch.device | None = place.torch_device
-        fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
         if isinstance(fixed, Tensor):
             target = _home(fixed, place)
         elsewhere = [t for t in tensors if _home(t, place) != target and (name in _JOINS or not _goes_anywhere(t))]
