@@ -25,6 +25,7 @@ from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
+from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.implicit_transfers import functions_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
@@ -76,6 +77,7 @@ def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_th
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
     stack.enter_context(parametrizations_apart())
+    stack.enter_context(functional_calls_apart())
     stack.enter_context(power_iterations_once())
     stack.enter_context(intra_op_threads(num_threads))
 

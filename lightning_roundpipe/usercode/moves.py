@@ -52,8 +52,8 @@ def moved(
         transfer = activations.start(tensor, target, what, may_change=True)
         if target.type == "cpu":
             await_download(transfer)
-        (there,) = transfer.wait(Edge.INPUTS)
-        return there
+            return transfer.tensors[0]
+        return transfer.wait(Edge.INPUTS)[0]
 
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return bring()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,11 +13,16 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_roundpipe import RoundPipeStrategy
-from tests.support.parity import Run, assert_alike, fit
+from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
+from lightning_roundpipe.usercode.lock import current
+from tests.support.huggingface import Task, causal
+from tests.support.huggingface import batches as token_batches
+from tests.support.identical import assert_identical
+from tests.support.parity import KINDS, Run, assert_alike, fit
 
 pytestmark = pytest.mark.accelerator
 
@@ -136,8 +143,9 @@ class ReadsOnTheHost(Classifier):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = super().loss(logits, labels)
         self.total.add_(loss.detach() * len(labels))
-        if loss > 0 and float(loss) == loss.item():
-            self.seen.append(loss.detach().tolist())
+        value = loss.detach()
+        if value > 0 and float(value) == loss.item():
+            self.seen.append(value.tolist())
         rows = logits.detach().cpu().argmax(-1).numpy()
         assert rows.shape == labels.shape
         return loss * torch.tensor([1.0, 3.0], device=logits.device).mean()
@@ -147,11 +155,31 @@ class SecondHead(Classifier):
     """What goes through the host, with its graph."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits, labels) + logits.cpu().square().mean().to(logits) + logits.to("cpu", torch.float64).mean()
+        return (
+            super().loss(logits, labels)
+            + logits.cpu().square().mean().to(logits)
+            + logits.to("cpu", torch.float64).mean()
+        )
+
+
+class MadeWeights(Classifier):
+    """One unit makes the weights of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(WIDTH))
+        self.maker = nn.Linear(WIDTH, WIDTH * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.maker(self.code).view(WIDTH, WIDTH)
+        x = self.stem(x)
+        for block in self.blocks:
+            x = functional_call(block, {"inner.weight": made + block.inner.weight}, x)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 MODELS: list[Callable[[], Classifier]] = [
-    Classifier, Residual, RotaryTable, LooseParameters, FunctionOfTheUser, ReadsOnTheHost, SecondHead,
+    Classifier, Residual, RotaryTable, LooseParameters, FunctionOfTheUser, ReadsOnTheHost, SecondHead, MadeWeights,
 ]  # fmt: skip
 
 
@@ -161,7 +189,6 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.is_steady = False
         self.held_up: list[str] = []
-        self.num_blocking: list[int] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.is_steady = batch_idx >= FIRST_STEADY
@@ -189,8 +216,11 @@ def batches() -> DataLoader[Any]:
 
 
 def train(make: Callable[[], Classifier], kind: str, *callbacks: L.Callback, devices: Any = 2) -> Run:
-    options = {"accelerator": "roundpipe", "devices": devices, "num_microbatches": 3} if kind == "roundpipe" else {}
-    return fit(kind, make, batches(), callbacks=callbacks, **options)  # type: ignore[arg-type]
+    return fit(kind, make, batches(), callbacks=callbacks, **_options(kind, devices))
+
+
+def _options(kind: str, devices: Any) -> dict[str, Any]:
+    return {"accelerator": "roundpipe", "devices": devices, "num_microbatches": 3} if kind == "roundpipe" else {}
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [0, 0], [0, 1, 0]], ids=lambda devices: "".join(map(str, devices)))
@@ -204,3 +234,75 @@ def test_no_thread_of_user_code_is_held_up_in_a_steady_step(
     assert_alike(found.state, expected.state)
     assert watch.held_up == []
     assert torch.sim.stats()["races"] == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [Residual, LooseParameters], ids=lambda make: make.__name__)
+def test_results_are_the_same_in_every_run_bit_for_bit(make: Callable[[], Classifier]) -> None:
+    first, second = (train(make, "roundpipe") for _ in range(2))
+    assert_identical(second.results, first.results)
+
+
+def test_gradients_of_small_parameters_do_not_depend_on_the_devices() -> None:
+    """Which use was where is a matter of the plan, and that of measured costs."""
+    first, second = (train(LooseParameters, "roundpipe", devices=devices) for devices in ([0, 1], [0, 1, 2, 3]))
+    for one, other in zip(first.watch.gradients, second.watch.gradients, strict=True):
+        for name in ("gate", "mix", "scale"):
+            assert_identical(one[name], other[name])
+
+
+class ReadsAValue(Classifier):
+    """Reads a value of a device, and says when."""
+
+    reading = threading.local()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.reading.now = True
+        self.read(logits.detach().sum())
+        self.reading.now = False
+        return super().loss(logits, labels)
+
+    def read(self, value: Tensor) -> None:
+        value.item()
+
+
+class ReadsInAMessage(ReadsAValue):
+    """A handler of ``logging`` has a lock of its own while it formats."""
+
+    logger = logging.Logger("messages")
+
+    def read(self, value: Tensor) -> None:
+        self.logger.warning("%.3f", value)
+
+
+@pytest.mark.parametrize("make", [ReadsAValue, ReadsInAMessage], ids=lambda make: make.__name__)
+def test_user_code_of_others_may_run_while_a_value_is_read(
+    make: type[ReadsAValue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a thread that has a lock which they may want in their user code."""
+    has_lock: list[bool] = []
+    wait = GpuTransfer.await_done
+
+    def noting(transfer: GpuTransfer) -> None:
+        state = current()
+        if state is not None and state.lock is not None and getattr(ReadsAValue.reading, "now", False):
+            has_lock.append(state.lock.is_held_by(state))
+        wait(transfer)
+
+    monkeypatch.setattr(GpuTransfer, "await_done", noting)
+    monkeypatch.setattr(ReadsInAMessage.logger, "handlers", [logging.StreamHandler(io.StringIO())])
+    train(make, "roundpipe")
+    assert set(has_lock) == {make is ReadsInAMessage}
+
+
+def test_a_prefix_reaches_units_on_several_devices(watch: Watch) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+
+    def make() -> Task:
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        torch.manual_seed(3)
+        return Task(peft.get_peft_model(causal(), config))
+
+    plain, found = (fit(kind, make, token_batches(), **_options(kind, [0, 1])) for kind in KINDS)
+    assert_alike(found.watch.losses, plain.watch.losses)
+    assert_alike(found.state, plain.state)

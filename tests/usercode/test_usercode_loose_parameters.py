@@ -271,7 +271,9 @@ def test_gradients_that_have_no_sum_go_home_when_the_backward_ends(
     assert step.gradients.take() == {}
 
 
-def test_gradients_of_a_small_parameter_do_not_depend_on_which_use_was_where(make_step: Callable[..., UserCode]) -> None:
+def test_gradients_of_a_small_parameter_do_not_depend_on_which_use_was_where(
+    make_step: Callable[..., UserCode],
+) -> None:
     """Bit for bit: they are added in the order of the uses."""
     weight = nn.Parameter(torch.randn(ROWS))
     factors = [torch.randn(ROWS) * 10.0**i for i in range(5)]
