@@ -6,7 +6,8 @@ recomputation would draw other random numbers. Around units, in user code, it st
 backward is computed again then, and units that are called for it run inline. That is user code in the backward, so from
 then on user code is flushed under the user-code lock. A reentrant checkpoint would run a backward of its own, past the
 one of the engine (see [Note: loose parameters] in :mod:`usercode.loose_gradients`), so it becomes one that is not
-reentrant::
+reentrant. Around units a checkpoint puts back the state of the CPU's generator, which is the micro-batch's own; from it
+come the seeds of what user code draws on GPUs, whose generators it leaves alone: a unit may be drawing there::
 
     in a unit              checkpoint(f, x)  ->  f(x)
     in user code           checkpoint(f, x)  ->  f(x), and again in the backward: units in f run inline
@@ -30,13 +31,14 @@ def checkpoints_passed_through() -> Iterator[None]:
     """While open, checkpoints in units do nothing; see [Note: checkpointing]."""
     function = torch_checkpoint.CheckpointFunction
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    get_device_states = torch_checkpoint.get_device_states  # of GPUs
 
     def passes() -> bool:
         state = current()
         if state is None:
             return False
         if state.unit_writes is None:
-            state.on_checkpoint()
+            state.on_late_code()
             return False
         return True
 
@@ -53,8 +55,12 @@ def checkpoints_passed_through() -> Iterator[None]:
         else:
             yield from generator(*args, **kwargs)
 
+    def device_states(*args: Any) -> tuple[list[int], list[Any]]:
+        return get_device_states(*args) if current() is None else ([], [])
+
     with (
         attribute_set(torch_checkpoint, "CheckpointFunction", PassThrough),
+        attribute_set(torch_checkpoint, "get_device_states", device_states),
         attribute_set(torch_checkpoint, "_checkpoint_without_reentrant_generator", pass_through),
     ):
         yield

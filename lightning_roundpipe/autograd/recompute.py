@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
-from ..common.graphs import walk_graph
+from ..common.graphs import EngineFunction, walk_graph
 from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.runs import Run
 from ..devices.transfer import Done, Edge, Transfer
@@ -63,17 +63,7 @@ class GradientCutError(RuntimeError):
         )
 
 
-class _Function(torch.autograd.Function):
-    """A function whose ``apply`` leaves out what torch does for its function transforms, where none is active."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
-
-class Entry(_Function):
+class Entry(EngineFunction):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
 
     @staticmethod
@@ -89,7 +79,7 @@ class Entry(_Function):
         return (None, None, None)
 
 
-class Cut(_Function):
+class Cut(EngineFunction):
     """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
 
     @staticmethod
@@ -220,6 +210,7 @@ class Call:
         hooked: slots that carry hooks of the user in user code, with the edges at which the hooks sit.
         side: attributes set by user code on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
+        is_compiled: whether it ran compiled; None before it has run.
         is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
@@ -234,8 +225,8 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
-        "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept",
+        "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
     )  # fmt: skip
 
@@ -255,6 +246,7 @@ class Call:
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.is_compiled: bool | None = None
         self.is_low = False
         self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
         self.facts: Facts | None = None

@@ -34,6 +34,9 @@ from .devices import Device
 from .memory import Ahead
 from .transfer import Done, Edge, Transfer
 
+# Kernels load up to so many bytes of a tensor at once, if it begins at a multiple of them, as memory of its own does.
+_ALIGNMENT = 16
+
 
 class Offloaded:
     """A tensor that waits on the host, or is on its way there."""
@@ -88,12 +91,36 @@ class SavedInputs:
         self._known.clear()
 
 
-def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
-    narrow = tensor.detach()
+def _narrowed(tensor: Tensor) -> Tensor:
+    """Without what is expanded: what :func:`_expanded` makes it of."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
-                narrow = narrow.narrow(dim, 0, 1)
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def as_reloaded(values: Sequence[Any]) -> list[Any]:
+    """``values``, tensors on a device among them, laid out as they will be when they come back from the host.
+
+    Kernels on GPUs choose their order of work by strides and alignment, and the order decides which random number
+    meets which element. Dense and expanded tensors come back as they are; others are copied here, as they would be.
+    """
+    made: dict[int, Tensor] = {}
+    for x in values:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or id(x) in made:
+            continue
+        is_aligned = x.storage_offset() * x.element_size() % _ALIGNMENT == 0
+        if is_aligned and x.is_contiguous():
+            continue
+        narrow = _narrowed(x)
+        if not is_aligned or torch.empty_like(narrow, device="meta").stride() != narrow.stride():
+            made[id(x)] = _expanded(narrow.clone(), x.shape)
+    return [made.get(id(x), x) for x in values] if made else list(values)
+
+
+def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
+    narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
         return Offloaded(Done([narrow.to("cpu", copy=True)]) if here is None else here.keep(narrow), tensor.shape)
     num_bytes = num_bytes_of([narrow])

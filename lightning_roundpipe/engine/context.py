@@ -29,7 +29,8 @@ class Resources:
     """What the steps of an engine have in common.
 
     Attributes:
-        backward_runs_user_code: set when user code has a backward that runs user code.
+        backward_runs_user_code: set when user code has a backward that runs user code: an activation checkpoint, a hook
+            on a tensor, a function of its own.
         workers: threads of micro-batches.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
     """

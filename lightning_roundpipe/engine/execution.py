@@ -8,19 +8,20 @@ thread of the micro-batch, which holds the compute lane of the replica's device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd.randomness import ForeignRandomness
+from ..autograd.randomness import Draws, ForeignRandomness
 from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
-from ..autograd.unit_run import UnitContext, UnitResult, autocast_as, run_unit
+from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, run_unit
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
 from ..usercode.moves import moved
@@ -90,10 +91,10 @@ def run_forward(
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
     call.facts = facts
     if facts.buffers:
-        written = set(facts.buffers)
+        written = {*facts.buffers, *_written(replica, before)}
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
-        replica.store_buffers()
+        replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
     call.relayed = {}
@@ -120,12 +121,14 @@ def _attempt(
         given = list(leaves)
     else:
         keep_graph = moved if before and not records else None
-        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph)
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell.
-    graph = records and (call.kept or facts is None or len(facts.slots) > 1)
+    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
+    # another function would be compiled than for the recomputation, which might draw in another order.
+    draws_compiled = context.compiler is not None and facts is not None and Draws.GPU in facts.draws
+    graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -165,6 +168,43 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
         if casts is not None:
             casts.note_results(result.slots.values())
     result.draws_foreign = foreign or (watched is not None and watched.has_moved())
+    return result
+
+
+def _all_at(target: torch.device, leaves: list[Any], context: UnitContext) -> list[Any]:
+    """``leaves`` with their tensors on a device, as part of the graph."""
+    return [
+        moved(x, target, context.activations, "run again") if isinstance(x, Tensor) and x.device != target else x
+        for x in leaves
+    ]
+
+
+def run_replayed(
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[torch.device]
+) -> UnitResult:
+    """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
+
+    Args:
+        homes: where its calls by the micro-batch have run, and their results are.
+
+    Raises:
+        RuntimeError: if it draws, and there were several.
+    """
+    replica.has_gradients = torch.is_grad_enabled()
+    replica.book_gradients(replica.has_gradients)
+    here = replica.device.torch_device
+    if here.type == "cpu":
+        result = run_unit(context, call, replica, leaves)
+    else:
+        with torch.get_device_module(here).device(here):
+            result = run_unit(context, call, replica, _all_at(here, leaves, context))
+        result.leaves = _all_at(homes[-1] if homes else here, result.leaves, context)
+    if len(homes) > 1 and result.draws:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
+            "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+            "RoundPipe recomputes units by itself."
+        )
     return result
 
 
@@ -221,10 +261,11 @@ def run_unit_backward(
             "do the same when it is called again with the same arguments."
         )
     roots = [local[slot] for slot in call.gradients]
-    if call.facts.has_loose:
-        loose.run_unit_backward(roots, gradients, replica.leaves)
-    else:
-        run_backward(roots, gradients)
+    with InsideUnit(context.state, is_recomputing=True):  # also where autograd calls functions in Python
+        if call.facts.has_loose:
+            loose.run_unit_backward(roots, gradients, replica.leaves)
+        else:
+            run_backward(roots, gradients)
     replica.add_up()
 
 
@@ -290,6 +331,16 @@ def _snapshot(replica: Replica) -> Snapshot:
         if buffer is not None:
             found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
     return found
+
+
+def _written(replica: Replica, before: Snapshot) -> Iterator[tuple[nn.Module, str]]:
+    """Buffers that show that they were written since: (master module, name)."""
+    for copy, name, buffer, version, _ in before:
+        now = copy._buffers.get(name)
+        if now is not buffer or version_of(now) != version:
+            master = replica.master_of(copy)
+            assert master is not None
+            yield master, name
 
 
 def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:

@@ -26,6 +26,7 @@ from ..autograd.parametrizations import parametrizations_apart, power_iterations
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
+from ..usercode.gpu_draws import gpu_generators_left_alone
 from ..usercode.implicit_transfers import functions_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
@@ -76,6 +77,7 @@ def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_th
     stack.enter_context(nested_backwards_followed())
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
+    stack.enter_context(gpu_generators_left_alone())
     stack.enter_context(parametrizations_apart())
     stack.enter_context(functional_calls_apart())
     stack.enter_context(power_iterations_once())
@@ -223,12 +225,18 @@ def noting_hooks() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, note in (
-            (Tensor, "register_hook", lambda state, tensor: note_hook(tensor)),
+            (Tensor, "register_hook", _note_tensor_hook),
             (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
             (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
         ):
             stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
         yield
+
+
+def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:
+    note_hook(tensor)
+    if state.unit_writes is None:
+        state.on_late_code()
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ class Step:
         self._states = [UserCodeState(i, request.seed) for i in range(len(request.microbatches))]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
-            state.on_checkpoint = resources.backward_runs_user_code.set
+            state.on_late_code = resources.backward_runs_user_code.set
         self._threads: dict[int, MicrobatchThread] = {}
         self._workers: list[Worker] = []
         self._place = Place(request.key)
@@ -187,6 +187,7 @@ class Step:
                 self._shared.loose_parameters.send_sums()
             else:
                 self._shared.loose_parameters.take_home()
+            resources.replicas.coming_buffers.arrive()
             gradients = self._shared.gradients.take()
         self._note_segment(plan, schedule, records)
         started = perf_counter()

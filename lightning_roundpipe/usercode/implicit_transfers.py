@@ -47,6 +47,7 @@ from ..common.fingerprints import version_of
 from ..devices.devices import Device
 from ..devices.offload import TravellingActivations
 from ..devices.transfer import Transfer
+from .gpu_draws import drawing, is_random
 from .lock import UserCodeState, current
 from .loose_gradients import LooseGradients
 from .loose_parameters import LooseParameters, may_wait
@@ -126,6 +127,7 @@ class ImplicitTransfers(TorchFunctionMode):
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: Device) -> Any:
         """Calls a function with its operands on one device."""
+        state = current()
         leaves: list[Any] = []
         structure = trees.flatten((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -137,17 +139,17 @@ class ImplicitTransfers(TorchFunctionMode):
         fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
         homes = {_home(t, place) for t in tensors if name in _JOINS or t is fixed or not _goes_anywhere(t)}
         if len(homes) < 2 or name in _ANYWHERE:
-            return func(*args, **kwargs)
+            return _called(func, name, state, leaves, args, kwargs)
         target: torch.device | None = place.torch_device
         if isinstance(fixed, Tensor):
             target = _home(fixed, place)
         elsewhere = [t for t in tensors if _home(t, place) != target and (name in _JOINS or not _goes_anywhere(t))]
-        moved = {id(t): (t, self._move(t, target, place)) for t in elsewhere}
-        versions = {key: version_of(there) for key, (_, there) in moved.items()}
-        given = [moved[id(leaf)][1] if id(leaf) in moved else leaf for leaf in leaves]
+        brought = {id(t): (t, self._move(t, target, place)) for t in elsewhere}
+        versions = {key: version_of(there) for key, (_, there) in brought.items()}
+        given = [brought[id(leaf)][1] if id(leaf) in brought else leaf for leaf in leaves]
         args, kwargs = trees.unflatten(structure, given)
-        result = func(*args, **kwargs)
-        for key, (tensor, there) in moved.items():
+        result = _called(func, name, state, given, args, kwargs)
+        for key, (tensor, there) in brought.items():
             if version_of(there) != versions[key] or (name in _WRITES_UNSEEN and not tensor.requires_grad):
                 with torch.no_grad():
                     tensor.copy_(self._move(there.detach(), _home(tensor, place), place))
@@ -238,6 +240,16 @@ def _mode_on_top() -> ImplicitTransfers | None:
     height = torch._C._len_torch_function_stack()
     mode = torch._C._get_function_stack_at(height - 1) if height else None
     return mode if isinstance(mode, ImplicitTransfers) else None
+
+
+def _called(
+    func: Any, name: str, state: UserCodeState | None, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The function's result; ``leaves`` are its arguments."""
+    if state is None or not is_random(name):
+        return func(*args, **kwargs)
+    with drawing(state, name, leaves, args, kwargs):
+        return func(*args, **kwargs)
 
 
 def take_off_mode() -> TorchFunctionMode | None:

@@ -26,7 +26,8 @@ bring a parameter from elsewhere into it; the first call of the unit notes so (`
 such a graph are found and asked for as well.
 
 A function of the user may begin a backward of its own inside the engine's (reversible layers, Reformer): it asks for
-gradients too, and hands those of tensors that it has made itself to their ``.grad``.
+gradients too, and hands those of tensors that it has made itself to their ``.grad``. The walk finds functions of users,
+too: their backward is user code.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ..common.attributes import attribute_set
-from ..common.graphs import walk_graph
+from ..common.graphs import is_of_user, walk_graph
 from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Joined, Transfer
 from .lock import current
@@ -84,9 +85,20 @@ class LooseGradients:
         self._num_uses = 0
         self._aside: dict[tuple[int, int], _Aside] = {}
 
-    def look_up(self, roots: Iterable[Any]) -> None:
-        """A backward is about to begin, which will start from some of the nodes ``roots`` at a time."""
-        self._edges = leaves_behind(roots)
+    def look_up(self, roots: Iterable[Any]) -> bool:
+        """A backward is about to begin, which will start from some of the nodes ``roots`` at a time.
+
+        Returns:
+            Whether there are functions of the user among the nodes.
+        """
+        self._edges = {}
+        has_functions = False
+        for node in walk_graph(roots):
+            if isinstance(node, _LEAF_NODE):
+                self._edges[node.variable] = GradientEdge(node, 0)
+            elif is_of_user(node):
+                has_functions = True
+        return has_functions
 
     def run_backward(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """``torch.autograd.backward`` through user code, from tensors or edges. The graph is kept, because the backward

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.fingerprints import version_of
+from ..common.graphs import EngineFunction
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
@@ -105,7 +106,7 @@ class _Copy:
                 self.gradient.add_(gradient)
 
 
-class _Use(torch.autograd.Function):
+class _Use(EngineFunction):
     """A use of a device copy; where its gradient goes: see [Note: raw parameters]."""
 
     @staticmethod
@@ -176,7 +177,7 @@ class LooseParameters:
             given: Any = copy.tensor.detach()
             given._lease = lease
             return cast(Tensor, given)
-        return cast(Tensor, _Use.apply(master, copy, lease, gradients))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Use.apply(master, copy, lease, gradients))
 
     def _find(self, master: nn.Parameter, device: Device, tracks: bool) -> tuple[_Copy, _Lease] | None:
         """A copy that is right, with a lease that keeps it from being given up."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.graphs import EngineFunction
 from ..devices.offload import TravellingActivations
 from ..devices.transfer import Edge, Transfer
 
@@ -58,8 +59,8 @@ def moved(
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return bring()
     landing = _Landing()
-    source = _Land.apply(tensor, landing) if tensor.device.type == "cpu" else tensor  # type: ignore[no-untyped-call]
-    return _Move.apply(source, bring, activations, landing, what)  # type: ignore[no-any-return, no-untyped-call]
+    source = _Land.apply(tensor, landing) if tensor.device.type == "cpu" else tensor
+    return _Move.apply(source, bring, activations, landing, what)  # type: ignore[no-any-return]
 
 
 class _Landing:
@@ -71,7 +72,7 @@ class _Landing:
         self.transfer: Transfer | None = None
 
 
-class _Land(torch.autograd.Function):
+class _Land(EngineFunction):
     """On the host, in front of :class:`_Move`: the wait for a gradient that comes down; see [Note: moves]."""
 
     @staticmethod
@@ -88,7 +89,7 @@ class _Land(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Move(torch.autograd.Function):
+class _Move(EngineFunction):
     """A move to another device, or to the host; see [Note: moves]."""
 
     @staticmethod

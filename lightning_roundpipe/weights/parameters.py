@@ -13,7 +13,7 @@ added up in the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..common.attributes import assign
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
+from .buffers import ComingBuffers
 from .events import tell
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
@@ -65,8 +66,11 @@ class Replica:
         is_low: whether it has the low form of the unit.
     """
 
-    def __init__(self, unit: Unit, device: Device, relay: Relay, *, is_low: bool = False) -> None:
+    def __init__(
+        self, unit: Unit, device: Device, relay: Relay, coming: ComingBuffers, *, is_low: bool = False
+    ) -> None:
         self.unit = unit
+        self._coming = coming
         self.is_low = is_low
         self._relay = relay
         self.device = device
@@ -287,11 +291,13 @@ class Replica:
 
     # --- buffers and gradients -----------------------------------------------------------------------------------
 
-    def load_buffers(self, *, own: bool = False) -> None:
-        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'.
+    def load_buffers(self, *, own: bool = False, is_loaded: bool = False) -> None:
+        """Makes device copies of the buffers, which may be on their way home; on a host-aliasing device they are the
+        masters'.
 
         Args:
             own: makes copies there as well: for a graph that is kept while other micro-batches change the masters'.
+            is_loaded: whether device copies are there, which are right unless others are on their way home.
         """
         self._owns_buffers = own
         if self.device.aliases_host:
@@ -299,24 +305,20 @@ class Replica:
                 buffer = master._buffers[name]
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
-        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
-        sources = [b for _, _, b in found if b is not None]
-        moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
-        for (copy, name, _), tensor in zip(found, moved, strict=True):
-            copy._buffers[name] = tensor
+        self._coming.load(self.buffers, self.device, f"buffers {self.unit.name}", is_loaded=is_loaded)
 
-    def store_buffers(self) -> None:
-        """Brings buffers home that the forward wrote."""
+    def store_buffers(self, written: Container[tuple[nn.Module, str]]) -> None:
+        """Brings buffers home that the forward wrote, or on their way: see [Note: buffers come home]."""
         for master, copy, name in self.buffers:
             value, home = copy._buffers.get(name), master._buffers.get(name)
-            if value is None or home is None or value is home:
+            if value is None or home is None or value is home or (master, name) not in written:
                 continue
             if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()
                 continue
             if not self.device.aliases_host:
-                (value,) = self.device.download([value], f"buffers {self.unit.name}").wait(Edge.BUFFERS)
-            if home.shape == value.shape and home.dtype == value.dtype:
+                self._coming.send(master, name, value, self.device, f"buffers {self.unit.name}")
+            elif home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:

@@ -235,34 +235,6 @@ def test_weights_are_page_locked_on_their_first_way(device: GpuDevice, driver: S
     assert driver.locked == {weight.data_ptr(): 4 * MIB}
 
 
-def test_activations_go_through_page_locked_buffers(device: GpuDevice, driver: StubDriver) -> None:
-    """What they lay in may change at once, and what lies in a buffer already is not copied again."""
-    copies: list[Tensor] = []
-    copy = driver.copy
-    driver.copy = lambda there, source: copies.append(source) or copy(there, source)  # type: ignore[method-assign, func-returns-value]
-    source = torch.randn(MIB)
-    values = source.clone()
-    transfer = device.upload([source], "x")
-    source.zero_()
-    assert torch.equal(transfer.wait(Edge.INPUTS)[0], values)
-    assert driver.is_page_locked(copies[0])
-    kept = device.keep(values)
-    device.upload(kept.tensors, "x", after=kept)
-    assert copies[1].data_ptr() == kept.tensors[0].data_ptr()
-    assert driver.is_page_locked(copies[1])
-
-
-def test_tensors_in_another_order_of_memory_are_copied_as_they_lie(device: GpuDevice, driver: StubDriver) -> None:
-    """A copy of a tensor that is not contiguous would go through ordinary memory."""
-    source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    for transfer in (device.upload([source], "x"), device.download([source], "y")):
-        assert isinstance(transfer, GpuTransfer)
-        assert all(tensor.dim() == 1 for pair in transfer.pairs for tensor in pair)
-        (found,) = transfer.wait(Edge.INPUTS)
-        assert found.stride() == source.stride()
-        assert torch.equal(found, source)
-
-
 # --- memory of copies --------------------------------------------------------------------------------------------
 
 
