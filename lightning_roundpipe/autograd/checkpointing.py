@@ -33,15 +33,6 @@ def checkpoints_passed_through() -> Iterator[None]:
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
     get_device_states = torch_checkpoint.get_device_states  # of GPUs
 
-    def passes() -> bool:
-        state = current()
-        if state is None:
-            return False
-        if state.unit_writes is None:
-            state.on_late_code()
-            return False
-        return True
-
     class PassThrough(function):  # type: ignore[misc,valid-type]
         @classmethod
         def apply(cls, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -49,11 +40,15 @@ def checkpoints_passed_through() -> Iterator[None]:
                 return function.apply(run, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
             return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
-    def pass_through(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if passes():
+    def pass_through(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        state = current()
+        if state is None:
+            yield from generator(run, *args, **kwargs)
+        elif state.unit_writes is not None:
             yield
         else:
-            yield from generator(*args, **kwargs)
+            state.on_late_code()
+            yield from generator(state.recomputed(run), *args, **kwargs)
 
     def device_states(*args: Any) -> tuple[list[int], list[Any]]:
         return get_device_states(*args) if current() is None else ([], [])

@@ -21,6 +21,7 @@ from ..autograd.unit_run import InsideUnit, UnitContext, UnitResult, autocast_as
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
@@ -180,12 +181,12 @@ def _all_at(target: torch.device, leaves: list[Any], context: UnitContext) -> li
 
 
 def run_replayed(
-    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[torch.device]
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
 ) -> UnitResult:
     """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
 
     Args:
-        homes: where its calls by the micro-batch have run, and their results are.
+        homes: where its calls by the micro-batch have run, and their results are; one at least.
 
     Raises:
         RuntimeError: if it draws, and there were several.
@@ -198,7 +199,7 @@ def run_replayed(
     else:
         with torch.get_device_module(here).device(here):
             result = run_unit(context, call, replica, _all_at(here, leaves, context))
-        result.leaves = _all_at(homes[-1] if homes else here, result.leaves, context)
+        result.leaves = _all_at(homes[-1].torch_device, result.leaves, context)
     if len(homes) > 1 and result.draws:
         raise RuntimeError(
             f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "

@@ -21,6 +21,7 @@ of the next, and neither that lock nor a compute lane while it waits for the gat
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..autograd.unit_run import UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
 from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.runs import Run
 from ..devices.transfer import Edge
@@ -38,12 +40,13 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Action
 from ..usercode.lock import UserCodeState
 from ..usercode.loose_gradients import LooseGradients, node_of
+from ..usercode.places import UserCodePlace
 from ..weights.parameters import Replica
 from ..weights.units import Unit
 from .barrier import Attendance
 from .books import ActivationBooks
 from .context import SegmentContext, StepContext
-from .execution import ForwardResult, cut, run_forward, run_replayed, run_unit_backward
+from .execution import ForwardResult, cut, run_forward, run_unit_backward
 from .plans import SegmentRecord
 
 _ALL_POSITIONS = 1 << 60
@@ -57,6 +60,7 @@ class Microbatch:
         index: identifies it to the user and seeds its random numbers.
         schedule_index: its index in the schedule of this segment.
         device: the one that it is on.
+        place: where its user code is.
         attendance: how its thread and that of the step wait for each other.
         record: what is noted in this segment.
         pending: gradients that wait in user code.
@@ -74,10 +78,11 @@ class Microbatch:
         self._training = request.training
         self._calls: list[Call] = []  # whose backward may come, in order
         self._called: list[Unit] = []
-        self._homes: list[torch.device] = []  # where they ran
+        self._homes: list[Device] = []  # where they ran
         self._loose = LooseGradients()
         self._saved = SavedInputs()
-        self._activations = TravellingActivations(self._saved, self._pool.owners, self._pool.gpus)
+        owners = self._pool.owners
+        self._activations = TravellingActivations(self._saved, owners, self._pool.gpus)
         self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
@@ -89,6 +94,9 @@ class Microbatch:
         self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
         self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
+        is_engine = functools.partial(getattr, self.pending, "is_flushing")
+        self.place = UserCodePlace(self.device, is_engine, owners)
+        state.recomputed = self.place.recomputed
         self._activations.go_to(self.device)
         state.call_unit = self.call
 
@@ -125,7 +133,7 @@ class Microbatch:
         for passed in range(max(self._stage, 0), stage):
             self._gate.leave(Action(passed, self.schedule_index))
         is_first, self._has_entered = not self._has_entered, True
-        self._stage, self.device = stage, target
+        self._stage, self.device, self.place.device = stage, target, target
         if target is before:
             self._activations.drop()
         else:
@@ -154,9 +162,6 @@ class Microbatch:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
-        self._gate.check()
-        if self._in_backward:
-            return self._replay(unit, args, kwargs)
         call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
         self._called.append(unit)
         self.record.called.append(unit)
@@ -215,7 +220,7 @@ class Microbatch:
     ) -> ForwardResult:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
-        self._homes.append(device.torch_device)
+        self._homes.append(device)
         key = (
             self._training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
             tuple(call.differentiable), call.trained, call.autocast,
@@ -259,24 +264,6 @@ class Microbatch:
         )  # fmt: skip
         self.record.runs.append(call.ran)
         return done
-
-    def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline.
-
-        On GPUs on a thread of autograd, which must not wait for the lane of a unit whose backward needs the thread.
-        """
-        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
-        call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
-        leaves: list[Any] = []
-        call.structure = trees.flatten_call(args, kwargs, [], leaves)
-        lane = contextlib.nullcontext() if self._has_lane else self.device.computing()
-        with self._lock.released(self.state), lane:
-            replica = self._replica(call)
-            self._loose.own.update(replica.leaves)
-            started = self.device.stamp()
-            result = run_replayed(self._context, call, replica, leaves, [self._homes[i] for i in made])
-            self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
-        return trees.unflatten(result.structure, result.leaves)
 
     # --- backward ----------------------------------------------------------------------------------------------
 

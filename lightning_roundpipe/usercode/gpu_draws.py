@@ -119,7 +119,7 @@ def is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return name in _COMPOSED
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 

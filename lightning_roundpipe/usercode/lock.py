@@ -81,6 +81,7 @@ class UserCodeState:
             it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.
+        recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
         on_late_code: called when user code asks for something in the backward: uses an activation checkpoint, or
             registers a hook on a tensor.
         loose: takes the gradients of leaves while the engine walks the graph of user code; None otherwise.
@@ -99,6 +100,7 @@ class UserCodeState:
         self.meet: Callable[..., Any] | None = None
         self.loose: NestedBackwards | None = None
         self.on_module_hook: Callable[[], None] = _nothing
+        self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
         self.on_late_code: Callable[[], None] = _nothing
 
 

@@ -31,17 +31,18 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Four units, and between them what a test makes."""
+    """Units, and between them what a test makes."""
 
     def __init__(self, between: Callable[[Model, Tensor], Tensor], block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 1)
         self.between = [between]  # in a list: it is no attribute of the micro-batch
 
     def forward(self, x: Tensor) -> Tensor:
         self.row = float(x[0, 0])
         x = self.between[0](self, self.blocks[0](x))
-        return self.blocks[3](self.blocks[2](x)).square().mean()
+        return self.blocks[4](self.blocks[3](x)).square().mean()
 
 
 def parts() -> list[Tensor]:
@@ -52,8 +53,10 @@ def parts() -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def late_kernels() -> Iterator[None]:
     torch.sim.set_delay(50)
+    torch.sim.reset_stats()
     yield
     torch.sim.set_delay(0)
+    assert torch.sim.stats()["races"] == 0
 
 
 def results_of(between: Callable[[Model, Tensor], Tensor], num_devices: int, **options: Any) -> list[Any]:
@@ -63,11 +66,12 @@ def results_of(between: Callable[[Model, Tensor], Tensor], num_devices: int, **o
     steps = Steps(model, num_devices=num_devices, **{"device_type": "sim", **options})
     steps.train(parts(), 1)
     result = steps.train(parts(), 2)
-    return [*map(float, result.outputs), *(result.gradients[p] for p in model.parameters())]
+    return [*map(float, result.outputs), *(result.gradients.get(p) for p in model.parameters())]
 
 
 def region(model: Model, x: Tensor) -> Tensor:
-    return F.dropout(torch.sin(model.blocks[1](x)), 0.2) * torch.rand_like(x) + torch.rand(WIDTH)
+    x = F.dropout(torch.sin(model.blocks[1](x)), 0.2) * torch.rand_like(x) * model.scale + torch.rand(WIDTH)
+    return torch.cos(model.blocks[2](x)) * model.scale
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -153,7 +157,7 @@ class Fused(Plain):
 
 def test_a_function_inside_a_unit_runs_its_backward_as_part_of_the_unit() -> None:
     Kernel.seen.clear()
-    results_of(lambda model, x: model.blocks[1](x), 2, block=Fused)
+    results_of(lambda model, x: model.blocks[2](model.blocks[1](x)), 2, block=Fused)
     assert set(Kernel.seen) == {(True, 0, False, "sim")}
 
 

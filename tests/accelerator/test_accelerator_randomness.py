@@ -83,8 +83,10 @@ def results_of(
 
 @pytest.fixture(autouse=True)
 def no_delay_afterwards() -> Iterator[None]:
+    torch.sim.reset_stats()
     yield
     torch.sim.set_delay(0)
+    assert torch.sim.stats()["races"] == 0
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
