@@ -18,6 +18,7 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -29,13 +30,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import EngineFunction, walk_graph
-from ..devices.offload import Offloaded
+from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.runs import Run
+from ..devices.transfer import Done, Edge, Transfer
 from ..usercode.loose_gradients import LooseGradients
+from ..usercode.moves import moved
 from ..weights.units import Unit
 from .randomness import Draws
 
 Slot = Hashable
+_GRADIENT = "gradient in user code"
 
 
 class GradientCutError(RuntimeError):
@@ -268,7 +272,7 @@ class Call:
                 "one: specify retain_graph=True for the first"
             )
         known = self.gradients.get(slot)
-        self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
+        self.gradients[slot] = gradient if known is None else self.pending.brought(known, gradient.device) + gradient
 
     def needed_in_backward(self) -> list[Any]:
         """Tensors that have to come to the device for the backward, as far as they are known."""
@@ -307,28 +311,33 @@ class PendingGradients:
 
     Args:
         loose: runs the backward, and takes the gradients of leaves.
+        activations: of the micro-batch.
 
     Attributes:
         is_flushing: whether the engine itself walks the graph of user code at the moment.
     """
 
-    def __init__(self, loose: LooseGradients) -> None:
+    def __init__(self, loose: LooseGradients, activations: TravellingActivations) -> None:
         self.is_flushing = False
         self._loose = loose
-        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+        self._activations = activations
+        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, list[Transfer]]] = {}
 
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
-        """Takes the gradient of one input of a call, on whatever device it was computed."""
+        """Takes the gradient of one input of a call, on whatever device it was computed; it begins to travel."""
         edge = receiver.edge
         if edge is None:
             assert receiver.owner is not None
             call, slot = receiver.owner
             call.add_gradient(slot, gradient)
             return
-        gradient = gradient.to(receiver.device)
-        key = (edge.node, edge.output_nr)
-        known = self._waiting.get(key)
-        self._waiting[key] = (edge, gradient if known is None else known[1] + gradient)
+        is_there = gradient.device == receiver.device
+        arriving = Done([gradient]) if is_there else self._activations.start(gradient, receiver.device, _GRADIENT)
+        self._waiting.setdefault((edge.node, edge.output_nr), (edge, []))[1].append(arriving)
+
+    def brought(self, gradient: Tensor, device: torch.device) -> Tensor:
+        """``gradient`` on a device."""
+        return gradient if gradient.device == device else moved(gradient, device, self._activations, _GRADIENT)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -336,7 +345,8 @@ class PendingGradients:
     def flush(self) -> None:
         """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
-        self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
+        gradients = [_sum_of([part.wait(Edge.OUTPUT_GRADIENTS)[0] for part in parts]) for _, parts in waiting]
+        self.run_backward([edge for edge, _ in waiting], gradients)
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
         """Pushes gradients through the graph of user code."""
@@ -349,6 +359,10 @@ class PendingGradients:
     def clear(self) -> None:
         """Drops what waits."""
         self._waiting.clear()
+
+
+def _sum_of(gradients: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, gradients)
 
 
 def reached_cut(outputs: Iterable[Tensor]) -> Call | None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .memory import DeviceMemory, Passing
-from .transfer import Edge, Lane, Moved, Transfer
+from .transfer import Done, Edge, Lane, Moved, Transfer
 
 
 class Device(ABC):
@@ -127,6 +127,10 @@ class Device(ABC):
         They must not change while that is under way; see :meth:`snapshot`.
         """
         return self.d2h.submit(tensors, is_bulk=is_bulk, label=what)
+
+    def keep(self, tensor: Tensor) -> Transfer:
+        """A copy of ``tensor``, which is on the host, for an upload that comes later."""
+        return Done([tensor.detach().to("cpu", copy=True)])
 
     def snapshot(self, tensor: Tensor) -> Tensor | None:
         """A copy on the device itself, of what may change before a download has read it; None if there is no room."""

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ..planning.quantities import format_bytes
+from .chunks import plain_mode
 from .devices import Device
 from .gpu_driver import GpuDriver
 from .gpu_lanes import GpuLane
 from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
 from .pinned import PageLockedMemory
-from .transfer import Transfer
+from .transfer import Done, Transfer
 
 # Of what may be used, beside what the books give out: what the allocator cannot use of its blocks, and the workspaces
 # of cuBLAS. Each thread that multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the
@@ -130,6 +131,14 @@ class GpuDevice(Device):
     def elapsed_ms(self, start: Any, end: Any) -> float | None:
         # To ask is not to wait; elapsed_time of events that were not reached would raise.
         return float(start.elapsed_time(end)) if start.query() and end.query() else None
+
+    def keep(self, tensor: Tensor) -> Transfer:
+        """In page-locked memory."""
+        if tensor.layout is not torch.strided:
+            return super().keep(tensor)
+        with plain_mode():
+            copy, is_locked = self._driver.host.empty_like(tensor)
+            return Done([copy.copy_(tensor)], is_page_locked=is_locked)
 
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing:
         freed = _Freed(tensors, self._driver.record(self._compute), after)

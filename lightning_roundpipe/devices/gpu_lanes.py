@@ -17,6 +17,11 @@ Activations are issued at once, by the thread that submits them.
 Streams are ordered by events only. A download waits for what the compute stream was given before; an upload of what a
 download brings waits for that; the compute stream waits for an upload. The host itself waits only for what it reads.
 
+A copy from ordinary memory of the host would hold up the thread that issues it. So an activation that does not lie in a
+page-locked buffer of ours is put into one first, by the thread that submits it: user code may change what is its own
+right after that. Bulk is page-locked where it is, or staged chunk by chunk by the thread of the lane: see
+[Note: page-locked memory] in :mod:`devices.pinned`.
+
 Memory that a copy on the device uses belongs to one stream, in whose order the allocator hands it out again:
 - Sources of downloads belong to the compute stream. They are held until the copy has been made.
 - Destinations of activations belong to their lane's stream. The allocator is told that the compute stream uses them.
@@ -50,7 +55,6 @@ class GpuTransfer(Transfer):
 
     Attributes:
         is_bulk: see :meth:`Lane.submit`.
-        is_page_locked: whether its copies lie in page-locked host memory.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class GpuLane(Lane):
         self.collect()
         # A download reads what is there now.
         ready = self._driver.record(self._compute) if self.direction == "d2h" else None
-        transfer = self._transfer(sources, is_bulk)
+        transfer = self._transfer(sources, is_bulk, after)
         with self._mutex:
             self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
         job = _Job(transfer, ready, after, label)
@@ -167,10 +171,13 @@ class GpuLane(Lane):
             self._issue(job, self._activations, [transfer.pairs])
         return transfer
 
-    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> GpuTransfer:
+    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool, after: Transfer | None) -> GpuTransfer:
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
+        is_staged = self.direction == "h2d" and not is_bulk and not (after is not None and after.is_page_locked)
+        if is_staged and after is not None:
+            after.wait(Edge.OFFLOADED)  # before the host reads it
         with plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
             for source in sources:
                 copies = []
@@ -178,7 +185,7 @@ class GpuLane(Lane):
                     copy, is_locked = self._destination(part)
                     is_page_locked = is_page_locked and is_locked
                     copies.append(copy)
-                    pairs.append((copy, part.detach()))
+                    pairs.append(_in_order(copy, self._staged(part) if is_staged else part.detach()))
                 tensors.append(_like(source, copies))
         return GpuTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
 
@@ -187,6 +194,10 @@ class GpuLane(Lane):
         if self.direction == "d2h":
             return self._driver.host.empty_like(source)
         return torch.empty_like(source, device=self._device), False
+
+    def _staged(self, source: Tensor) -> Tensor:
+        """``source`` in page-locked memory, as it is now."""
+        return self._driver.host.empty_like(source)[0].copy_(source)
 
     def let_reader_wait(self, transfer: GpuTransfer) -> None:
         """What reads the copies waits for them: the compute stream after an upload, the host after a download."""
@@ -313,6 +324,14 @@ class GpuLane(Lane):
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that make up ``tensor``."""
     return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+
+
+def _in_order(copy: Tensor, source: Tensor) -> Pair:
+    """Both tensors as one row, if their elements lie in the same order, without gaps: the driver copies it as it is."""
+    if copy.is_contiguous() or copy.stride() != source.stride():
+        return copy, source
+    row = (copy.numel(),), (1,)
+    return copy.as_strided(*row, copy.storage_offset()), source.as_strided(*row, source.storage_offset())
 
 
 def _like(source: Tensor, parts: list[Tensor]) -> Tensor:

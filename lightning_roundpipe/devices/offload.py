@@ -14,7 +14,8 @@ It is made from a snapshot on the device, because user code may change the tenso
 lane has read it. What a micro-batch needs next is fetched before its turn has come, while the one before it computes,
 if there is room.
 
-Everything here belongs to one micro-batch, and is used by its thread only.
+Everything here belongs to one micro-batch, and is used by its thread; :meth:`TravellingActivations.start` also by those
+of autograd, in a backward of it.
 """
 
 from __future__ import annotations
@@ -68,18 +69,19 @@ class SavedInputs:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Offloaded]]] = {}
         self.num_bytes = 0
 
-    def save(self, tensor: Tensor, device: Device | None, what: str) -> Offloaded:
+    def save(self, tensor: Tensor, device: Device | None, what: str, here: Device | None = None) -> Offloaded:
         """``tensor`` as it is now.
 
         Args:
             device: where it is; None if it is on the host.
+            here: where it is needed.
             what: it is, for the trace.
         """
         version = version_of(tensor)
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
             return saved
-        saved = _offload(tensor, device, what)
+        saved = _offload(tensor, device, what, here)
         self.num_bytes += saved.num_bytes
         self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
         return saved
@@ -117,10 +119,10 @@ def as_reloaded(values: Sequence[Any]) -> list[Any]:
     return [made.get(id(x), x) for x in values] if made else list(values)
 
 
-def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
+def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
     narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
-        return Offloaded(Done([narrow.to("cpu", copy=True)]), tensor.shape)
+        return Offloaded(Done([narrow.to("cpu", copy=True)]) if here is None else here.keep(narrow), tensor.shape)
     num_bytes = num_bytes_of([narrow])
     has_room = not device.counts_activations or device.memory.try_reserve("activations", num_bytes)
     snapshot = device.snapshot(narrow) if has_room else None
@@ -164,11 +166,18 @@ class TravellingActivations:
     Args:
         saved: what of it is on the host.
         owners: GPU -> the device that has it for itself.
+        gpus: GPU -> one of its devices.
     """
 
-    def __init__(self, saved: SavedInputs, owners: Mapping[torch.device, Device]) -> None:
+    def __init__(
+        self,
+        saved: SavedInputs,
+        owners: Mapping[torch.device, Device],
+        gpus: Mapping[torch.device, Device] = {},
+    ) -> None:
         self._saved = saved
         self._owners = owners
+        self._gpus = gpus
         self._arrivals: dict[int, _Arrival] = {}
         self._leaving: list[Offloaded] = []
         self._here: Device | None = None
@@ -221,7 +230,7 @@ class TravellingActivations:
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
         """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
-        return self._saved.save(tensor, self.owner(tensor), what)
+        return self._saved.save(tensor, self.owner(tensor), what, self._here)
 
     def offload(self, values: Iterable[Any], what: str) -> None:
         """Sends tensors among ``values`` down to the host, before the micro-batch leaves and the device goes on."""
@@ -234,13 +243,21 @@ class TravellingActivations:
             if isinstance(value, (Tensor, Offloaded)) and not self._is_local(value) and self._found(value) is None:
                 self._start(value, what, ahead=True)
 
-    def receive(self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: bool = False) -> list[Any]:
-        """``values`` on the device, after a wait for what had to be brought; for the thread that holds its lane.
+    @property
+    def here(self) -> torch.device:
+        """The device of torch that the micro-batch is on."""
+        return self._device.torch_device
+
+    def receive(
+        self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: Callable[..., Tensor] | None = None
+    ) -> list[Any]:
+        """``values`` on the device, after a wait for what had to be brought.
 
         Args:
             edge: which wait this is.
             what: they are, for the trace.
-            keep_graph: whether copies are part of the autograd graph.
+            keep_graph: brings tensors as part of the autograd graph, see :func:`usercode.moves.moved`; None if copies
+                need not be.
         """
         here = self._device
         if here.aliases_host:
@@ -250,8 +267,9 @@ class TravellingActivations:
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
                 continue
-            if keep_graph and isinstance(value, Tensor) and value.requires_grad:
-                received[i] = value.to(here.torch_device, copy=True)
+            if keep_graph is not None and isinstance(value, Tensor) and value.requires_grad:
+                is_there = value.device == here.torch_device
+                received[i] = value.clone() if is_there else keep_graph(value, here.torch_device, self, what)
             elif (arrival := self._claimed(value) or self._start(value, what)) is not None:
                 arrivals.append((i, arrival))
         for i, arrival in arrivals:
@@ -272,7 +290,34 @@ class TravellingActivations:
         if (owner := self._owners.get(tensor.device)) is not None:
             return owner
         made_at = self._before if self._is_new else self._here
-        return made_at if made_at is not None and tensor.device == made_at.torch_device else None
+        if made_at is not None and tensor.device == made_at.torch_device:
+            return made_at
+        return self._gpus.get(tensor.device)
+
+    def reaches(self, *devices: torch.device) -> bool:
+        """Whether these are the host, or devices of the pool."""
+        return all([device.type == "cpu" or device in self._gpus for device in devices])
+
+    def start(self, tensor: Tensor, target: torch.device, what: str, *, may_change: bool = False) -> Transfer:
+        """Starts to bring ``tensor``, as it is now, to ``target``, which is another device, or the host.
+
+        Args:
+            may_change: whether it may be written before it has been read.
+        """
+        source, owner = tensor.detach(), self.owner(tensor)
+        if owner is None:
+            return self._at(target).upload([source], what)
+        if target.type == "cpu":
+            return owner.download([source], what)
+        snapshot = owner.snapshot(source) if may_change else source
+        download = owner.download([source if snapshot is None else snapshot], what)
+        if snapshot is None:  # no room for one
+            download.await_done()
+        return self._at(target).upload(download.tensors, what, after=download)
+
+    def _at(self, target: torch.device) -> Device:
+        here = self._here
+        return here if here is not None and here.torch_device == target else self._gpus[target]
 
     def _found(self, value: Tensor | Offloaded) -> _Arrival | None:
         arrival = self._arrivals.get(id(value))

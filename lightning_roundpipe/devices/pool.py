@@ -66,6 +66,11 @@ class DevicePool:
         return {d.torch_device: d for d in self.devices if not d.is_shared and not d.aliases_host}
 
     @property
+    def gpus(self) -> dict[torch.device, Device]:
+        """GPU -> one of its devices."""
+        return {d.torch_device: d for d in self.devices if d.torch_device.type != "cpu"}
+
+    @property
     def bytes_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes copied (to each device, from each device) since the pool was made."""
         return tuple(d.h2d.num_bytes for d in self.devices), tuple(d.d2h.num_bytes for d in self.devices)

@@ -38,6 +38,7 @@ from ..devices.devices import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
+from ..usercode.moves import moved
 from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
@@ -169,7 +170,8 @@ def _attempt(
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records))
+        keep_graph = moved if before and not records else None
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
@@ -224,6 +226,14 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
     return result
 
 
+def _all_at(target: torch.device, leaves: list[Any], context: UnitContext) -> list[Any]:
+    """``leaves`` with their tensors on a device, as part of the graph."""
+    return [
+        moved(x, target, context.activations, "run again") if isinstance(x, Tensor) and x.device != target else x
+        for x in leaves
+    ]
+
+
 def run_replayed(
     context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
 ) -> UnitResult:
@@ -242,10 +252,8 @@ def run_replayed(
         result = run_unit(context, call, replica, leaves)
     else:
         with torch.get_device_module(here).device(here):
-            given = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
-            result = run_unit(context, call, replica, given)
-        home = homes[-1].torch_device
-        result.leaves = [x.to(home) if isinstance(x, Tensor) else x for x in result.leaves]
+            result = run_unit(context, call, replica, _all_at(here, leaves, context))
+        result.leaves = _all_at(homes[-1].torch_device, result.leaves, context)
     if len(homes) > 1 and result.draws:
         raise RuntimeError(
             f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
@@ -362,7 +370,8 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
         copy = replica.copy_of(master)
         assert copy is not None
         swapped.append((copy, name, copy._buffers[name]))
-        copy._buffers[name] = value.to(target, copy=True)
+        is_there = value.device == target
+        copy._buffers[name] = value.clone() if is_there else moved(value, target, context.activations, f"buffer {name}")
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:

@@ -80,10 +80,10 @@ class Microbatch:
         self._called: list[Unit] = []
         self._homes: list[Device] = []  # where they ran
         self._loose = LooseGradients()
-        self.pending = PendingGradients(self._loose)
         self._saved = SavedInputs()
         owners = self._pool.owners
-        self._activations = TravellingActivations(self._saved, owners)
+        self._activations = TravellingActivations(self._saved, owners, self._pool.gpus)
+        self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         self._context = UnitContext(
@@ -298,7 +298,7 @@ class Microbatch:
             if self.pending:
                 self._backward_of_user_code()
             if loose := self._loose.take():
-                self._step.gradients.add_loose(loose, self.index)
+                self._step.gradients.add_loose(*loose, self.index)
         finally:
             self._calls += kept[::-1]
 

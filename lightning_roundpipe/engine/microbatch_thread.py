@@ -78,7 +78,7 @@ class MicrobatchThread(Microbatch):
     def _implicit_transfers(self) -> contextlib.AbstractContextManager[Any]:
         if self.device.aliases_host:
             return contextlib.nullcontext()
-        return ImplicitTransfers(self.place.now, self._step.loose_parameters, lambda: self.pending.is_flushing)
+        return ImplicitTransfers(self.place.now, self._step.loose_parameters, self._loose, self._activations)
 
     def _send_weights_ahead(self) -> None:
         """Each micro-batch starts the uploads of the first weights of one device, so that they travel while others run.
@@ -224,7 +224,7 @@ class MicrobatchThread(Microbatch):
             self._forget(call)
         self._calls.clear()
         self.pending.clear()
-        self._loose.take()
+        self._loose.clear()
         self._books.wait_with(self.device, 0)
         self._activations.clear()
         self._saved.clear()

@@ -25,7 +25,9 @@ from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
+from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
+from ..usercode.implicit_transfers import functions_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
@@ -42,7 +44,7 @@ def classes_patched() -> Iterator[None]:
     with _lock:
         if not _num_users:
             with contextlib.ExitStack() as stack:
-                for installed in (noting_writes, noting_hooks, checkpoints_passed_through):
+                for installed in (noting_writes, noting_hooks, checkpoints_passed_through, functions_followed):
                     stack.enter_context(installed())
                 _installed = stack.pop_all()
         _num_users += 1
@@ -77,6 +79,7 @@ def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_th
     stack.enter_context(process_settings_kept())
     stack.enter_context(gpu_generators_left_alone())
     stack.enter_context(parametrizations_apart())
+    stack.enter_context(functional_calls_apart())
     stack.enter_context(power_iterations_once())
     stack.enter_context(intra_op_threads(num_threads))
 

@@ -80,10 +80,10 @@ class GradientStore:
         """
         self._add(master, gradient, source)
 
-    def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
+    def add_loose(self, masters: Sequence[nn.Parameter], arriving: Transfer, ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
         micro-batches; does not change the tensors given."""
-        self.add_later(list(gradients), Done(list(gradients.values())), _LOOSE, ordinal)
+        self.add_later(masters, arriving, _LOOSE, ordinal)
 
     def add_later(
         self, masters: Sequence[nn.Parameter], arriving: Transfer | None, source: Source, ordinal: int
