@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.recompute import Call, PendingGradients, check_versions
+from ..autograd.unit_backward import run_unit_backward
 from ..autograd.unit_run import UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
@@ -46,7 +47,7 @@ from ..weights.units import Unit
 from .barrier import Attendance
 from .books import ActivationBooks
 from .context import SegmentContext, StepContext
-from .execution import ForwardResult, cut, run_forward, run_unit_backward
+from .execution import ForwardResult, cut, run_forward
 from .plans import SegmentRecord
 
 _ALL_POSITIONS = 1 << 60
