@@ -39,7 +39,7 @@ def device() -> Iterator[GpuDevice]:
 def test_a_model_that_does_not_fit(memory_in_use: Callable[[], int], tmp_path: Path) -> None:
     """1 GiB of weights, and as much of gradients, on a GPU of which 640 MiB may be used beside what others have.
 
-    Ten layers of 64 MiB would be 640 MiB, and biases: with nine, 60 MiB are left for workspaces and activations.
+    A quarter of that is kept for workspaces: there is room for seven layers of 64 MiB, with or without gradients.
     """
     network, batches = functools.partial(mlp, width=4096, depth=16), vectors((4, 4), width=4096)
     memory_in_use()
