@@ -1,8 +1,9 @@
 """Every wait and every hold of devices on GPUs is needed: leaving out any one of them is found out.
 
 Mutation testing on simulated GPUs whose kernels and copies are late. Two uses of memory that nothing orders count as a
-race there, whatever the timing was; fresh and freed memory is NaN. So each mutation shows: as a race, or in the
-numbers, or as an error.
+race there, whatever the timing was; fresh and freed memory is NaN. So each mutation shows: as a race, in the numbers,
+as an error, or as memory that is left. Two waits are not among them because they order nothing: ``throttle``, which
+bounds the memory that queued work takes, and the lane's wait for a chunk, which lets activations overtake.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def wrong_training() -> str | None:
 
 
 def wrong_copies() -> str | None:
-    """An upload whose source nothing else holds while a download takes memory of that size, and is read late, too."""
+    """Uploads whose sources nothing else holds, also at the end of a step, and downloads that take memory of their
+    size."""
     device = GpuDevice(0, 0, driver=driver_of("sim"))
     device.open()
     device.enter(None)
@@ -72,6 +74,13 @@ def wrong_copies() -> str | None:
             if not copy.cpu().eq(value).all() or not download.wait(Edge.GRADIENTS)[0].eq(-1).all():
                 problems.append("a copy is not what was copied")
             del copy, upload, download, passing
+        device.upload([device.page_locked.empty_like(torch.empty(WIDTH))[0].fill_(9)], "never read")
+        device.close()
+        device.open()
+        made = torch.full((WIDTH,), -1.0, device=device.torch_device)
+        downloads = [device.download([made], "in the next step") for _ in range(4)]  # as many as were let go
+        for download in downloads:
+            download.await_done()
     finally:
         device.close()
         device.dispose()
@@ -264,6 +273,23 @@ def a_step_ends_before_compute(patch: Patch) -> None:
     patch.setattr(GpuDevice, "_await_compute", lambda device: None)
 
 
+def a_step_ends_before_its_copies(patch: Patch) -> None:
+    close = GpuLane.close
+
+    def without(lane: GpuLane) -> None:
+        with lane._work:
+            lane._is_open = False
+            thread, lane._thread = lane._thread, None
+            lane._work.notify_all()
+        if thread is not None:
+            thread.join()
+        for under_way in lane._under_way.values():
+            under_way.clear()
+        close(lane)
+
+    patch.setattr(GpuLane, "close", without)
+
+
 MUTATIONS = {
     "the compute stream does not wait for weights": readers_do_not_wait_for(is_bulk=True),
     "the compute stream does not wait for activations": readers_do_not_wait_for(is_bulk=False),
@@ -279,6 +305,7 @@ MUTATIONS = {
     "destinations belong to the compute stream": destinations_belong_to_the_compute_stream,
     "what is offloaded is no snapshot": what_is_offloaded_is_no_snapshot,
     "a step ends before compute": a_step_ends_before_compute,
+    "a step ends before its copies": a_step_ends_before_its_copies,
 }
 
 

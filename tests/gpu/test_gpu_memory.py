@@ -40,8 +40,7 @@ def device() -> Iterator[GpuDevice]:
 def test_a_model_that_does_not_fit(memory_in_use: Callable[[], int], tmp_path: Path) -> None:
     """1.5 GiB of weights, and as much of gradients, on a GPU of which 1.25 GiB may be used beside what others have.
 
-    Devices keep a reserve of up to 512 MiB in a limit, for workspaces and what the allocator cannot use of its blocks.
-    What is left has room for the weights and gradients of a few layers of 64 MiB, never for half of them.
+    A quarter of that is kept for workspaces: there is room for seven layers of 64 MiB, with or without gradients.
     """
     network, batches = functools.partial(mlp, width=4096, depth=24), vectors((4, 4), width=4096)
     warm_up(tmp_path)
