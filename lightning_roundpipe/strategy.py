@@ -26,7 +26,7 @@ from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model
+from .integration.checks import check_model, note_unused_gpus
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .integration.pool import make_pool
 from .integration.single_process import SingleProcessStrategy
@@ -180,7 +180,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         if self._pool is not None:
             self._pool.dispose()
             self._pool = None
-        _ = self.pool
+        note_unused_gpus([device.torch_device for device in self.pool.devices])
         # An attribute of the instance, as the accelerator may be any of Lightning's.
         vars(self.accelerator)["get_device_stats"] = self.device_statistics
 

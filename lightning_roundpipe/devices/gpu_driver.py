@@ -61,7 +61,7 @@ class GpuDriver:
     def default_stream(self, device: torch.device) -> Any:
         """The stream on which threads compute that have chosen no other."""
         # Without that function it is the current stream of a thread that has chosen none.
-        return getattr(self._api, "default_stream", self._api.current_stream)(device)
+        return (getattr(self._api, "default_stream", None) or self._api.current_stream)(device)
 
     def new_stream(self, device: torch.device) -> Any:
         """A stream that is not ordered with any other."""

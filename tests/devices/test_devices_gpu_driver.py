@@ -131,7 +131,7 @@ def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         get_per_process_memory_fraction=0.5, set_per_process_memory_fraction=None,
     )  # fmt: skip
     fake.Event = make_event
-    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
     driver = GpuDriver()
     assert driver.torch_device(1) == GPU
     driver.set_device(GPU)
@@ -157,7 +157,7 @@ def test_an_accelerator_may_have_less_than_cuda(monkeypatch: pytest.MonkeyPatch)
     event = Recorder(record=None)
     fake = Recorder(current_stream="default")
     fake.Event = lambda enable_timing=False: event
-    monkeypatch.setattr(torch, "xpu", fake)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
     driver = GpuDriver("xpu")
     gpu = driver.torch_device(0)
     assert gpu == torch.device("xpu", 0)
@@ -176,7 +176,7 @@ def test_accelerators_with_streams_and_memory_are_supported(device_type: str, ex
 
 
 def test_older_versions_of_torch_cannot_tell_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "cuda", Recorder())
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: Recorder())
     assert GpuDriver().fraction(GPU) is None
 
 
@@ -198,7 +198,7 @@ def test_the_driver_copies_and_tells_the_allocator() -> None:
 def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA would report it again to the next launch, which has nothing to do with it."""
     runtime = Recorder(cudaHostRegister=712, cudaHostUnregister=713)
-    monkeypatch.setattr(torch, "cuda", Recorder(cudart=runtime))
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: Recorder(cudart=runtime))
     launches: list[Any] = []
 
     def raises(*args: Any, **kwargs: Any) -> Tensor:
@@ -214,7 +214,11 @@ def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "cuda", Recorder(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0)))
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda device_type: Recorder(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0)),
+    )
     monkeypatch.setattr(torch, "zeros", None)
     driver = GpuDriver()
     assert driver.page_lock(4096, 100) == 0

@@ -127,10 +127,10 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
             f"devices, on which it would do nothing: make it with device={autocast_device!r}"
         )
     if autocast_device != "cpu":
-        scaler = plugin.scaler
-        if scaler is not None and not scaler.is_enabled():  # because there is no CUDA; gradients are on the host
-            scaler = torch.amp.GradScaler("cpu")
-        return MixedPrecision(plugin.precision, autocast_device, scaler)
+        plugin.device = autocast_device
+        if plugin.scaler is not None and not plugin.scaler.is_enabled():  # because there is no CUDA
+            plugin.scaler = torch.amp.GradScaler("cpu")  # where the gradients are
+        return plugin
     if plugin.precision == "16-mixed":
         rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
     return MixedPrecision("bf16-mixed", "cpu")

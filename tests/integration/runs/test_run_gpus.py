@@ -50,6 +50,17 @@ def test_devices_that_are_not_there(devices: Any) -> None:
         RoundPipeAccelerator.parse_devices(devices)
 
 
+@pytest.mark.parametrize(("gpu_type", "is_said"), [("xpu", True), ("cuda", False), (None, False)])
+def test_gpus_that_lightning_does_not_look_for_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small: Any, make_trainer: Any, make_loader: Any,
+    gpu_type: str | None, is_said: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("lightning_roundpipe.integration.checks.gpu_type", lambda: gpu_type)
+    with caplog.at_level("INFO"):
+        make_trainer(max_steps=1).fit(small(), make_loader())
+    assert ("accelerators of type 'xpu'" in caplog.text) is is_said
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     made = StubDriver()

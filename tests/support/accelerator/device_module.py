@@ -9,7 +9,8 @@ import os
 import pathlib
 import sys
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
