@@ -103,14 +103,15 @@ def _drawing(state: UserCodeState, device: torch.device) -> Iterator[None]:
     assert state.lock is not None
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     turn = _turn(device)
-    if not turn.acquire(blocking=False):
-        with state.lock.released(state):  # a hook inside the unit that draws may need it
-            turn.acquire()
-    try:
-        with gpu_generator_seeded(device, seed):
-            yield
-    finally:
-        turn.release()
+    with contextlib.ExitStack() as stack:
+        if turn.acquire(blocking=False):
+            stack.callback(turn.release)
+        else:
+            with state.lock.released(state):  # a hook inside the unit that draws may need it
+                turn.acquire()
+                stack.callback(turn.release)
+        stack.enter_context(gpu_generator_seeded(device, seed))
+        yield
 
 
 @functools.cache

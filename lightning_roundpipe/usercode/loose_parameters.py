@@ -199,7 +199,9 @@ class LooseParameters:
             num_bytes = num_bytes_of([master])
             device.memory.reserve("weights", num_bytes)
             try:
-                upload = device.upload([master.detach()], "parameter in user code", is_bulk=num_bytes > CHUNK_BYTES)
+                upload = device.upload(
+                    [master.detach()], "parameter in user code", is_bulk=num_bytes > CHUNK_BYTES, must=True
+                )
             except BaseException:
                 device.memory.release("weights", num_bytes)
                 raise

@@ -14,8 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.autograd import randomness
+from lightning_roundpipe.common.errors import StepAborted
 from lightning_roundpipe.engine import execution
-from lightning_roundpipe.usercode.gpu_draws import gpu_generator_seeded
+from lightning_roundpipe.usercode import gpu_draws
+from lightning_roundpipe.usercode import lock as lock_module
+from lightning_roundpipe.usercode.gpu_draws import drawing, gpu_generator_seeded
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from tests.support.engine.modelled import recomputed
 from tests.support.engine.steps import Steps, balanced
 from tests.support.identical import assert_identical
@@ -211,3 +215,29 @@ def test_who_draws_on_a_gpu_waits_for_who_does() -> None:
 def _draw_into(device: torch.device, drawn: list[Tensor]) -> None:
     with gpu_generator_seeded(device, 2):
         drawn.append(torch.rand(3, device=device).cpu())
+
+
+def test_a_draw_that_is_given_up_leaves_the_generator_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails while user code waits for its turn, and then for the user-code lock."""
+    monkeypatch.setattr(lock_module, "_RECHECK_S", 0.01)
+    lock, state, device = UserCodeLock((), lambda: True), UserCodeState(0, 0), torch.device("sim", 0)
+    state.lock = lock
+    errors: list[BaseException] = []
+    x, is_in_user_code = torch.ones(3, device=device), threading.Event()
+
+    def draw() -> None:
+        lock.acquire(state)
+        is_in_user_code.set()
+        with pytest.raises(StepAborted) as error, drawing(state, "rand_like", [x], (x,), {}):
+            torch.rand_like(x)
+        errors.append(error.value)
+
+    thread = threading.Thread(target=draw)
+    with gpu_generator_seeded(device, 1):
+        thread.start()
+        is_in_user_code.wait()
+        lock._lock.acquire()  # when the thread has given it up, to wait
+    thread.join()
+    assert errors
+    assert gpu_draws._turn(device).acquire(blocking=False)
+    gpu_draws._turn(device).release()
