@@ -186,6 +186,10 @@ class Joined(Transfer):
             part.await_done()
 
     def wait(self, edge: Edge) -> list[Tensor]:
+        return self.arrived(edge)
+
+    def arrived(self, edge: Edge) -> list[Tensor]:
+        """The copies, after a wait for each of the transfers."""
         for part in self._parts:
             part.wait(edge)
         return self.tensors

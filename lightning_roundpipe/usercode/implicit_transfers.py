@@ -68,6 +68,8 @@ _JOINS = frozenset(
         *("copy_", "apply"),
     }
 )
+# Their lengths stay on the host.
+_WITH_LENGTHS = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
 # What these give is on the host, and what they read has to come there.
 _READS = frozenset({"item", "tolist", "numpy", "is_nonzero"}) | {
     f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "array", "format")
@@ -137,14 +139,16 @@ class ImplicitTransfers(TorchFunctionMode):
                 if (parameter := _parameter_of(tensor)) is not None:
                     self._parameters.before_write(parameter)
         fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
-        homes = {_home(t, place) for t in tensors if name in _JOINS or t is fixed or not _goes_anywhere(t)}
+        placed = tensors if name in _JOINS else [t for t in tensors if t is fixed or not _goes_anywhere(t)]
+        if name in _WITH_LENGTHS:
+            placed = [t for t in placed if t.dtype != torch.int64]
+        homes = {_home(t, place) for t in placed}
         if len(homes) < 2 or name in _ANYWHERE:
             return _called(func, name, state, leaves, args, kwargs)
         target: torch.device | None = place.torch_device
         if isinstance(fixed, Tensor):
             target = _home(fixed, place)
-        elsewhere = [t for t in tensors if _home(t, place) != target and (name in _JOINS or not _goes_anywhere(t))]
-        brought = {id(t): (t, self._move(t, target, place)) for t in elsewhere}
+        brought = {id(t): (t, self._move(t, target, place)) for t in placed if _home(t, place) != target}
         versions = {key: version_of(there) for key, (_, there) in brought.items()}
         given = [brought[id(leaf)][1] if id(leaf) in brought else leaf for leaf in leaves]
         args, kwargs = trees.unflatten(structure, given)

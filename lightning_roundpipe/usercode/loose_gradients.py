@@ -217,7 +217,7 @@ class _Arriving(Joined):
         """The sums, each in a new tensor, or one of those on the host."""
         sums: dict[nn.Parameter, Tensor] = dict(self._on_host)
         of_walks: dict[tuple[nn.Parameter, int], Tensor] = {}
-        for key, gradient in zip(self._walks, super().wait(edge), strict=True):
+        for key, gradient in zip(self._walks, self.arrived(edge), strict=True):
             of_walks[key] = of_walks[key] + gradient if key in of_walks else gradient
         for (parameter, _), gradient in of_walks.items():
             sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient

@@ -42,7 +42,8 @@ from tests.support.engine.whole_steps import (
 PACKAGE = Path(lightning_roundpipe.__file__).parent
 UNTIED = FEATURES - {"tied"}
 # How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
-_LANES = {"transfer.py", "virtual.py", "gpu_lanes.py"}
+# The lanes themselves, and what moves between the host and GPUs only: see tests/accelerator.
+_LANES = {"transfer.py", "virtual.py", "gpu_lanes.py", "moves.py"}
 
 
 class Tight(DeviceMemory):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.common.attributes import UnitWrites
@@ -93,6 +94,10 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.device]] = {
     "scalar": (lambda host, stage: stage * torch.tensor(2.0), STAGE),
     "scalar of the stage": (lambda host, stage: host * stage.sum(), STAGE),  # torch knows scalars of the host only
     "stacked scalars": (lambda host, stage: torch.stack([torch.tensor(2.0), stage.sum()]), STAGE),
+    "lengths stay": (lambda host, stage: pack_padded_sequence(stage[None], torch.tensor([3]), True).batch_sizes, HOST),
+    "made there": (lambda host, stage: torch.tensor([1.0], device=stage.device), STAGE),
+    "brought home": (lambda host, stage: stage.cpu(), HOST),
+    "like another": (lambda host, stage: host.type_as(stage), STAGE),
     "stacked on the host": (lambda host, stage: torch.stack([torch.tensor(2.0), host.sum()]), HOST),
 }
 
@@ -116,6 +121,19 @@ def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_s
     on_host[0] = on_stage[0]
     torch.add(on_host, on_stage, out=on_host)
     assert on_host.tolist() == [[4.0] * 4, [5.0] * 4, [5.0] * 4]
+
+
+def test_what_user_code_moves_goes_through_the_lanes(user_code: UserCode, on_host: Tensor) -> None:
+    """An operand once, for all functions; what is asked for by name each time, because it may be changed."""
+    stage = torch.ones(3, 4, device=STAGE)
+    for _ in range(2):
+        F.mse_loss(on_host, stage)
+    assert user_code.uploaded == [on_host.nbytes]
+    first, second = on_host.to(stage), on_host.to(STAGE, torch.float64)
+    assert user_code.uploaded == [3 * on_host.nbytes]
+    assert first.dtype == torch.float32
+    assert second.dtype == torch.float64
+    assert stage.sum().item() == 2.0  # what the lane of the stand-in brings
 
 
 @pytest.mark.usefixtures("user_code")
