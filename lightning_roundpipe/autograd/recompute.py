@@ -32,9 +32,9 @@ from ..common.fingerprints import version_of
 from ..common.graphs import EngineFunction, walk_graph
 from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.runs import Run
-from ..devices.transfer import Done, Edge, Transfer
+from ..devices.transfer import Done, Transfer
 from ..usercode.loose_gradients import LooseGradients
-from ..usercode.moves import moved
+from ..usercode.moves import arrived, moved
 from ..weights.units import Unit
 from .randomness import Draws
 
@@ -345,7 +345,7 @@ class PendingGradients:
     def flush(self) -> None:
         """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
-        gradients = [_sum_of([part.wait(Edge.OUTPUT_GRADIENTS)[0] for part in parts]) for _, parts in waiting]
+        gradients = [_sum_of(arrived(parts)) for _, parts in waiting]
         self.run_backward([edge for edge, _ in waiting], gradients)
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:

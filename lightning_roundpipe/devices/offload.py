@@ -50,7 +50,7 @@ class Offloaded:
 
     def on_host(self) -> Tensor:
         """The copy, for a device that shares the host's memory."""
-        (tensor,) = self.transfer.wait(Edge.OFFLOADED)
+        (tensor,) = self.transfer.tensors  # nothing travels there
         return _expanded(tensor, self.shape)
 
 

@@ -24,7 +24,8 @@ class DevicePool:
         memory_limit: bytes that each device may use; None for what there is.
 
     Raises:
-        ValueError: if the list is empty, or holds a device that is neither ``cpu`` nor a GPU of a type that is known.
+        ValueError: if the list is empty, holds devices of different types, or one that is neither ``cpu`` nor a GPU of
+            a type that is known.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class DevicePool:
     ) -> None:
         if not torch_devices:
             raise ValueError("the device pool is empty: pass at least one device, for instance Trainer(devices=2)")
+        if len({device.type for device in torch_devices}) > 1:
+            raise ValueError(f"one pool cannot have devices of different types: {', '.join(map(str, torch_devices))}")
         counts = Counter(torch_devices)
         self.devices: tuple[Device, ...] = tuple(
             _make_device(i, d, counts[d], link, memory_limit) for i, d in enumerate(torch_devices)

@@ -17,7 +17,7 @@ which is on the host and therefore runs on the thread that has begun the backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ def moved(
     landing = _Landing()
     source = _Land.apply(tensor, landing) if tensor.device.type == "cpu" else tensor
     return _Move.apply(source, bring, activations, landing, what)  # type: ignore[no-any-return]
+
+
+def arrived(parts: Sequence[Transfer]) -> list[Tensor]:
+    """Gradients that were on their way to the device where they are added up now, one of each transfer."""
+    return [part.wait(Edge.OUTPUT_GRADIENTS)[0] for part in parts]
 
 
 class _Landing:

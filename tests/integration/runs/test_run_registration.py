@@ -244,6 +244,13 @@ def test_foreign_devices_are_rejected() -> None:
         _ = strategy.pool
 
 
+def test_devices_of_different_types_are_rejected() -> None:
+    strategy = RoundPipeStrategy()
+    strategy.parallel_devices = [torch.device("cpu"), torch.device("meta")]
+    with pytest.raises(ValueError, match="different types: cpu, meta"):
+        _ = strategy.pool
+
+
 def test_plugins_reach_the_strategy(small: Any, make_loader: Any) -> None:
     checkpoint_io = TorchCheckpointIO()
     trainer = L.Trainer(
