@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.autograd import randomness
+from lightning_roundpipe.autograd import randomness, unit_backward
 from lightning_roundpipe.common.errors import StepAborted
 from lightning_roundpipe.engine import execution
 from lightning_roundpipe.usercode import gpu_draws
@@ -178,7 +178,8 @@ def test_a_unit_that_draws_is_compiled_and_recomputed_as_it_ran(monkeypatch: pyt
     backend = Shifted()
     torch.manual_seed(0)
     steps = Steps(Model(torch.sin), recomputed, device_type="sim", compile_units={"backend": backend})
-    monkeypatch.setattr(execution, "run_unit", noting)
+    for module in (execution, unit_backward):
+        monkeypatch.setattr(module, "run_unit", noting)
     steps.train(parts(), 0)
     assert {call.is_compiled for call in outputs} == {False, True}  # what is called first is watched
     repeated = [values for values in outputs.values() if len(values) > 1]

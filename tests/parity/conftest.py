@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import gpu_driver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
+from tests.support.accelerator.plain import on_simulated_gpu
 from tests.support.engine.gpu_stub import StubDriver
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.identical import assert_identical
@@ -92,6 +93,8 @@ def _train(
     pipelined = {"devices": devices, "num_microbatches": num_microbatches, "options": strategy_options, **_pipelined}
     if _pipelined and devices is not None:  # GPUs that are not enough are in the pool several times
         pipelined["devices"] = [i % torch.accelerator.device_count() for i in range(devices)]
+    elif _pipelined and ({"precision", "plugins"} & set(trainer_options)):
+        trainer_options = on_simulated_gpu(trainer_options)
     run = fit(
         "plain" if devices is None else "roundpipe",
         make,
