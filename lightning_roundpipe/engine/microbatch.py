@@ -51,6 +51,7 @@ from .execution import ForwardResult, cut, run_forward
 from .plans import SegmentRecord
 
 _ALL_POSITIONS = 1 << 60
+_NOTHING = contextlib.nullcontext()
 
 
 class Microbatch:
@@ -311,8 +312,12 @@ class Microbatch:
         """
         device, state = self.device, self.state
         runs_code = self._step.resources.backward_runs_user_code.is_set()
-        with device.occupied() if runs_code else contextlib.nullcontext():
-            if runs_code or self._lock.switches_flags:
+        locks = runs_code or self._lock.switches_flags
+        with (
+            self._lock.walking(state) if locks and device.torch_device.type != "cpu" else _NOTHING,
+            device.occupied() if runs_code else _NOTHING,
+        ):
+            if locks:
                 self._lock.acquire(state)
             started = device.stamp()
             state.loose, self._has_lane = self._loose, runs_code

@@ -141,8 +141,10 @@ def guarded_grad() -> Iterator[None]:
         if state is None or state.unit_writes is not None:
             return original(outputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        is_on_gpu = any([isinstance(root, Tensor) and not root.is_cpu for root in roots])
         try:
-            result = original(roots, *args, **kwargs)
+            with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():
+                result = original(roots, *args, **kwargs)
         except RuntimeError as error:
             if "not have been used" in str(error) and (call := reached_cut(roots)) is not None:
                 raise GradientCutError.at(call) from error

@@ -20,13 +20,15 @@ that needs such state enters ``exclusive()``, which is re-entrant: no user code 
 section. With ``alone=True`` no other unit runs either; this is for a step whose units are compiled, and there every
 unit runs inside ``unit_running()``. No thread waits for ever, because every thread takes what it needs in this order::
 
-    1. the compute lane of its device       every unit; a backward that runs user code
-    2. the generator of a GPU               units that draw there, and user code for each draw
-    3. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
-    4. the user-code lock                   user code (hooks inside units, too), or exclusive()
+    1. walking(), on GPUs                   a backward that holds the user-code lock
+    2. the compute lane of its device       every unit; a backward that runs user code
+    3. the generator of a GPU               units that draw there, and user code for each draw
+    4. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
+    5. the user-code lock                   user code (hooks inside units, too), or exclusive()
 
 and a thread that has one of them waits only for those below it. User code releases the lock before it calls a unit or
-waits for an upload or a generator.
+waits for an upload or a generator. Autograd's thread of a GPU serves all backwards there: while it runs user code that
+gives up the lock, to call a unit again, no thread with the lock may wait for it. Hence ``walking()``.
 
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` (:mod:`engine.patches`), which ignores threads that are
@@ -127,6 +129,8 @@ class UserCodeLock:
         self._holder: UserCodeState | None = None  # the micro-batch that is in user code
         self._exclusive: int | None = None  # the thread that is in an exclusive section
         self._units_changed = threading.Condition()  # guards the next two
+        self._walk = threading.Lock()
+        self._walker: UserCodeState | None = None  # has it
         self._num_units = 0
         self._is_alone = False
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
@@ -173,6 +177,24 @@ class UserCodeLock:
         finally:
             if held:
                 self.acquire(state)
+
+    @contextlib.contextmanager
+    def walking(self, state: UserCodeState) -> Iterator[None]:
+        """For a backward on GPUs that holds the lock, or will: see [Note: exclusive sections]. Re-entrant."""
+        if self._walker is state:
+            yield
+            return
+        if not self._walk.acquire(blocking=False):
+            with self.released(state):
+                while not self._walk.acquire(timeout=_RECHECK_S):
+                    if self._aborted():
+                        raise StepAborted
+        self._walker = state
+        try:
+            yield
+        finally:
+            self._walker = None
+            self._walk.release()
 
     @contextlib.contextmanager
     def exclusive(self, *, alone: bool = False) -> Iterator[None]:
