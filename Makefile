@@ -40,7 +40,8 @@ test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their o
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
 
 test-accelerator: $(STAMP)  ## Run the parity tests on a simulated accelerator, and its own tests (needs a C++ compiler)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator tests/accelerator tests/parity --devices=accelerator $(ARGS)
+	SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator tests/accelerator $(ARGS)
+	SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator tests/parity --devices=accelerator $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \
