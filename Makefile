@@ -8,15 +8,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 BENCHMARKS := overhead step_cost cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
-# Not part of `make bench`: they need a GPU.
-GPU_BENCHMARKS := gpu_single
+# Of `make gpu`, in the order in which they run.
+GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-stress demo lint format docs bench coverage clean $(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%)
+.PHONY: help venv test test-copies test-accelerator test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
 
@@ -38,6 +38,15 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKE
 
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
+
+# In processes of their own: tests of memory, which must find it empty, and tests of the simulation, which leave some.
+ON_ACCELERATOR := SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator
+ALONE := tests/accelerator/test_accelerator_books.py tests/accelerator/test_accelerator_mutations.py
+
+test-accelerator: $(STAMP)  ## Run the parity tests on a simulated accelerator, and its own tests (needs a C++ compiler)
+	$(ON_ACCELERATOR) $(ALONE) $(ARGS)
+	$(ON_ACCELERATOR) tests/accelerator $(ALONE:%=--ignore=%) $(ARGS)
+	$(ON_ACCELERATOR) tests/parity --devices=accelerator $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \
@@ -63,11 +72,17 @@ bench: $(BENCHMARKS:%=bench-%)  ## Run the benchmarks into docs/measurements/
 
 # One after the other, also under make -j: side by side they would measure each other.
 .NOTPARALLEL:
-$(BENCHMARKS:%=bench-%) $(GPU_BENCHMARKS:%=bench-%): bench-%: $(STAMP)
+$(BENCHMARKS:%=bench-%): bench-%: $(STAMP)
 	@mkdir -p docs/measurements
 	$(BIN)/python -m benchmarks.$* $(ARGS) > docs/measurements/$*.json.part
 	@mv docs/measurements/$*.json.part docs/measurements/$*.json
 	@cat docs/measurements/$*.json
+
+gpu: $(STAMP)  ## Test and measure on a GPU, at most 9 minutes a stage, into docs/measurements/gpu/
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+$(GPU_STAGES:%=gpu-%): gpu-%: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $* $(ARGS)
 
 # What knows nothing of Lightning.
 COVERED := planning engine autograd usercode optimizer weights devices common

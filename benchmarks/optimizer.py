@@ -26,7 +26,7 @@ from benchmarks.bubble import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
-from lightning_roundpipe.integration.pool import update_threads
+from lightning_roundpipe.integration.pool import ThreadBudget
 from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.optimizer.clipping import clip_factor
 from lightning_roundpipe.optimizer.updates import Updates
@@ -244,7 +244,7 @@ def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int,
 
 def threads_behind(num_devices: int) -> int:
     """Intra-op threads of an update that runs behind so many virtual devices."""
-    return update_threads(DevicePool([torch.device("cpu")] * num_devices))
+    return ThreadBudget.of(DevicePool([torch.device("cpu")] * num_devices)).updates
 
 
 def weights(count: int, shape: tuple[int, ...]) -> list[nn.Parameter]:

@@ -1,4 +1,6 @@
-"""The accelerator ``"roundpipe"``: all GPUs if there are any, else virtual CPU devices."""
+"""The accelerator ``"roundpipe"``: all GPUs if there are any, else virtual CPU devices.
+
+GPUs are those of the accelerator that torch finds, whether CUDA, ROCm, XPU or another one with streams and events."""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_parser import _parse_gpu_ids
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, cpu
 from typing_extensions import override
 
-from .devices.cuda import CudaDevice
+from .devices import gpu_driver
+from .devices.gpu import GpuDevice
 from .devices.pool import DevicePool
 
 _MAX_AUTO_VIRTUAL = 8
@@ -48,18 +50,14 @@ class RoundPipeAccelerator(Accelerator):
     def parse_devices(devices: int | str | list[int]) -> int | list[int]:
         """The number of virtual devices, or the list of GPU ordinals, one per device of the pool.
 
-        A GPU may be listed several times, which Lightning's own accelerators refuse: it gets as many places in the
-        pool.
+        As with Lightning's own accelerators a number is that of the first GPUs, and -1 all of them. A GPU may be
+        listed several times, which those refuse: it gets as many places in the pool.
 
         Raises:
             MisconfigurationException: if the value names no device.
         """
-        if torch.cuda.is_available():
-            listed = _listed(devices)
-            if len(set(listed)) < len(listed):
-                _parse_gpu_ids(list(dict.fromkeys(listed)), include_cuda=True)  # refuses what is not there
-                return listed
-            return _parse_gpu_ids(devices, include_cuda=True) or []
+        if gpu_driver.gpu_type() is not None:
+            return _ordinals(devices, torch.accelerator.device_count())
         count = int(devices) if isinstance(devices, str) and devices.lstrip("-").isdigit() else devices
         if isinstance(count, list):
             count = len(count)
@@ -77,14 +75,14 @@ class RoundPipeAccelerator(Accelerator):
         """One torch device per device of the pool."""
         if isinstance(devices, int):
             return [torch.device("cpu")] * devices
-        return [torch.device("cuda", ordinal) for ordinal in devices]
+        return [torch.device(gpu_driver.gpu_type() or "cuda", ordinal) for ordinal in devices]
 
     @staticmethod
     @override
     def auto_device_count() -> int:
         """What ``devices="auto"`` means: every GPU, or one virtual device per core (8 at most)."""
-        if torch.cuda.is_available():
-            return torch.cuda.device_count()
+        if gpu_driver.gpu_type() is not None:
+            return torch.accelerator.device_count()
         return min(num_host_cores(), _MAX_AUTO_VIRTUAL)
 
     @staticmethod
@@ -103,15 +101,28 @@ class RoundPipeAccelerator(Accelerator):
     def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
         """Memory of ``device`` if it is a GPU. For the host the strategy answers, see ``device_statistics`` there."""
         device = torch.device(device)
-        return torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+        return {} if device.type == "cpu" else dict(torch.get_device_module(device).memory_stats(device))
 
 
-def _listed(devices: int | str | list[int]) -> list[int]:
-    """The ordinals in a list, or in a string such as ``"0,0"``; none for what is a number of devices."""
+def _ordinals(devices: int | str | list[int], num_gpus: int) -> list[int]:
+    """The GPUs that ``Trainer(devices=...)`` means, of ``num_gpus``.
+
+    Raises:
+        MisconfigurationException: if it is no number and no list of numbers, or means a GPU that is not there.
+    """
+    wanted: Any = devices
     if isinstance(devices, str):
-        parts = [part.strip() for part in devices.split(",") if part.strip()] if "," in devices else []
-        return [int(part) for part in parts] if all(part.isdigit() for part in parts) else []
-    return [] if isinstance(devices, int) else list(devices)
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        if parts and all(part.removeprefix("-").isdigit() for part in parts):
+            wanted = [int(part) for part in parts] if "," in devices else int(parts[0])
+    if type(wanted) is int and -1 <= wanted <= num_gpus and wanted:
+        return list(range(num_gpus if wanted == -1 else wanted))
+    if isinstance(wanted, list) and wanted and all(type(one) is int and 0 <= one < num_gpus for one in wanted):
+        return wanted
+    raise MisconfigurationException(
+        f"devices={devices!r}: this machine has {num_gpus} GPU(s); pass how many of them, -1 for all, or a list of "
+        f"numbers from 0 to {num_gpus - 1}"
+    )
 
 
 def host_statistics() -> dict[str, float]:
@@ -131,6 +142,6 @@ def pool_statistics(pool: DevicePool) -> dict[str, float]:
         if device.memory.limit is not None:
             own["memory_limit_bytes"] = float(device.memory.limit)
         figures.update({f"device{device.index}.{name}": value for name, value in own.items()})
-        if isinstance(device, CudaDevice):  # all GPUs share it
+        if isinstance(device, GpuDevice):  # all GPUs share it
             figures.update({f"host.{name}": value for name, value in device.page_locked.statistics().items()})
     return figures

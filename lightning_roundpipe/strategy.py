@@ -26,7 +26,7 @@ from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model
+from .integration.checks import check_model, note_unused_gpus
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .integration.pool import make_pool
 from .integration.single_process import SingleProcessStrategy
@@ -64,8 +64,9 @@ class RoundPipeStrategy(SingleProcessStrategy):
             with certainty. A method ``roundpipe_split_batch(batch, num_microbatches)`` of the LightningModule does the
             same. ``"packed"`` cuts a row of packed sequences between sequences; other batches are read as ever.
         threads_per_device: intra-op threads per virtual device, at most 64 or all cores; None shares the host's evenly.
-        device_memory_limit: what the step may use on each device: a size such as ``"24GiB"``, or bytes. None is what
-            the GPU has free, less a reserve; virtual devices have no limit then.
+        device_memory_limit: what may be used on each device: a size such as ``"24GiB"``, or bytes. None is what the GPU
+            has free; virtual devices have no limit then. On a GPU the step gets that less a reserve, and less what is
+            allocated already.
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
             which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
             take as long as over a link of that speed.
@@ -171,8 +172,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @property
     def _autocast_device(self) -> str:
-        devices = self.parallel_devices or [self.root_device]
-        return "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
+        types = {device.type for device in self.parallel_devices or [self.root_device]}
+        return (types - {"cpu"} or types).pop()
 
     @override
     def setup_environment(self) -> None:
@@ -180,7 +181,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         if self._pool is not None:
             self._pool.dispose()
             self._pool = None
-        _ = self.pool
+        note_unused_gpus([device.torch_device for device in self.pool.devices])
         # An attribute of the instance, as the accelerator may be any of Lightning's.
         vars(self.accelerator)["get_device_stats"] = self.device_statistics
 

@@ -26,6 +26,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 import torch
 
 from lightning_roundpipe.planning import plan
+from tests.support import accelerator
 from tests.support.forks import Forks
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
@@ -36,11 +37,35 @@ _LIBRARIES = ("tqdm", "tensorboard", "tensorboardX", "pytest_timeout", "torch._i
 _JOIN_SECONDS = 30.0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accelerator",
+        action="store_true",
+        help="install the simulated accelerator, which is torch.accelerator's current one from then on",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Installs what must be there before test modules are imported and before the first backward of the process."""
+    if config.getoption("--accelerator") and accelerator.why_not() is None:
+        accelerator.install()
+
+
+def _reasons_to_skip(config: pytest.Config) -> Iterator[tuple[str, str]]:
+    """Yield (marker, why tests with it cannot run)."""
+    if not torch.cuda.is_available():
+        yield "gpu", "needs a CUDA device"
+    if not config.getoption("--accelerator"):
+        yield "accelerator", "needs the simulated accelerator: run 'make test-accelerator'"
+    elif reason := accelerator.why_not():
+        yield "accelerator", reason
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for marker, reason in _reasons_to_skip(config):
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,8 @@
 """Running a unit: where its graph is cut, how it is recomputed, and what must be the same the second time.
 
 - :mod:`recompute`, :mod:`escape`: cuts, calls, pending gradients; tensors that leave a unit unseen.
-- :mod:`unit_run`: one execution of a unit on a replica, with the hooks inside it.
+- :mod:`unit_run`, :mod:`unit_backward`: one execution of a unit on a replica, with the hooks inside it; its backward.
+- :mod:`undo`: buffers and gradients before a run of a unit, and how they are put back.
 - :mod:`randomness`, :mod:`checkpointing`, :mod:`parametrizations`: random numbers, the user's own checkpointing, cached
   weights.
 - :mod:`compiling`: units through ``torch.compile``.

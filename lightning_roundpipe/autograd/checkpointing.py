@@ -6,7 +6,8 @@ recomputation would draw other random numbers. Around units, in user code, it st
 backward is computed again then, and units that are called for it run inline. That is user code in the backward, so from
 then on user code is flushed under the user-code lock. A reentrant checkpoint would run a backward of its own, past the
 one of the engine (see [Note: loose parameters] in :mod:`usercode.loose_gradients`), so it becomes one that is not
-reentrant::
+reentrant. Around units a checkpoint puts back the state of the CPU's generator, which is the micro-batch's own; from it
+come the seeds of what user code draws on GPUs, whose generators it leaves alone: a unit may be drawing there::
 
     in a unit              checkpoint(f, x)  ->  f(x)
     in user code           checkpoint(f, x)  ->  f(x), and again in the backward: units in f run inline
@@ -30,15 +31,7 @@ def checkpoints_passed_through() -> Iterator[None]:
     """While open, checkpoints in units do nothing; see [Note: checkpointing]."""
     function = torch_checkpoint.CheckpointFunction
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
-
-    def passes() -> bool:
-        state = current()
-        if state is None:
-            return False
-        if state.unit_writes is None:
-            state.on_checkpoint()
-            return False
-        return True
+    get_device_states = torch_checkpoint.get_device_states  # of GPUs
 
     class PassThrough(function):  # type: ignore[misc,valid-type]
         @classmethod
@@ -47,14 +40,22 @@ def checkpoints_passed_through() -> Iterator[None]:
                 return function.apply(run, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
             return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
-    def pass_through(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if passes():
+    def pass_through(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        state = current()
+        if state is None:
+            yield from generator(run, *args, **kwargs)
+        elif state.unit_writes is not None:
             yield
         else:
-            yield from generator(*args, **kwargs)
+            state.on_late_code()
+            yield from generator(state.recomputed(run), *args, **kwargs)
+
+    def device_states(*args: Any) -> tuple[list[int], list[Any]]:
+        return get_device_states(*args) if current() is None else ([], [])
 
     with (
         attribute_set(torch_checkpoint, "CheckpointFunction", PassThrough),
+        attribute_set(torch_checkpoint, "get_device_states", device_states),
         attribute_set(torch_checkpoint, "_checkpoint_without_reentrant_generator", pass_through),
     ):
         yield

@@ -16,7 +16,9 @@ Compiling changes the whole process: it replaces ``Module.__call__``, sets flags
 ask for, and puts the random generators back afterwards, as if no other thread had drawn. See [Note: exclusive sections]
 in :mod:`usercode.lock`.
 
-Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever. If
+Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever.
+Compiled, a unit that draws on a GPU draws other numbers. So such a call runs again as it has run before, and a forward
+that will be recomputed runs with its graph, in the very function of the recomputation (``engine.execution``). If
 something cannot be compiled, one warning names it, and the units of that structure run as ever.
 """
 
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 from ..usercode.lock import UserCodeLock, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
+from .randomness import Draws
 from .recompute import Call
 
 # Versions of one function: sizes (torch makes them dynamic at the second one), training or not, autocast, inputs with
@@ -103,18 +106,35 @@ class UnitCompiler:
 
         Returns:
             What the unit returned, and whether it was compiled now, which took most of the time.
+
+        Raises:
+            RuntimeError: if the call draws, ran compiled, and cannot any more.
         """
-        module = replica.module
-        if not self._suits(call):
+        assert call.facts is not None
+        before = call.is_compiled if Draws.GPU in call.facts.draws else None
+        if before is False or not self._suits(call):
             with lock.unit_running():
-                return module.forward(*args, **kwargs), False
-        function = self._function_of(replica)
+                result, was_compiled, call.is_compiled = replica.module.forward(*args, **kwargs), False, False
+        else:
+            result, was_compiled, call.is_compiled = self._run(self._function_of(replica), replica, args, kwargs, lock)
+        if before and not call.is_compiled:
+            raise RuntimeError(
+                f"unit {call.unit.name!r} draws random numbers, ran compiled, and cannot be compiled any more for its "
+                "backward, which would draw others: leave it out of compile_units."
+            )
+        return result, was_compiled
+
+    def _run(
+        self, function: _Function, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], lock: UserCodeLock
+    ) -> tuple[Any, bool, bool]:
+        """The result, whether it was compiled now, and whether it ran compiled."""
+        module = replica.module
         with lock.unit_running():
             with contextlib.suppress(_NotCompiled):
                 if function.num_versions:
-                    return function.cached(module, args, kwargs), False
+                    return function.cached(module, args, kwargs), False, True
             if function.is_final:
-                return module.forward(*args, **kwargs), False
+                return module.forward(*args, **kwargs), False, False
         with lock.exclusive(alone=True):
             return self._compile(function, replica, args, kwargs)
 
@@ -161,10 +181,10 @@ class UnitCompiler:
 
     def _compile(
         self, function: _Function, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, bool]:
-        """Runs alone: compiles, or gives up."""
+    ) -> tuple[Any, bool, bool]:
+        """As :meth:`_run`, alone: compiles, or gives up."""
         with contextlib.suppress(_NotCompiled):  # another thread was faster
-            return function.cached(replica.module, args, kwargs), False
+            return function.cached(replica.module, args, kwargs), False, True
         if not function.is_final and function.num_versions < _MAX_VERSIONS:
             try:
                 with entered(None), _compile_settings():  # the tracer sets attributes of modules of its own
@@ -173,13 +193,13 @@ class UnitCompiler:
                 reason = _first_line(error)
             else:
                 function.num_versions += 1
-                return result, True
+                return result, True, True
         else:
             reason = f"it was compiled {_MAX_VERSIONS} times already, for other arguments or attributes"
         # If the unit itself fails, this raises the error that it would raise without compiling.
         result = replica.module.forward(*args, **kwargs)
         self._give_up(function, replica.unit, reason)
-        return result, False
+        return result, False, False
 
     def _give_up(self, function: _Function, unit: Unit, reason: str) -> None:
         if function.is_final:

@@ -11,14 +11,18 @@ GPU. So whatever a call draws comes from a stream that is seeded with the identi
     on the host                    redirects draws           a dispatch mode gives each draw a private generator
     with ``random`` or NumPy       states are compared       an exclusive section, generators seeded and restored
 
-A GPU computes one unit at a time, so its generator is free to be seeded; only where several devices of the pool are one
-GPU an exclusive section is needed (see [Note: exclusive sections] in :mod:`usercode.lock`). On the host several units
-compute at a time. To seed the default generator of the host would be cheap, but every unit that draws would have to be
-in an exclusive section: one unit of all virtual devices would compute at a time. The mode costs a little for each
-operator of a unit that draws on the host, and lets them compute side by side.
+A GPU computes one unit at a time, so its generator is free to be seeded, in turn with what user code draws there (see
+[Note: generators of GPUs] in :mod:`usercode.gpu_draws`). On the host several units compute at a time. To seed the
+default generator of the host would be cheap, but every unit that draws would have to be in an exclusive section: one
+unit of all virtual devices would compute at a time. The mode costs a little for each operator of a unit that draws on
+the host, and lets them compute side by side.
 
 The mode gives its generator to operators that take a ``generator`` argument; others have an overload that does, and
-what remains runs in an exclusive section while the default generator holds the private state.
+what remains runs in an exclusive section while the default generator holds the private state (see
+[Note: exclusive sections] in :mod:`usercode.lock`).
+
+Compiled, a unit draws other numbers than as it is. So one that draws on a GPU runs again as it has run before: see
+[Note: compiled units] in :mod:`autograd.compiling`.
 """
 
 from __future__ import annotations
@@ -132,20 +136,6 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device is not None:
             return torch.device(device).type == "cpu"
         return all(not isinstance(arg, torch.Tensor) or arg.device.type == "cpu" for arg in args)
-
-
-@contextlib.contextmanager
-def gpu_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """On a GPU random operators draw from its generator, which is seeded here and restored after.
-
-    The thread computes on the GPU, and no other does: not even another device of the pool that is the same GPU.
-    """
-    before = torch.cuda.get_rng_state(device)
-    torch.cuda.default_generators[device.index].manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state(before, device)
 
 
 class ForeignRandomness:

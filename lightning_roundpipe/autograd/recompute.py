@@ -18,6 +18,7 @@ numbers, which buffers it writes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -28,14 +29,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
-from ..common.graphs import walk_graph
-from ..devices.offload import Offloaded
+from ..common.graphs import EngineFunction, walk_graph
+from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.runs import Run
+from ..devices.transfer import Done, Transfer
 from ..usercode.loose_gradients import LooseGradients
+from ..usercode.moves import arrived, moved
 from ..weights.units import Unit
 from .randomness import Draws
 
 Slot = Hashable
+_GRADIENT = "gradient in user code"
 
 
 class GradientCutError(RuntimeError):
@@ -59,17 +63,7 @@ class GradientCutError(RuntimeError):
         )
 
 
-class _Function(torch.autograd.Function):
-    """A function whose ``apply`` leaves out what torch does for its function transforms, where none is active."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
-
-class Entry(_Function):
+class Entry(EngineFunction):
     """Start of a call's local graph: aliases of the inputs; hands their gradients to the call."""
 
     @staticmethod
@@ -85,7 +79,7 @@ class Entry(_Function):
         return (None, None, None)
 
 
-class Cut(_Function):
+class Cut(EngineFunction):
     """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
 
     @staticmethod
@@ -216,6 +210,7 @@ class Call:
         hooked: slots that carry hooks of the user in user code, with the edges at which the hooks sit.
         side: attributes set by user code on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
+        is_compiled: whether it ran compiled; None before it has run.
         is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
@@ -230,8 +225,8 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
-        "flagged", "gradients", "hooked", "index", "input_gradients", "is_low", "is_over", "kept", "leaves",
-        "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
+        "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept",
+        "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
     )  # fmt: skip
 
@@ -251,6 +246,7 @@ class Call:
         self.side: list[tuple[nn.Module, str]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.is_compiled: bool | None = None
         self.is_low = False
         self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
         self.facts: Facts | None = None
@@ -276,7 +272,7 @@ class Call:
                 "one: specify retain_graph=True for the first"
             )
         known = self.gradients.get(slot)
-        self.gradients[slot] = gradient if known is None else known + gradient.to(known.device)
+        self.gradients[slot] = gradient if known is None else self.pending.brought(known, gradient.device) + gradient
 
     def needed_in_backward(self) -> list[Any]:
         """Tensors that have to come to the device for the backward, as far as they are known."""
@@ -315,28 +311,33 @@ class PendingGradients:
 
     Args:
         loose: runs the backward, and takes the gradients of leaves.
+        activations: of the micro-batch.
 
     Attributes:
         is_flushing: whether the engine itself walks the graph of user code at the moment.
     """
 
-    def __init__(self, loose: LooseGradients) -> None:
+    def __init__(self, loose: LooseGradients, activations: TravellingActivations) -> None:
         self.is_flushing = False
         self._loose = loose
-        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+        self._activations = activations
+        self._waiting: dict[tuple[Any, int], tuple[GradientEdge, list[Transfer]]] = {}
 
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
-        """Takes the gradient of one input of a call, on whatever device it was computed."""
+        """Takes the gradient of one input of a call, on whatever device it was computed; it begins to travel."""
         edge = receiver.edge
         if edge is None:
             assert receiver.owner is not None
             call, slot = receiver.owner
             call.add_gradient(slot, gradient)
             return
-        gradient = gradient.to(receiver.device)
-        key = (edge.node, edge.output_nr)
-        known = self._waiting.get(key)
-        self._waiting[key] = (edge, gradient if known is None else known[1] + gradient)
+        is_there = gradient.device == receiver.device
+        arriving = Done([gradient]) if is_there else self._activations.start(gradient, receiver.device, _GRADIENT)
+        self._waiting.setdefault((edge.node, edge.output_nr), (edge, []))[1].append(arriving)
+
+    def brought(self, gradient: Tensor, device: torch.device) -> Tensor:
+        """``gradient`` on a device."""
+        return gradient if gradient.device == device else moved(gradient, device, self._activations, _GRADIENT)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -344,7 +345,8 @@ class PendingGradients:
     def flush(self) -> None:
         """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
-        self.run_backward([edge for edge, _ in waiting], [gradient for _, gradient in waiting])
+        gradients = [_sum_of(arrived(parts)) for _, parts in waiting]
+        self.run_backward([edge for edge, _ in waiting], gradients)
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
         """Pushes gradients through the graph of user code."""
@@ -357,6 +359,10 @@ class PendingGradients:
     def clear(self) -> None:
         """Drops what waits."""
         self._waiting.clear()
+
+
+def _sum_of(gradients: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, gradients)
 
 
 def reached_cut(outputs: Iterable[Tensor]) -> Call | None:

@@ -19,15 +19,17 @@ from ..common import trees
 from ..common.attributes import UnitWrites, assign, read
 from ..common.seeds import derive_seed
 from ..devices.offload import TravellingActivations
+from ..usercode.gpu_draws import gpu_generator_seeded
 from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
-from .randomness import Draws, ForeignRandomness, PrivateRandomness, gpu_generator_seeded
+from .randomness import Draws, ForeignRandomness, PrivateRandomness
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -77,6 +79,35 @@ class UnitContext:
     compiler: UnitCompiler | None
 
 
+class InsideUnit:
+    """While open, its micro-batch is inside a unit: on the calling thread, and on those of autograd that work for it
+    meanwhile. There is no function mode, and what is written on modules is noted.
+
+    Attributes:
+        written: plain attributes that were written, at the end: (copy or other module, name, value).
+    """
+
+    __slots__ = ("_is_recomputing", "_mode", "_state", "_writes", "written")
+
+    def __init__(self, state: UserCodeState, *, is_recomputing: bool) -> None:
+        self._state, self._is_recomputing = state, is_recomputing
+        self._writes = UnitWrites()
+        self.written: list[tuple[nn.Module, str, Any]] = []
+
+    def __enter__(self) -> None:
+        state = self._state
+        state.unit_writes, state.is_recomputing = self._writes, self._is_recomputing
+        self._mode = state.mode = take_off_mode()
+
+    def __exit__(self, *exc: object) -> None:
+        state = self._state
+        put_on_mode(self._mode)
+        state.mode = state.unit_writes = None
+        state.is_recomputing = False
+        if self._writes.before:
+            self.written = [one for one in self._writes.take_back() if not _is_list_of_weights(*one[:2])]
+
+
 def run_unit(
     context: UnitContext,
     call: Call,
@@ -94,42 +125,28 @@ def run_unit(
     Raises:
         RuntimeError: if the unit puts something into a list or dict that it was given.
     """
-    state, compiler = context.state, context.compiler
+    state = context.state
     originals: dict[int, Tensor] = {}
-    if compiler is not None and call.facts is not None:
+    if context.compiler is not None and call.facts is not None:
         leaves, originals = without_flags(leaves)
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
     num_side = len(trees.leaves_of(side)) if call.facts is None else 0
     previous = _set_side(call, replica, side) if call.side else ()
-    writes = UnitWrites()
     call.relayed = {}
     relays, call.relays = call.relays, []
     _active.run = (context, call, relays)
-    state.unit_writes, state.is_recomputing = writes, relays is not None
-    mode = state.mode = take_off_mode()
-    written: list[tuple[nn.Module, str, Any]] = []
     draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
-    drawn, was_compiled = Draws.NOWHERE, False
+    inside = InsideUnit(state, is_recomputing=relays is not None)
     try:
-        if draws or foreign or _has_saved_tensor_hooks():
-            with context.lock.unit_running() if compiler is not None else contextlib.nullcontext():
-                result, drawn = _forward_watched(context, call, replica, args, kwargs, draws, foreign)
-        elif compiler is not None:
-            result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock)
-        else:
-            result = replica.module.forward(*args, **kwargs)
-        if call.facts is None:
-            _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+        with inside, _gpu_draws_seeded(context, call, replica, draws):
+            result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws, foreign)
+            if call.facts is None:
+                _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
     finally:
-        put_on_mode(mode)
-        state.mode = state.unit_writes = None
-        state.is_recomputing = False
         _active.run = None
-        if writes.before:
-            written = [one for one in writes.take_back() if not _is_list_of_weights(*one[:2])]
         for module, name, value in previous:
             assign(module, name, value)
-    found = _result_of(call, result, originals, written)
+    found = _result_of(call, result, originals, inside.written)
     found.draws, found.was_compiled = drawn, was_compiled
     return found
 
@@ -150,23 +167,62 @@ def _result_of(
     return UnitResult(leaves, structure, slots, written)
 
 
+def _gpu_draws_seeded(
+    context: UnitContext, call: Call, replica: Replica, draws: Draws
+) -> contextlib.AbstractContextManager[None]:
+    device = replica.device.torch_device
+    if Draws.GPU not in draws or device.type == "cpu":
+        return _NOTHING
+    return gpu_generator_seeded(device, _seed(context, call))
+
+
+def _seed(context: UnitContext, call: Call) -> int:
+    return derive_seed(context.state.seed, context.state.index, call.index)
+
+
+def _forward(
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
+) -> tuple[Any, Draws, bool]:
+    """The unit's forward: (result, where it drew, whether it was compiled now)."""
+    compiler = context.compiler
+    if Draws.HOST in draws or foreign or _has_saved_tensor_hooks():
+        call.is_compiled = False
+        with _NOTHING if compiler is None else context.lock.unit_running():
+            return *_forward_watched(context, call, replica, args, kwargs, draws, foreign), False
+    if compiler is not None:
+        result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock)
+        return result, draws, was_compiled
+    return replica.module.forward(*args, **kwargs), draws, False
+
+
+def drop_graph(result: UnitResult) -> None:
+    """What a run with graph returned keeps its values only."""
+    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
+    if values:
+        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
+
+
+def without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
+    """Views of device copies (a unit that returns its own weight) become copies."""
+    if replica.device.aliases_host:
+        return dict(slots)
+    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
+    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
+
+
 def _forward_watched(
     context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
 ) -> tuple[Any, Draws]:
-    """The unit's forward, with what it draws redirected: (result, where it drew); see [Note: private randomness] in
-    :mod:`autograd.randomness`."""
-    seed, device = derive_seed(context.state.seed, context.state.index, call.index), replica.device
-    draws_on_gpu = Draws.GPU in draws and device.torch_device.type == "cuda"
+    """The unit's forward, with what it draws on the host redirected: (result, where it drew); see
+    [Note: private randomness] in :mod:`autograd.randomness`."""
     with contextlib.ExitStack() as stack:
         if _has_saved_tensor_hooks():
             # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
-        if foreign or (draws_on_gpu and device.is_shared):
-            stack.enter_context(context.lock.exclusive())
+        seed = _seed(context, call)
         if foreign:
+            stack.enter_context(context.lock.exclusive())
             stack.enter_context(ForeignRandomness.seeded(seed))
-        if draws_on_gpu:
-            stack.enter_context(gpu_generator_seeded(device.torch_device, seed))
         if Draws.HOST not in draws:
             return replica.module.forward(*args, **kwargs), draws
         watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))

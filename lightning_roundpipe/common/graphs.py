@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+
+_PYTHON_NODE = torch.autograd.function.BackwardCFunction
+
+
+class EngineFunction(torch.autograd.Function):
+    """A function of ours. Where no function transform of torch is active, its ``apply`` leaves out what they need."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+def is_of_user(node: Any) -> bool:
+    """Whether the node is of a function in Python that is not ours."""
+    return isinstance(node, _PYTHON_NODE) and not issubclass(cast(Any, node)._forward_cls, EngineFunction)
 
 
 def walk_graph(roots: Iterable[Any]) -> Iterator[Any]:

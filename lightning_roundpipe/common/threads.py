@@ -1,4 +1,4 @@
-"""Micro-batch threads: where they come from, what they take over from the caller, and how they are waited for.
+"""Threads of a step: where they come from, what they take over from the caller, and how they are waited for.
 
 ::
 
@@ -10,9 +10,10 @@ A thread *halts* when its micro-batch stands at a barrier, or ends; :func:`run_t
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +65,36 @@ class Surroundings:
         return torch.autocast(self.device_type, dtype=self.autocast[1], enabled=False, cache_enabled=False)
 
 
+@contextlib.contextmanager
+def intra_op_threads_kept() -> Iterator[None]:
+    """Around the start of a thread that sets its number of intra-op threads, which threads that start later would get.
+
+    A thread gets its number with its first operator that is split. So no other one may start meanwhile.
+    """
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def set_intra_op_threads(num_threads: int) -> None:
+    """Gives the calling thread a number of intra-op threads of its own."""
+    torch.get_num_threads()  # else the number of new threads would take its place with the first operator
+    torch.set_num_threads(num_threads)
+
+
 class Worker:
     """A thread that runs one function after another, and keeps nothing of them; a daemon that starts with the first.
 
-    Its methods are for the thread that runs a step.
+    Its methods are for the thread that runs a step, but for those that give it work once it was started.
+
+    Args:
+        num_threads: intra-op threads; None for the number of the thread that starts it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._todo,), daemon=True)
 
@@ -79,12 +103,42 @@ class Worker:
         """Whether the thread runs. In a forked process it does not."""
         return self._thread.is_alive()
 
+    def start(self) -> None:
+        """Starts the thread, unless it was started."""
+        if self._thread.ident is not None:
+            return
+        if self._num_threads is None:
+            self._thread.start()
+            return
+        with intra_op_threads_kept():
+            self._thread.start()
+            self._todo.put(functools.partial(set_intra_op_threads, self._num_threads))
+            self.done().wait()
+
     def begin(self, work: Callable[[], object], name: str) -> None:
         """Lets the thread, under this name, call ``work``, which raises nothing, after the functions before."""
         self._thread.name = name
-        if self._thread.ident is None:
-            self._thread.start()
+        self.start()
         self._todo.put(work)
+
+    def call(self, work: Callable[[], object], name: str) -> None:
+        """As :meth:`begin`; blocks until ``work`` has been done.
+
+        Raises:
+            BaseException: what it has raised.
+        """
+        errors: list[BaseException] = []
+
+        def caught() -> None:
+            try:
+                work()
+            except BaseException as error:  # must reach the caller
+                errors.append(error)
+
+        self.begin(caught, name)
+        self.done().wait()
+        if errors:
+            raise errors.pop()
 
     def done(self) -> threading.Event:
         """Set by the thread, if it is alive, when it has called all functions that were given until now."""
@@ -106,25 +160,29 @@ def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:
 
 
 class Workers:
-    """Threads for the micro-batches of one step after another: to start one costs more than a unit call.
+    """Threads for one step after another: to start one costs more than a unit call.
 
-    Used by the thread that runs a step. They have the number of intra-op threads from when they began.
+    Used by the thread that runs a step.
+
+    Args:
+        num_threads: intra-op threads of each; None for the number from when it began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         self._idle: list[Worker] = []
-        self._num_threads = 0
+        self._own_threads = num_threads
+        self._num_threads = 0  # from when those that are idle began
 
     def take(self) -> Worker:
         """An idle thread, until :meth:`give_back`."""
-        if self._num_threads != torch.get_num_threads():
+        if self._own_threads is None and self._num_threads != torch.get_num_threads():
             self.close()
             self._num_threads = torch.get_num_threads()
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive:
                 return worker
-        return Worker()
+        return Worker(self._own_threads)
 
     def give_back(self, workers: Sequence[Worker]) -> None:
         """Waits until they are done, so that nothing of a step is left; they may be taken again."""

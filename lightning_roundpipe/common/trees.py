@@ -35,8 +35,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None
 # --- all leaves ------------------------------------------------------------------------------------------------------
 
 
-class _DataClassNode(NamedTuple):
-    """How dataclasses are opened: as ``torch.utils._pytree`` says it for other classes."""
+class _Node(NamedTuple):
+    """How containers of a class are opened: as ``torch.utils._pytree`` says it for those that it knows."""
 
     flatten_fn: Callable[[Any], tuple[list[Any], Any]]
     unflatten_fn: Callable[[list[Any], Any], Any]
@@ -54,7 +54,18 @@ def _unflatten_dataclass(entries: list[Any], context: tuple[Any, list[str]]) -> 
     return _with_fields(shell, names, entries)
 
 
-_DATACLASS = _DataClassNode(_flatten_dataclass, _unflatten_dataclass)
+def _flatten_packed(tree: PackedSequence) -> tuple[list[Any], Tensor]:
+    return [tree.data, tree.sorted_indices, tree.unsorted_indices], tree.batch_sizes
+
+
+def _unflatten_packed(entries: list[Any], batch_sizes: Tensor) -> PackedSequence:
+    data, sorted_indices, unsorted_indices = entries
+    return PackedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
+
+
+_DATACLASS = _Node(_flatten_dataclass, _unflatten_dataclass)
+# Its batch sizes stay on the host, wherever the rest goes.
+_PACKED = _Node(_flatten_packed, _unflatten_packed)
 
 
 def _node_of(tree: Any) -> Any:
@@ -64,6 +75,8 @@ def _node_of(tree: Any) -> Any:
         return None
     if (node := pytree.SUPPORTED_NODES.get(kind)) is not None:
         return node
+    if kind is PackedSequence:
+        return _PACKED
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return pytree.SUPPORTED_NODES[namedtuple]  # type: ignore[index]
     return _DATACLASS if _is_instance_of_dataclass(tree) else None

@@ -5,6 +5,8 @@
 - :mod:`transfer`, :mod:`chunks`: lanes to and from a device, and the pieces that travel.
 - :mod:`offload`: activations on the host.
 - :mod:`virtual`: devices on the host's cores.
-- :mod:`cuda`, :mod:`cuda_lanes`, :mod:`cuda_driver`, :mod:`pinned`: GPUs, their copy streams, page-locked memory.
+- :mod:`gpu`, :mod:`gpu_lanes`: devices on GPUs, and their copy streams.
+- :mod:`gpu_driver`, :mod:`cuda`: what they ask of torch, and what is CUDA's alone.
+- :mod:`pinned`, :mod:`host_buffers`: page-locked memory of the host, in place and in buffers.
 - :mod:`runs`: what is noted about each run of a unit.
 """

@@ -1,202 +1,42 @@
-"""Devices on GPUs.
-
-[Note: several devices on one GPU]
-``devices=[0, 0]`` makes two devices of GPU 0, so that everything that happens between devices can happen where there is
-one GPU. Each has lanes, copy streams, books and a part of the memory of its own. They compute on one stream, in
-whatever order they come: user code outside the units may use any tensor on the GPU at any time, and only one stream
-orders all of that.
-"""
+"""What only CUDA's runtime has, and ROCm's under the same names: page-locking the host's memory where it is."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import cuda_driver
-from .cuda_driver import CudaDriver
-from .cuda_lanes import CudaLane
-from .devices import Device
-from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
-from .pinned import PageLockedMemory
-from .transfer import Transfer
-
-# Beside the tensors: what the allocator cannot use of its blocks, and the workspaces of cuBLAS. Each thread that
-# multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the number of micro-batches.
-_RESERVE_PART = 0.05
-_MIN_RESERVE_BYTES = 512 * 2**20
-# The host is ahead of the GPU by at most so many micro-batches in a stage.
-_MAX_AHEAD = 2
-
-_MIB = 2**20
+# cudaHostRegisterPortable: page-locked for all GPUs of the process.
+_PORTABLE = 1
+# cudaErrorNotSupported, which stands for accelerators whose runtime torch does not show.
+_NOT_SUPPORTED = 801
 
 
-class _Freed:
-    """Tensors that are held until the compute stream, and a transfer, have passed."""
-
-    def __init__(self, tensors: Sequence[Tensor], event: Any, after: Transfer | None) -> None:
-        self._tensors = list(tensors)
-        self._event = event
-        self._after = after
-
-    def is_done(self) -> bool:
-        """Whether they have passed. The tensors are gone then, so that the allocator has their memory."""
-        event, after = self._event, self._after  # another thread may let go meanwhile
-        if event is None:
-            return True
-        if (after is not None and not after.is_done()) or not event.query():
-            return False
-        self._let_go()
-        return True
-
-    def await_done(self) -> None:
-        """Waits until they have."""
-        event, after = self._event, self._after
-        if event is None:
-            return
-        try:
-            if after is not None:
-                after.await_done()
-            event.synchronize()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._after = self._event = None
-        self._tensors = []
-
-
-class CudaDevice(Device):
-    """A device on a GPU; see [Note: streams] in :mod:`devices.cuda_lanes`.
+def host_register(api: Any, device_type: str, address: int, num_bytes: int) -> int:
+    """Page-locks memory of the host; 0, or the runtime's error code.
 
     Args:
-        index: position in the pool.
-        ordinal: of the GPU.
-        num_sharing: devices on this GPU; see [Note: several devices on one GPU].
-        memory_limit: bytes that the device may use. It holds for the allocator of torch as well, so that nothing of
-            this process exceeds it, until :meth:`dispose`. None for its part of what is free now, less a reserve.
-        driver: what stands for torch.cuda.
-
-    Raises:
-        DeviceOutOfMemoryError: if less than the reserve is free.
+        api: the module of torch for accelerators of ``device_type``.
     """
-
-    def __init__(
-        self,
-        index: int,
-        ordinal: int,
-        *,
-        num_sharing: int = 1,
-        memory_limit: int | None = None,
-        driver: CudaDriver | None = None,
-    ) -> None:
-        self._driver = driver = driver or cuda_driver.DRIVER
-        torch_device = driver.torch_device(ordinal)
-        name = f"GPU {ordinal}" if num_sharing == 1 else f"device {index} on GPU {ordinal}"
-        limit = _limit(driver, torch_device, num_sharing, memory_limit)
-        self._compute = driver.default_stream(torch_device)
-        h2d, d2h = (CudaLane(direction, name, torch_device, self._compute, driver) for direction in ("h2d", "d2h"))
-        super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
-        self.is_shared = num_sharing > 1
-        self._lock = threading.Lock()
-        self._leaving: deque[_Freed] = deque()
-        self._begun: deque[Any] = deque()  # events where micro-batches began a stage
-        self._is_limited = memory_limit is not None
-        self._is_disposed = False
-        if self._is_limited:
-            driver.limit(torch_device, num_sharing * limit)
-        driver.retain()
-
-    def enter(self, before: Device | None) -> None:
-        self._driver.set_device(self.torch_device)
-
-    def throttle(self) -> None:
-        """Memory of work that the GPU has not reached is taken already: without a bound it would be all of it."""
-        with self._lock:
-            self._begun.append(self._driver.record(self._compute))
-            oldest = self._begun.popleft() if len(self._begun) > _MAX_AHEAD else None
-        if oldest is not None:
-            oldest.synchronize()
-        self._collect()
-
-    def stamp(self) -> Any:
-        return self._driver.record(self._compute, is_timed=True)
-
-    def elapsed_ms(self, start: Any, end: Any) -> float | None:
-        # To ask is not to wait; elapsed_time of events that were not reached would raise.
-        return float(start.elapsed_time(end)) if start.query() and end.query() else None
-
-    def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing:
-        freed = _Freed(tensors, self._driver.record(self._compute), after)
-        with self._lock:
-            self._leaving.append(freed)
-        self._collect()
-        return freed
-
-    def _collect(self) -> None:
-        """Lets go of what has passed."""
-        with self._lock:
-            leaving = list(self._leaving)
-        passed = {id(freed) for freed in leaving if freed.is_done()}
-        if passed:
-            with self._lock:
-                self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)
-
-    def close(self) -> None:
-        """Also waits for what this device computes: nothing of it reaches into the next step."""
-        with contextlib.ExitStack() as stack:  # all of it, even if one raises
-            stack.callback(self._await_compute)
-            super().close()
-
-    def _await_compute(self) -> None:
-        with self._lock:
-            self._begun.clear()
-            leaving, self._leaving = self._leaving, deque()
-        self._driver.record(self._compute).synchronize()
-        for freed in leaving:
-            with contextlib.suppress(Exception):  # of a transfer: raised to those who ask for its copies
-                freed.await_done()
-
-    def dispose(self) -> None:
-        """The limit of the allocator is what it was before, and with the last device no memory is page-locked."""
-        if self._is_disposed:
-            return
-        self._is_disposed = True
-        if self._is_limited:
-            self._driver.unlimit(self.torch_device)
-        self._driver.release()
-
-    @property
-    def page_locked(self) -> PageLockedMemory:
-        """Of the host; all GPUs share it."""
-        return self._driver.host
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """Of the GPU, all its devices together."""
-        return self._driver.peak_allocated(self.torch_device)
-
-    def statistics(self) -> dict[str, float]:
-        return {**super().statistics(), "peak_memory_bytes": float(self.peak_memory_bytes)}
+    if not hasattr(api, "cudart"):
+        return _NOT_SUPPORTED
+    error = int(api.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    if error:
+        _clear_error(device_type)
+    return error
 
 
-def _limit(driver: CudaDriver, device: torch.device, num_sharing: int, memory_limit: int | None) -> int:
-    """Bytes that each of the devices on a GPU may use."""
-    state = driver.memory(device)
-    fraction = driver.fraction(device)
-    allowed = state.total if fraction is None else int(fraction * state.total)
-    if memory_limit is not None:
-        return min(memory_limit, allowed // num_sharing)
-    available = min(state.free + state.reserved, allowed) - state.allocated
-    limit = (available - max(int(_RESERVE_PART * state.total), _MIN_RESERVE_BYTES)) // num_sharing
-    if limit <= 0:
-        raise DeviceOutOfMemoryError(
-            f"{device} has {available / _MIB:.0f} of {state.total / _MIB:.0f} MiB to give: another process, or another "
-            "part of this one, uses the rest. Free it, choose another GPU, or set a memory limit yourself."
-        )
-    return limit
+def host_unregister(api: Any, device_type: str, address: int) -> None:
+    """Undoes :func:`host_register`."""
+    if int(api.cudart().cudaHostUnregister(address)):
+        _clear_error(device_type)
+
+
+def _clear_error(device_type: str) -> None:
+    """The runtime reports an error again to the next kernel launch of the thread, and torch raises it there.
+
+    Torch has no call to clear it, so that a launch is made for it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device=device_type).add_(1)

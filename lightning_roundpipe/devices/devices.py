@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .memory import DeviceMemory, Passing
-from .transfer import Edge, Lane, Moved, Transfer
+from .transfer import Done, Edge, Lane, Moved, Transfer
 
 
 class Device(ABC):
@@ -96,13 +96,29 @@ class Device(ABC):
         """Time in ms from one stamp of this device to a later one; None if it has not reached both yet."""
 
     def upload(
-        self, tensors: Sequence[Tensor], what: str, *, is_bulk: bool = False, after: Transfer | None = None
+        self,
+        tensors: Sequence[Tensor],
+        what: str,
+        *,
+        is_bulk: bool = False,
+        after: Transfer | None = None,
+        must: bool = False,
     ) -> Transfer:
         """Starts copying ``tensors`` (on the host) to the device; see :meth:`Lane.submit`.
 
         Args:
             what: they are, for the trace.
+            must: whether to make room for them where the allocator has none: see :meth:`make_room`.
+
+        Raises:
+            torch.OutOfMemoryError: if the allocator has no room for them.
         """
+        try:
+            return self.h2d.submit(tensors, is_bulk=is_bulk, after=after, label=what)
+        except torch.OutOfMemoryError:
+            if not must:
+                raise
+        self.make_room()
         return self.h2d.submit(tensors, is_bulk=is_bulk, after=after, label=what)
 
     def download(self, tensors: Sequence[Tensor], what: str, *, is_bulk: bool = False) -> Transfer:
@@ -112,9 +128,28 @@ class Device(ABC):
         """
         return self.d2h.submit(tensors, is_bulk=is_bulk, label=what)
 
-    def snapshot(self, tensor: Tensor) -> Tensor:
-        """A copy on the device itself, of what may change before a download has read it."""
-        return tensor.detach().clone()
+    def keep(self, tensor: Tensor) -> Transfer:
+        """A copy of ``tensor``, which is on the host, for an upload that comes later."""
+        return Done([tensor.detach().to("cpu", copy=True)])
+
+    def snapshot(self, tensor: Tensor) -> Tensor | None:
+        """A copy on the device itself, of what may change before a download has read it; None if there is no room."""
+        try:
+            return tensor.detach().clone()
+        except torch.OutOfMemoryError:
+            return None
+
+    def make_room(self) -> None:
+        """The allocator has run out of memory: what is not in use goes, and what is leaving is waited for.
+
+        Called by the thread that holds the compute lane, and no other lock, before it tries once more. Outside of the
+        handler of the error, whose traceback holds tensors. See [Note: device memory] in :mod:`devices.memory`.
+        """
+        self.memory.make_room()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:  # noqa: B027
+        """The allocator gives back what it keeps for tensors of the same sizes."""
 
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
         """The memory of ``tensors`` may be used anew: after the work given to the device so far, and after ``after``.

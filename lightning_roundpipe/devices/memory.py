@@ -7,6 +7,16 @@ by a copy or by queued work (that is waited for); then what merely stays in case
 that are not in use); then what micro-batches that wait for their turn have fetched ahead. If that is not enough, the
 step fails with :class:`DeviceOutOfMemoryError`. What is only fetched ahead of its time does none of this: it stays
 where it is until there is room.
+
+    | weights in use | gradients | weights ahead |      headroom      | spare |          the books: up to the limit
+    | the same, and what the books do not know: activations, workspaces, the rest | .. | the allocator: more than that
+
+Weights and gradients leave the headroom free, which is for activations: a GPU does not book those. Where nothing can
+go any more they take it all the same, because what is known of activations is an upper bound.
+
+The allocator of a GPU may run out of memory where the books have some left, because of what they do not know. Then
+everything that is not in use goes (:meth:`DeviceMemory.make_room`), what has failed is tried once more, and from then
+on a little more is kept free.
 """
 
 from __future__ import annotations
@@ -20,6 +30,8 @@ from ..planning.quantities import format_bytes
 
 Kind = Literal["weights", "gradients", "activations", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
+# Each time that the allocator runs out of memory, one of so many parts of the limit is kept free from then on.
+_SPARE_PARTS = 20
 
 
 class DeviceOutOfMemoryError(RuntimeError):
@@ -62,7 +74,8 @@ class DeviceMemory:
         limit: bytes; None for no limit.
 
     Attributes:
-        headroom: bytes that activations are going to need: what is fetched ahead of its time leaves them free.
+        headroom: bytes that activations are going to need: weights and gradients leave them free while they can.
+        spare: bytes that are kept free beside them, because the allocator has run out of memory.
         evict: asked to give back what is not in use at the moment; whether anything came back.
     """
 
@@ -70,6 +83,7 @@ class DeviceMemory:
         self.name = name
         self.limit = limit
         self.headroom = 0
+        self.spare = 0
         self.evict: Callable[[int], bool] = lambda num_bytes: False
         self._lock = threading.Lock()
         self._used: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -97,11 +111,18 @@ class DeviceMemory:
     def reserve(self, kind: Kind, num_bytes: int) -> None:
         """Books ``num_bytes``; waits for memory that is on its way back, and evicts, if need be.
 
+        Called by the thread that holds the compute lane, or occupies it.
+
         Raises:
             DeviceOutOfMemoryError: if the limit does not allow it all the same; the message says what is there.
         """
-        while not self.try_reserve(kind, num_bytes):
-            if not self._await_leaving() and not self.evict(num_bytes) and not self._lose_ahead():
+        leaves_room = kind != "activations"
+        while not self.try_reserve(kind, num_bytes, ahead=leaves_room):
+            if self._await_leaving() or self.evict(num_bytes):
+                continue
+            if leaves_room:  # nothing else can go
+                leaves_room = False
+            elif not self._lose_ahead():
                 if self.try_reserve(kind, num_bytes):  # came back meanwhile
                     return
                 raise self._error(kind, num_bytes)
@@ -110,18 +131,31 @@ class DeviceMemory:
         """Books ``num_bytes`` if there is room, without waiting; whether it did.
 
         Args:
-            ahead: whether it is for later: then the headroom has to stay free.
+            ahead: whether the headroom has to stay free, as for all that comes ahead of its time.
         """
         self._collect()
         with self._lock:
             total = sum(self._used.values()) + num_bytes
-            leaving = max(0, self.headroom - self._used["activations"]) if ahead else 0
-            if self.limit is not None and num_bytes and total + leaving > self.limit:
+            room = max(0, self.headroom - self._used["activations"]) + self.spare if ahead else 0
+            if self.limit is not None and num_bytes and total + room > self.limit:
                 return False
             self._used[kind] += num_bytes
             self._peaks[kind] = max(self._peaks[kind], self._used[kind])
             self._peak = max(self._peak, total)
             return True
+
+    def make_room(self) -> None:
+        """The allocator has run out of memory: evicts all that is not in use, and waits for all that is leaving.
+
+        Called by the thread that holds the compute lane.
+        """
+        while self.evict(0):
+            pass
+        self._collect()
+        while self._await_leaving():
+            self._collect()
+        if self.limit is not None:
+            self.spare = min(self.spare + self.limit // _SPARE_PARTS, self.limit // 2)
 
     def reserve_ahead(self, num_bytes: int) -> Ahead | None:
         """Books activations ahead of their time, if there is room; they may be lost until :meth:`claim`."""
@@ -185,6 +219,7 @@ class DeviceMemory:
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
             self._ahead.clear()
+            self.headroom = 0
             for _, kind, num_bytes in leaving:
                 self._used[kind] -= num_bytes
             for kind in KINDS:

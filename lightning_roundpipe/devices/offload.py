@@ -14,7 +14,8 @@ It is made from a snapshot on the device, because user code may change the tenso
 lane has read it. What a micro-batch needs next is fetched before its turn has come, while the one before it computes,
 if there is room.
 
-Everything here belongs to one micro-batch, and is used by its thread only.
+Everything here belongs to one micro-batch, and is used by its thread; :meth:`TravellingActivations.start` also by those
+of autograd, in a backward of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from .devices import Device
 from .memory import Ahead
 from .transfer import Done, Edge, Transfer
 
+# Kernels load up to so many bytes of a tensor at once, if it begins at a multiple of them, as memory of its own does.
+_ALIGNMENT = 16
+
 
 class Offloaded:
     """A tensor that waits on the host, or is on its way there."""
@@ -46,7 +50,7 @@ class Offloaded:
 
     def on_host(self) -> Tensor:
         """The copy, for a device that shares the host's memory."""
-        (tensor,) = self.transfer.wait(Edge.OFFLOADED)
+        (tensor,) = self.transfer.tensors  # nothing travels there
         return _expanded(tensor, self.shape)
 
 
@@ -65,18 +69,19 @@ class SavedInputs:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Offloaded]]] = {}
         self.num_bytes = 0
 
-    def save(self, tensor: Tensor, device: Device | None, what: str) -> Offloaded:
+    def save(self, tensor: Tensor, device: Device | None, what: str, here: Device | None = None) -> Offloaded:
         """``tensor`` as it is now.
 
         Args:
             device: where it is; None if it is on the host.
+            here: where it is needed.
             what: it is, for the trace.
         """
         version = version_of(tensor)
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
             return saved
-        saved = _offload(tensor, device, what)
+        saved = _offload(tensor, device, what, here)
         self.num_bytes += saved.num_bytes
         self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
         return saved
@@ -86,20 +91,47 @@ class SavedInputs:
         self._known.clear()
 
 
-def _offload(tensor: Tensor, device: Device | None, what: str) -> Offloaded:
-    narrow = tensor.detach()
+def _narrowed(tensor: Tensor) -> Tensor:
+    """Without what is expanded: what :func:`_expanded` makes it of."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
-                narrow = narrow.narrow(dim, 0, 1)
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def as_reloaded(values: Sequence[Any]) -> list[Any]:
+    """``values``, tensors on a device among them, laid out as they will be when they come back from the host.
+
+    Kernels on GPUs choose their order of work by strides and alignment, and the order decides which random number
+    meets which element. Dense and expanded tensors come back as they are; others are copied here, as they would be.
+    """
+    made: dict[int, Tensor] = {}
+    for x in values:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or id(x) in made:
+            continue
+        is_aligned = x.storage_offset() * x.element_size() % _ALIGNMENT == 0
+        if is_aligned and x.is_contiguous():
+            continue
+        narrow = _narrowed(x)
+        if not is_aligned or torch.empty_like(narrow, device="meta").stride() != narrow.stride():
+            made[id(x)] = _expanded(narrow.clone(), x.shape)
+    return [made.get(id(x), x) for x in values] if made else list(values)
+
+
+def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
+    narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
-        return Offloaded(Done([narrow.to("cpu", copy=True)]), tensor.shape)
+        return Offloaded(Done([narrow.to("cpu", copy=True)]) if here is None else here.keep(narrow), tensor.shape)
     num_bytes = num_bytes_of([narrow])
-    if device.counts_activations and not device.memory.try_reserve("activations", num_bytes):
+    has_room = not device.counts_activations or device.memory.try_reserve("activations", num_bytes)
+    snapshot = device.snapshot(narrow) if has_room else None
+    if snapshot is None:
+        if has_room and device.counts_activations:
+            device.memory.release("activations", num_bytes)
         transfer = device.download([narrow], what)  # no room for a snapshot: user code must not go on meanwhile
         transfer.await_done()
         return Offloaded(transfer, tensor.shape)
-    snapshot = device.snapshot(narrow)
     transfer = device.download([snapshot], what)
     passing = device.free([snapshot], after=transfer)
     if device.counts_activations:
@@ -134,11 +166,18 @@ class TravellingActivations:
     Args:
         saved: what of it is on the host.
         owners: GPU -> the device that has it for itself.
+        gpus: GPU -> one of its devices.
     """
 
-    def __init__(self, saved: SavedInputs, owners: Mapping[torch.device, Device]) -> None:
+    def __init__(
+        self,
+        saved: SavedInputs,
+        owners: Mapping[torch.device, Device],
+        gpus: Mapping[torch.device, Device] = {},
+    ) -> None:
         self._saved = saved
         self._owners = owners
+        self._gpus = gpus
         self._arrivals: dict[int, _Arrival] = {}
         self._leaving: list[Offloaded] = []
         self._here: Device | None = None
@@ -191,7 +230,7 @@ class TravellingActivations:
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
         """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
-        return self._saved.save(tensor, self.owner(tensor), what)
+        return self._saved.save(tensor, self.owner(tensor), what, self._here)
 
     def offload(self, values: Iterable[Any], what: str) -> None:
         """Sends tensors among ``values`` down to the host, before the micro-batch leaves and the device goes on."""
@@ -204,13 +243,21 @@ class TravellingActivations:
             if isinstance(value, (Tensor, Offloaded)) and not self._is_local(value) and self._found(value) is None:
                 self._start(value, what, ahead=True)
 
-    def receive(self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: bool = False) -> list[Any]:
-        """``values`` on the device, after a wait for what had to be brought; for the thread that holds its lane.
+    @property
+    def here(self) -> torch.device:
+        """The device of torch that the micro-batch is on."""
+        return self._device.torch_device
+
+    def receive(
+        self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: Callable[..., Tensor] | None = None
+    ) -> list[Any]:
+        """``values`` on the device, after a wait for what had to be brought.
 
         Args:
             edge: which wait this is.
             what: they are, for the trace.
-            keep_graph: whether copies are part of the autograd graph.
+            keep_graph: brings tensors as part of the autograd graph, see :func:`usercode.moves.moved`; None if copies
+                need not be.
         """
         here = self._device
         if here.aliases_host:
@@ -220,8 +267,9 @@ class TravellingActivations:
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
                 continue
-            if keep_graph and isinstance(value, Tensor) and value.requires_grad:
-                received[i] = value.to(here.torch_device, copy=True)
+            if keep_graph is not None and isinstance(value, Tensor) and value.requires_grad:
+                is_there = value.device == here.torch_device
+                received[i] = value.clone() if is_there else keep_graph(value, here.torch_device, self, what)
             elif (arrival := self._claimed(value) or self._start(value, what)) is not None:
                 arrivals.append((i, arrival))
         for i, arrival in arrivals:
@@ -242,7 +290,34 @@ class TravellingActivations:
         if (owner := self._owners.get(tensor.device)) is not None:
             return owner
         made_at = self._before if self._is_new else self._here
-        return made_at if made_at is not None and tensor.device == made_at.torch_device else None
+        if made_at is not None and tensor.device == made_at.torch_device:
+            return made_at
+        return self._gpus.get(tensor.device)
+
+    def reaches(self, *devices: torch.device) -> bool:
+        """Whether these are the host, or devices of the pool."""
+        return all([device.type == "cpu" or device in self._gpus for device in devices])
+
+    def start(self, tensor: Tensor, target: torch.device, what: str, *, may_change: bool = False) -> Transfer:
+        """Starts to bring ``tensor``, as it is now, to ``target``, which is another device, or the host.
+
+        Args:
+            may_change: whether it may be written before it has been read.
+        """
+        source, owner = tensor.detach(), self.owner(tensor)
+        if owner is None:
+            return self._at(target).upload([source], what)
+        if target.type == "cpu":
+            return owner.download([source], what)
+        snapshot = owner.snapshot(source) if may_change else source
+        download = owner.download([source if snapshot is None else snapshot], what)
+        if snapshot is None:  # no room for one
+            download.await_done()
+        return self._at(target).upload(download.tensors, what, after=download)
+
+    def _at(self, target: torch.device) -> Device:
+        here = self._here
+        return here if here is not None and here.torch_device == target else self._gpus[target]
 
     def _found(self, value: Tensor | Offloaded) -> _Arrival | None:
         arrival = self._arrivals.get(id(value))
@@ -276,7 +351,13 @@ class TravellingActivations:
             here.memory.reserve("activations", booked)
         elif booked and (early := here.memory.reserve_ahead(booked)) is None:
             return None
-        transfer = here.upload(source.tensors, what, after=source)
+        try:
+            transfer = here.upload(source.tensors, what, after=source, must=not ahead)
+        except torch.OutOfMemoryError:
+            here.memory.release("activations", booked)
+            if not ahead:
+                raise
+            return None
         if early is not None:
             here.memory.offer(early, transfer)
         arrival = _Arrival(origin, version, transfer, offloaded.shape, booked, early)

@@ -2,10 +2,23 @@
 
 [Note: page-locked memory]
 A copy between a GPU and ordinary host memory goes through a buffer of the driver, at a fraction of the speed, and holds
-the host up. So weights are page-locked where they are, when they travel for the first time: no second copy of them
-exists. What comes down (activations, gradients) gets buffers of our own, which are used again as soon as no
-tensor lies in them any more. They have nearly the size that was asked for: torch's allocator of page-locked memory
-rounds up to a power of two, up to twice as much.
+the host up. So copies read and write page-locked memory alone: ::
+
+    weight that travels again and again   [ page-locked where it is ------------------> ] GPU
+    any other weight                      [ ordinary memory ] -> [ buffer of our own -> ] GPU
+    activations, gradients                                       [ buffer of our own <- ] GPU
+
+*In place*: no second copy of the weight exists. But to lock memory takes as long as to copy it a few times, and what
+travels in the first step of training or evaluation may not travel in the next ones: units are learned there in full
+precision, and go on with low-precision copies ([Note: working copies] in :mod:`weights.low_precision`). A step of
+training may follow one of evaluation, so memory is locked when it travels in a third step soon after the others. It is
+not locked at all if it is small, or a mapped file: to lock that would read all of it, and give every page a copy of its
+own. No page is locked twice: it belongs to the memory that begins in it, and the end of the memory before goes through
+a buffer. Memory that nothing else holds any more, because a weight was replaced or is gone, is let go when the next
+step begins.
+
+*Buffers*: see :mod:`devices.host_buffers`. Two chunks per device at most are staged in them. The driver takes long to
+lock and to unlock memory. It is called with no lock of ours held.
 
 Linux copies page-locked memory into the child of a fork at once, page by page, and every DataLoader worker is such a
 child. Therefore the child does not get it: a worker that reads a weight of the model crashes. Memory that was shared
@@ -14,34 +27,27 @@ with other processes before stays shared.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import functools
+import sys
 import threading
 import warnings
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-# What is smaller is copied by the driver about as fast either way.
+from ..common.pages import PAGE, is_of_file, set_inherited
+from .chunks import Pair
+from .host_buffers import HostBuffers, aligned, laid_out_like
+
+# What is smaller is staged about as fast.
 _MIN_LOCKED_BYTES = 2**20
-# Smaller buffers are cut out of pieces of this size: each page-lock costs a call to the driver.
-_SLAB_BYTES = 2**20
-_MIN_BUFFER_BYTES = 512
-# Own memory beside what was in use at its peak: the sizes of a step need not be those of the step before.
-_MAX_SPARE = 0.25
-
-_MADVISE: Callable[..., int] | None
-try:
-    _MADVISE = ctypes.CDLL(None, use_errno=True).madvise
-except (OSError, AttributeError, TypeError):  # no such call here
-    _MADVISE = None
-_DONTFORK = getattr(mmap, "MADV_DONTFORK", None)
-_DOFORK = getattr(mmap, "MADV_DOFORK", None)
-_PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+# One of training and one of evaluation; see [Note: page-locked memory].
+_NUM_LEARNING_STEPS = 2
+# Each of the two snapshots of a weight travels in every second step.
+_MAX_STEPS_BETWEEN = 2
 
 
 class PageLocker(Protocol):
@@ -57,34 +63,35 @@ class PageLocker(Protocol):
         """Whether the memory of a tensor on the host is page-locked, by this process or others."""
 
 
-class _Locked(NamedTuple):
-    """Memory that was allocated elsewhere; held, because it must not be freed while it is page-locked."""
+class _Place:
+    """Memory that was allocated elsewhere, and what is page-locked of it.
 
-    storage: torch.UntypedStorage
-    is_ours: bool
-    is_locked: bool
+    Attributes:
+        weak: tells whether the memory is still there; its identity is not given to other memory as long as this lives.
+        storage: held while we have page-locked it, because it must not be freed meanwhile.
+        start, stop: what is page-locked, from one address to another; equal if nothing is.
+        refused_bytes: that could not be page-locked.
+        num_steps: in which it has travelled, each soon after the one before.
+        last_step: of them.
+        is_settled: set when it is known what is page-locked; None before anything was tried.
+    """
 
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.storage: torch.UntypedStorage | None = None
+        self.start = self.stop = 0
+        self.refused_bytes = 0
+        self.num_steps = 0
+        self.last_step = -1  # the first step is 0
+        self.is_settled: threading.Event | None = None
 
-class _Slab:
-    """Own memory, cut into buffers of one size."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
-        self.num_bytes = num_bytes
-        self.num_used = 0
-        self.is_locked = False
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-
-class _Buffer(NamedTuple):
-    """A part of a slab."""
-
-    slab: _Slab
-    offset: int
-    num_bytes: int
+    def is_left(self) -> bool:
+        """Whether nothing but this holds the memory."""
+        if self.storage is None:
+            return bool(self.weak.expired())  # type: ignore[no-untyped-call]
+        # Tensors hold the memory itself, Python code the object that stands for it.
+        is_only_ours = torch._C._storage_Use_Count(self.storage._cdata) == 1
+        return is_only_ours and sys.getrefcount(self.storage) == 2  # one of them is this call's
 
 
 class PageLockedMemory:
@@ -95,24 +102,28 @@ class PageLockedMemory:
 
     Attributes:
         in_place_bytes: of others, page-locked where it is.
-        own_bytes: of buffers, in use or not.
-        pageable_bytes: that could not be page-locked, of others or of buffers: copies are slower there.
     """
 
     def __init__(self, driver: PageLocker) -> None:
         self._driver = driver
+        self._buffers = HostBuffers(functools.partial(self._page_lock, "buffers"), driver.page_unlock)
         self._lock = threading.Lock()
-        self._known: dict[int, _Locked] = {}
-        self._slabs: set[_Slab] = set()
-        self._free: dict[int, list[_Buffer]] = defaultdict(list)
-        # A tensor may die anywhere, also in a thread that holds the lock: what it leaves is picked up later.
-        self._returned: deque[_Buffer] = deque()
-        self._used_bytes = 0
-        self._peak_used_bytes = 0
+        self._places: dict[int, _Place] = {}  # by the identity of the storage
+        self._num_steps = 0
+        self._has_travelled = False  # in this step
+        self._refused_bytes = 0
         self._has_warned = False
         self.in_place_bytes = 0
-        self.own_bytes = 0
-        self.pageable_bytes = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Of buffers, in use or not."""
+        return self._buffers.own_bytes
+
+    @property
+    def pageable_bytes(self) -> int:
+        """What could not be page-locked, of others or of buffers: copies are slower there."""
+        return self._refused_bytes + self._buffers.pageable_bytes
 
     def statistics(self) -> dict[str, float]:
         """The bytes that it holds: page-locked in place, of own buffers, and not to be page-locked."""
@@ -122,159 +133,164 @@ class PageLockedMemory:
             "pageable_bytes": float(self.pageable_bytes),
         }
 
+    def empty_like(self, tensor: Tensor) -> tuple[Tensor, bool]:
+        """See :meth:`HostBuffers.empty_like`."""
+        return self._buffers.empty_like(tensor)
+
+    def begin_step(self) -> None:
+        """A step begins, on one device after the other: memory that nobody else holds any more is let go."""
+        with self._lock:
+            if not self._has_travelled:
+                return
+            self._has_travelled = False
+            self._num_steps += 1
+            left = [key for key, place in self._places.items() if place.is_left()]
+            places = [self._places.pop(key) for key in left]
+        self._let_go(places)
+
+    # --- copies to devices ---------------------------------------------------------------------------------------
+
+    def staged(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The same copies to a device, such that all of them read page-locked memory, as far as there is any.
+
+        The calling thread first copies what is not page-locked into one buffer, which is to be held, too, until the
+        device has its copies.
+        """
+        parts = [part for pair in pairs for part in self._parts(*pair)]
+        num_bytes = sum(aligned(source.nbytes) for _, source, is_locked in parts if not is_locked)
+        memory, is_usable = self._buffers.memory(num_bytes) if num_bytes else (None, False)
+        if memory is None or not is_usable:
+            return [(copy, source) for copy, source, _ in parts]
+        reads: list[Pair] = []
+        offset = 0
+        for copy, source, is_locked in parts:
+            if not is_locked:
+                place, offset = offset, offset + aligned(source.nbytes)
+                source = laid_out_like(source, memory, place).copy_(source)
+            reads.append((copy, source))
+        return reads
+
+    def _parts(self, copy: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A copy, cut where page-locked memory begins and ends; with whether the source lies in it."""
+        if not source.numel():
+            return
+        start, stop = self._locked_part(source)
+        if not (source.is_contiguous() and copy.is_contiguous()):
+            # Its elements are somewhere in its storage.
+            storage = source.untyped_storage()
+            yield copy, source, start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= stop
+            return
+        first, size, count = source.data_ptr(), source.element_size(), source.numel()
+        start, stop = max(-((first - start) // size), 0), min((stop - first) // size, count)
+        if (start == 0 and stop == count) or start >= stop:
+            yield copy, source, start < stop
+            return
+        copy, source = copy.view(-1), source.view(-1)
+        for i, j, is_locked in ((0, start, False), (start, stop, True), (stop, count, False)):
+            if i < j:
+                yield copy[i:j], source[i:j], is_locked
+
+    def _locked_part(self, source: Tensor) -> tuple[int, int]:
+        """Where the memory of ``source`` is page-locked, from one address to another. Locks it if that is worth it."""
+        storage = source.untyped_storage()
+        if storage.nbytes() < _MIN_LOCKED_BYTES:
+            address = storage.data_ptr()
+            return (address, address + storage.nbytes()) if self._driver.is_page_locked(source) else (0, 0)
+        with self._lock:
+            self._has_travelled = True
+            place = self._place_of(storage)
+            if (between := self._num_steps - place.last_step) > 0:
+                place.last_step = self._num_steps
+                place.num_steps = place.num_steps + 1 if between <= _MAX_STEPS_BETWEEN else 1
+            is_worth_it = place.num_steps > _NUM_LEARNING_STEPS or place.is_settled is not None
+        if is_worth_it or self._driver.is_page_locked(source):
+            self._settle(place, source)
+        return place.start, place.stop
+
     # --- memory of others ----------------------------------------------------------------------------------------
 
     def lock(self, tensor: Tensor) -> bool:
-        """Page-locks the memory of ``tensor`` where it is, if it is large enough to be worth it, until :meth:`dispose`.
+        """Page-locks the memory of ``tensor`` where it is, if it is large enough to be worth it, as long as it is used.
 
         Returns:
-            Whether it is page-locked now. If it cannot be, a warning says so once.
+            Whether it is page-locked now, but for the end of it. If it cannot be, a warning says so once.
         """
         storage = tensor.untyped_storage()
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes < _MIN_LOCKED_BYTES:
+        if storage.nbytes() < _MIN_LOCKED_BYTES:
             return False
         with self._lock:
-            known = self._known.get(address)
-            if known is None:
-                known = self._known[address] = self._lock_storage(tensor, storage)
-            return known.is_locked
+            place = self._place_of(storage)
+        self._settle(place, tensor)
+        return place.stop > place.start
 
-    def _lock_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Locked:
+    def _place_of(self, storage: torch.UntypedStorage) -> _Place:
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self._places[storage._cdata] = _Place(storage)
+        return place
+
+    def _settle(self, place: _Place, tensor: Tensor) -> None:
+        """Page-locks the memory of ``tensor`` in place, or waits until another thread has done it."""
+        with self._lock:
+            settled, is_first = place.is_settled, place.is_settled is None
+            if settled is None:
+                settled = place.is_settled = threading.Event()
+        if not is_first:
+            settled.wait()
+            return
+        try:
+            self._lock_in_place(place, tensor)
+        finally:
+            settled.set()
+
+    def _lock_in_place(self, place: _Place, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if self._driver.is_page_locked(tensor):
-            return _Locked(storage, is_ours=False, is_locked=True)
-        is_locked = self._page_lock(storage.data_ptr(), storage.nbytes(), "weights")
-        if is_locked:
-            self.in_place_bytes += storage.nbytes()
-            if not storage.is_shared():
-                _set_inherited(storage.data_ptr(), storage.nbytes(), False)
-        return _Locked(storage, is_ours=is_locked, is_locked=is_locked)
+            place.start, place.stop = start, end  # by others: not ours to undo
+            return
+        stop = end // PAGE * PAGE  # the last page may be the first one of other memory
+        if start >= stop or is_of_file(storage):
+            return
+        is_locked = self._page_lock("weights", start, stop - start)
+        if is_locked and not storage.is_shared():
+            set_inherited(start, stop - start, False)
+        with self._lock:
+            if is_locked:
+                place.storage, place.start, place.stop = storage, start, stop
+                self.in_place_bytes += stop - start
+            else:
+                place.refused_bytes = storage.nbytes()
+                self._refused_bytes += place.refused_bytes
 
-    def _page_lock(self, address: int, num_bytes: int, what: str) -> bool:
+    def _let_go(self, places: Sequence[_Place]) -> None:
+        """Unlocks memory in place, which its last holder frees then."""
+        for place in places:
+            if place.storage is not None:
+                self._driver.page_unlock(place.start)
+                set_inherited(place.start, place.stop - place.start, True)
+        with self._lock:
+            for place in places:
+                self._refused_bytes -= place.refused_bytes
+                if place.storage is not None:
+                    self.in_place_bytes -= place.stop - place.start
+                    place.storage = None
+
+    def _page_lock(self, what: str, address: int, num_bytes: int) -> bool:
         error = self._driver.page_lock(address, num_bytes)
-        if error == 0:
-            return True
-        self.pageable_bytes += num_bytes
-        if not self._has_warned:
+        if error and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{num_bytes} bytes of {what} could not be page-locked (CUDA error {error}): copies between them and "
                 "GPUs are slower. The host may be short of memory, or limit how much may be locked.",
                 stacklevel=2,
             )
-        return False
-
-    # --- own buffers ---------------------------------------------------------------------------------------------
-
-    def empty_like(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """A host tensor of the shape and type of ``tensor``, with memory in a page-locked buffer of its own.
-
-        The buffer is used again when the tensor and all its views are gone.
-
-        Returns:
-            The tensor, and whether it is page-locked indeed.
-        """
-        layout = torch.empty_like(tensor, device="meta")
-        num_bytes = layout.numel() * layout.element_size()
-        if num_bytes == 0:
-            return torch.empty_like(tensor, device="cpu"), True
-        with self._lock:
-            buffer = self._take(_bucket(num_bytes))
-        # The storage owns the lease, and every view owns the storage: when the lease dies, the memory is not used any
-        # more.
-        lease = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer.slab.memory, buffer.offset)
-        weakref.finalize(lease, self._returned.append, buffer).atexit = False
-        storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
-        made = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, layout.shape, layout.stride())
-        return made, buffer.slab.is_locked
-
-    def _take(self, num_bytes: int) -> _Buffer:
-        self._pick_up()
-        if not self._free[num_bytes]:
-            self._trim(num_bytes)
-            self._grow(num_bytes)
-        buffer = self._free[num_bytes].pop()
-        buffer.slab.num_used += 1
-        self._used_bytes += num_bytes
-        self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
-        return buffer
-
-    def _pick_up(self) -> None:
-        """Buffers whose tensors have died are free."""
-        while self._returned:
-            buffer = self._returned.popleft()
-            if buffer.slab in self._slabs:  # else given up meanwhile
-                buffer.slab.num_used -= 1
-                self._used_bytes -= buffer.num_bytes
-                self._free[buffer.num_bytes].append(buffer)
-
-    def _grow(self, num_bytes: int) -> None:
-        """Makes buffers of a size, at least one."""
-        slab = _Slab(max(1, _SLAB_BYTES // num_bytes) * num_bytes)
-        _set_inherited(slab.address, slab.num_bytes, False)
-        slab.is_locked = self._page_lock(slab.address, slab.num_bytes, "buffers")
-        self._slabs.add(slab)
-        self.own_bytes += slab.num_bytes
-        self._free[num_bytes] += [_Buffer(slab, offset, num_bytes) for offset in range(0, slab.num_bytes, num_bytes)]
-
-    def _trim(self, num_bytes: int) -> None:
-        """Gives up free buffers, the largest first, if there would be too many of them with ``num_bytes`` more."""
-        allowed = (1 + _MAX_SPARE) * max(self._peak_used_bytes, self._used_bytes + num_bytes)
-        for slab in sorted((s for s in self._slabs if not s.num_used), key=lambda s: s.num_bytes, reverse=True):
-            if self.own_bytes + num_bytes <= allowed:
-                return
-            self._give_up(slab)
-
-    def _give_up(self, slab: _Slab) -> None:
-        self._unlock(slab)
-        self._slabs.remove(slab)
-        self.own_bytes -= slab.num_bytes
-        for size in list(self._free):
-            self._free[size] = [buffer for buffer in self._free[size] if buffer.slab is not slab]
-
-    def _unlock(self, slab: _Slab) -> None:
-        if slab.is_locked:
-            self._driver.page_unlock(slab.address)
-            slab.is_locked = False
-        else:
-            self.pageable_bytes -= slab.num_bytes
+        return error == 0
 
     def dispose(self) -> None:
         """Puts everything back: no memory is page-locked by us afterwards. Tensors in buffers keep their values."""
         with self._lock:
-            for known in self._known.values():
-                if known.is_ours:
-                    self._driver.page_unlock(known.storage.data_ptr())
-                    _set_inherited(known.storage.data_ptr(), known.storage.nbytes(), True)
-            self._known.clear()
-            for slab in self._slabs:
-                self._unlock(slab)
-                _set_inherited(slab.address, slab.num_bytes, True)
-            self._slabs.clear()
-            self._free.clear()
-            self._returned.clear()
-            self._used_bytes = self._peak_used_bytes = 0
-            self.in_place_bytes = self.own_bytes = self.pageable_bytes = 0
-            self._has_warned = False
-
-
-def _bucket(num_bytes: int) -> int:
-    """The size of the buffer for ``num_bytes``: at most an eighth more, so that similar sizes share buffers."""
-    if num_bytes <= _MIN_BUFFER_BYTES:
-        return _MIN_BUFFER_BYTES
-    step = 1 << max(num_bytes.bit_length() - 4, 6)  # 64 bytes at least: buffers stay aligned
-    return -(-num_bytes // step) * step
-
-
-def _set_inherited(address: int, num_bytes: int, is_inherited: bool) -> None:
-    """Whether children of a fork get the pages that lie in this memory as a whole.
-
-    Those at the ends may hold other things, such as the allocator's notes on this memory.
-    """
-    advice = _DOFORK if is_inherited else _DONTFORK
-    if _MADVISE is None or advice is None:
-        return
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length > 0:
-        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
+            places, self._places = list(self._places.values()), {}
+        self._let_go(places)
+        self._buffers.dispose()
+        self._has_warned = False

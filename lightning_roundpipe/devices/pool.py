@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .cuda import CudaDevice
+from . import gpu_driver
 from .devices import Device
+from .gpu import GpuDevice
 from .virtual import Link, VirtualDevice
 
 
@@ -23,7 +24,8 @@ class DevicePool:
         memory_limit: bytes that each device may use; None for what there is.
 
     Raises:
-        ValueError: if the list is empty or holds a device type that is neither ``cpu`` nor ``cuda``.
+        ValueError: if the list is empty, holds devices of different types, or one that is neither ``cpu`` nor a GPU of
+            a type that is known.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class DevicePool:
     ) -> None:
         if not torch_devices:
             raise ValueError("the device pool is empty: pass at least one device, for instance Trainer(devices=2)")
+        if len({device.type for device in torch_devices}) > 1:
+            raise ValueError(f"one pool cannot have devices of different types: {', '.join(map(str, torch_devices))}")
         counts = Counter(torch_devices)
         self.devices: tuple[Device, ...] = tuple(
             _make_device(i, d, counts[d], link, memory_limit) for i, d in enumerate(torch_devices)
@@ -65,6 +69,11 @@ class DevicePool:
         return {d.torch_device: d for d in self.devices if not d.is_shared and not d.aliases_host}
 
     @property
+    def gpus(self) -> dict[torch.device, Device]:
+        """GPU -> one of its devices."""
+        return {d.torch_device: d for d in self.devices if d.torch_device.type != "cpu"}
+
+    @property
     def bytes_moved(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes copied (to each device, from each device) since the pool was made."""
         return tuple(d.h2d.num_bytes for d in self.devices), tuple(d.d2h.num_bytes for d in self.devices)
@@ -86,7 +95,11 @@ def _make_device(
 ) -> Device:
     if torch_device.type == "cpu":
         return VirtualDevice(index, link=link, memory_limit=memory_limit)
-    if torch_device.type == "cuda":
+    if gpu_driver.is_supported(torch_device.type):
         ordinal = torch_device.index if torch_device.index is not None else index
-        return CudaDevice(index, ordinal, num_sharing=num_sharing, memory_limit=memory_limit)
-    raise ValueError(f"device {torch_device} cannot be used: RoundPipe runs on 'cuda' and 'cpu' devices")
+        driver = gpu_driver.driver_of(torch_device.type)
+        return GpuDevice(index, ordinal, driver=driver, num_sharing=num_sharing, memory_limit=memory_limit)
+    raise ValueError(
+        f"device {torch_device} cannot be used: RoundPipe runs on 'cpu', 'cuda', 'xpu', and other accelerators that "
+        "torch knows with streams, events and the state of their memory"
+    )

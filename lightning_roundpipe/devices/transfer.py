@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -65,7 +66,10 @@ class Transfer:
     Attributes:
         tensors: the copies, in the order submitted; not to be read before :meth:`wait`.
         pairs: destinations and sources, held until the end.
+        is_page_locked: whether the copies lie in page-locked memory of the host.
     """
+
+    is_page_locked = False
 
     def __init__(self, tensors: list[Tensor], pairs: Sequence[Pair] = ()) -> None:
         self.tensors = tensors
@@ -148,9 +152,10 @@ class Transfer:
 class Done(Transfer):
     """Copies that were made at once."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], *, is_page_locked: bool = False) -> None:
         self.tensors = tensors
         self.pairs = ()
+        self.is_page_locked = is_page_locked
         self._has_ended = True
 
     def await_done(self) -> None:
@@ -158,6 +163,42 @@ class Done(Transfer):
 
     def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
         then()
+
+
+class Joined(Transfer):
+    """Copies of several transfers as one, which ends with the last of them.
+
+    Args:
+        picked: each copy, by its transfer and its place there; in order.
+    """
+
+    def __init__(self, picked: Sequence[tuple[Transfer, int]]) -> None:
+        self._picked = picked
+        self._parts = list(dict.fromkeys(part for part, _ in picked))
+        self.pairs = ()
+        self.tensors = [part.tensors[place] for part, place in picked]
+
+    def is_done(self) -> bool:
+        return all([part.is_done() for part in self._parts])
+
+    def await_done(self) -> None:
+        for part in self._parts:
+            part.await_done()
+
+    def wait(self, edge: Edge) -> list[Tensor]:
+        return self.arrived(edge)
+
+    def arrived(self, edge: Edge) -> list[Tensor]:
+        """The copies, after a wait for each of the transfers."""
+        for part in self._parts:
+            part.wait(edge)
+        return self.tensors
+
+    def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
+        following = then
+        for part in self._parts:  # each when it is done, the next one after it
+            following = functools.partial(part.when_done, edge, following)
+        following()
 
 
 class Lane(ABC):

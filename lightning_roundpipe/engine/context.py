@@ -29,8 +29,10 @@ class Resources:
     """What the steps of an engine have in common.
 
     Attributes:
-        backward_runs_user_code: set when user code has a backward that runs user code.
+        backward_runs_user_code: set when user code has a backward that runs user code: an activation checkpoint, a hook
+            on a tensor, a function of its own.
         workers: threads of micro-batches.
+        adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
     """
 
@@ -41,6 +43,7 @@ class Resources:
     compiler: UnitCompiler | None
     exempt: tuple[type, ...]
     num_threads: int | None
+    adders: Workers
     workers: Workers = field(default_factory=Workers)
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)

@@ -1,9 +1,21 @@
-"""One execution of a unit between its entry and its cut, its backward, and what the first execution teaches.
+"""One execution of a unit between its entry and its cut, and what the first execution teaches.
 
 A forward takes its arguments to the device, saves them if it will be run again, and runs the unit: under ``no_grad``
 where the call is recomputed, with the local graph where that is kept, and always with it where the unit's facts are not
 known yet; see [Note: cutting autograd] and [Note: facts] in :mod:`autograd.recompute`. Everything here runs on the
 thread of the micro-batch, which holds the compute lane of the replica's device and not the user-code lock.
+
+[Note: a unit that does not fit]
+Where the allocator of the device has no memory left while a unit computes, all goes that is not in use
+(:meth:`Device.make_room`), and the unit is run once more, by the same thread:
+
+    run --> torch.OutOfMemoryError --> taken back --> make room --> run --> the step fails, and is run again
+                                 |                                          with smaller micro-batches
+                                 +--> cannot be taken back ------------------^
+
+It gets the same arguments and the same seed, and what it has written on modules and buffers is put back before. That
+cannot be done if it has changed an argument in place, if hooks of the user have seen something already, if a graph that
+was kept is used up, or if a gradient has been added to one that was there.
 """
 
 from __future__ import annotations
@@ -13,20 +25,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..autograd.randomness import ForeignRandomness
-from ..autograd.recompute import Call, Cut, Entry, Facts, Receiver, Slot
-from ..autograd.unit_run import UnitContext, UnitResult, autocast_as, run_unit
+from ..autograd.randomness import Draws, ForeignRandomness
+from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot
+from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
+from ..autograd.unit_backward import add_changed, enter, has_run_hooks
+from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, without_weights
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
+from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
-from ..usercode.loose_gradients import LooseGradients, leaves_behind, node_of, run_backward
+from ..usercode.loose_gradients import leaves_behind, node_of
+from ..usercode.moves import moved
 from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
-Snapshot = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
 
 @dataclass(slots=True)
@@ -71,28 +87,28 @@ def run_forward(
         full: gives the unit's replica in its full form.
     """
     facts, unit = call.facts, call.unit
-    before = _snapshot(replica) if facts is None or facts.buffers else []
-    done = _attempt(context, call, replica, leaves, records)
+    before = buffers_of(replica) if facts is None or facts.buffers else []
+    done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
-        _restore(before)
+        put_back(before)
         replica = full(call) if replica.is_low else replica
         call.facts = facts = None
-        before = _snapshot(replica)
-        done = _attempt(context, call, replica, leaves, records)
+        before = buffers_of(replica)
+        done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is None:
         if done.unit.draws_foreign:
-            _restore(before)
-            done = _attempt(context, call, replica, leaves, records, foreign=True)
+            put_back(before)
+            done = _run_with_room(context, call, replica, leaves, records, before, foreign=True)
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
     call.facts = facts
     if facts.buffers:
-        written = set(facts.buffers)
+        written = {*facts.buffers, *written_buffers(replica, before)}
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
-        replica.store_buffers()
+        replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
     call.relayed = {}
@@ -103,27 +119,67 @@ def run_forward(
         else:
             call.flagged = facts.flagged
         if not call.kept:
-            _drop_graph(done.unit)
-    done.outputs = _without_weights(done.unit.slots, replica)
+            drop_graph(done.unit)
+    done.outputs = without_weights(done.unit.slots, replica)
+    return done
+
+
+def _run_with_room(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    records: bool,
+    before: Buffers,
+    *,
+    foreign: bool = False,
+) -> ForwardResult:
+    """Runs the unit; a second time if there was no room: see [Note: a unit that does not fit].
+
+    Args:
+        before: what is put back for that.
+    """
+    relays = call.relays
+    done = _attempt(context, call, replica, leaves, records, foreign=foreign)
+    if done is None:  # the traceback, which held tensors of the attempt, is gone
+        put_back(before)
+        call.relays = relays
+        replica.device.make_room()
+        done = _attempt(context, call, replica, leaves, records, foreign=foreign, is_last=True)
+        assert done is not None
     return done
 
 
 def _attempt(
-    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], records: bool, *, foreign: bool = False
-) -> ForwardResult:
-    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home."""
-    facts, activations = call.facts, context.activations
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    leaves: list[Any],
+    records: bool,
+    *,
+    foreign: bool = False,
+    is_last: bool = False,
+) -> ForwardResult | None:
+    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home.
+
+    Returns:
+        None if the memory of the device was not enough, and nothing is in the way of another attempt.
+    """
+    facts, activations, relays = call.facts, context.activations, call.relays
     label = f"inputs {call.unit.name}"
     before = torch.is_grad_enabled()
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        given = activations.receive(leaves, Edge.INPUTS, label, keep_graph=before and not records)
+        keep_graph = moved if before and not records else None
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
     arrived = list(given)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     versions = [version_of(given[i]) for i in tensors]
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell.
-    graph = records and (call.kept or facts is None or len(facts.slots) > 1)
+    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
+    # another function would be compiled than for the recomputation, which might draw in another order.
+    draws_compiled = context.compiler is not None and facts is not None and Draws.GPU in facts.draws
+    graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -137,21 +193,30 @@ def _attempt(
         else:
             result = run_unit(context, call, replica, given, foreign=foreign or facts.foreign)
             result.draws_foreign = foreign or facts.foreign
+    except torch.OutOfMemoryError:
+        is_changed = any([version_of(arrived[i]) != v for i, v in zip(tensors, versions, strict=True)])
+        if is_last or is_changed or has_run_hooks(call, relays) or replica.device.aliases_host:
+            raise
+        return None
     finally:
         torch._C._set_grad_enabled(before)
-    changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
-    call.changed = changed
-    for i in changed:
-        if arrived[i] is not leaves[i]:  # user code has another tensor than the one that was changed
-            with torch.no_grad():
-                leaves[i].copy_(arrived[i])
+    call.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
+    _hand_back(call, leaves, arrived)
     slots = add_changed(call, result, given)
     identity = {id(given[i]): i for i in tensors}
     passed = {j: identity[id(x)] for j, x in enumerate(result.leaves) if isinstance(x, Tensor) and id(x) in identity}
-    done = ForwardResult(result, replica, passed, changed)
+    done = ForwardResult(result, replica, passed, call.changed)
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
     return done
+
+
+def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:
+    """User code has other tensors than those that the unit changed in place, where they were brought to the device."""
+    for i in call.changed:
+        if arrived[i] is not leaves[i]:
+            with torch.no_grad():
+                leaves[i].copy_(arrived[i])
 
 
 def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any], foreign: bool) -> UnitResult:
@@ -163,6 +228,43 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
         if casts is not None:
             casts.note_results(result.slots.values())
     result.draws_foreign = foreign or (watched is not None and watched.has_moved())
+    return result
+
+
+def _all_at(target: torch.device, leaves: list[Any], context: UnitContext) -> list[Any]:
+    """``leaves`` with their tensors on a device, as part of the graph."""
+    return [
+        moved(x, target, context.activations, "run again") if isinstance(x, Tensor) and x.device != target else x
+        for x in leaves
+    ]
+
+
+def run_replayed(
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
+) -> UnitResult:
+    """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
+
+    Args:
+        homes: where its calls by the micro-batch have run, and their results are; one at least.
+
+    Raises:
+        RuntimeError: if it draws, and there were several.
+    """
+    replica.has_gradients = torch.is_grad_enabled()
+    replica.book_gradients(replica.has_gradients)
+    here = replica.device.torch_device
+    if here.type == "cpu":
+        result = run_unit(context, call, replica, leaves)
+    else:
+        with torch.get_device_module(here).device(here):
+            result = run_unit(context, call, replica, _all_at(here, leaves, context))
+        result.leaves = _all_at(homes[-1].torch_device, result.leaves, context)
+    if len(homes) > 1 and result.draws:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
+            "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+            "RoundPipe recomputes units by itself."
+        )
     return result
 
 
@@ -190,142 +292,20 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
     outputs.update(zip(named, results, strict=False))
 
 
-def run_unit_backward(
-    context: UnitContext,
-    call: Call,
-    replica: Replica,
-    gradients: list[Tensor],
-    leaves: list[Any] | None,
-    loose: LooseGradients,
-) -> None:
-    """From the gradients of the call's results to those of its arguments and of the replica's weights.
-
-    Args:
-        gradients: as in ``call.gradients``, on the device.
-        leaves: the saved arguments, on the device, if the graph was not kept.
-
-    Raises:
-        RuntimeError: if the unit does something else in the recomputation.
-    """
-    local = call.local if leaves is None else _recompute(context, call, replica, leaves)
-    assert local is not None
-    assert call.facts is not None
-    replica.has_gradients = True
-    now = frozenset([slot for slot, tensor in local.items() if tensor.requires_grad])
-    if now != call.flagged:
-        raise RuntimeError(
-            f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
-            f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
-            "do the same when it is called again with the same arguments."
-        )
-    roots = [local[slot] for slot in call.gradients]
-    if call.facts.has_loose:
-        loose.run_unit_backward(roots, gradients, replica.leaves)
-    else:
-        run_backward(roots, gradients)
-    replica.add_up()
-
-
-def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
-    """Runs the unit again with its graph, on what the forward saw; the slots of the result."""
-    assert call.facts is not None
-    target = replica.device.torch_device
-    for i in call.changed:  # the saved copy may serve other calls
-        leaves[i] = leaves[i].clone()
-    swapped = []
-    for master, name, value in call.buffer_values:
-        copy = replica.copy_of(master)
-        assert copy is not None
-        swapped.append((copy, name, copy._buffers[name]))
-        copy._buffers[name] = value.to(target, copy=True)
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    try:
-        with autocast_as(context.autocast_device, call.autocast):
-            enter(call, leaves, context.anchor)
-            facts = call.facts
-            result = run_unit(context, call, replica, leaves, foreign=facts.foreign)
-            return add_changed(call, result, leaves)
-    finally:
-        torch._C._set_grad_enabled(before)
-        for copy, name, buffer in swapped:
-            copy._buffers[name] = buffer
-
-
-def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
-    """Replaces leaves by aliases, in place: differentiable ones start the local graph, the others must not join it."""
-    differentiable = call.differentiable
-    if differentiable:
-        inputs = [leaves[i] for i in differentiable]
-        aliases = Entry.apply(call, anchor, inputs)
-        for i, alias in zip(differentiable, aliases, strict=True):
-            leaves[i] = alias
-    if len(leaves) > len(differentiable):
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
-                leaves[i] = leaf.detach()
-
-
-def add_changed(call: Call, result: UnitResult, given: list[Any]) -> dict[Slot, Tensor]:
-    """The slots of ``result``. Arguments that the unit changed in place are outputs too."""
-    for i in call.changed:
-        result.slots["input", i] = given[i]
-    return result.slots
-
-
 def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]) -> bool:
     """Whether the graph of results leads to leaves that are neither the replica's nor the anchor."""
     leaves = leaves_behind(node_of(result) for result in results if result.requires_grad)
     return not leaves.keys() <= {context.anchor, *replica.leaves}
 
 
-def _snapshot(replica: Replica) -> Snapshot:
-    """All buffers as they are: (copy module, name, buffer, its version, its value)."""
-    found = []
-    for _, copy, name in replica.buffers:
-        buffer = copy._buffers.get(name)
-        if buffer is not None:
-            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
-    return found
-
-
-def _learn(replica: Replica, before: Snapshot, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
+def _learn(replica: Replica, before: Buffers, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
-    changed = []
-    for copy, name, buffer, version, value in before:
-        now = copy._buffers.get(name)
-        # By value as well: batch norm updates its running statistics without raising their version.
-        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
-            master = replica.master_of(copy)
-            assert master is not None
-            changed.append((master, name))
+    changed = changed_buffers(replica, before)
     draws, foreign = done.unit.draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), draws, foreign, tuple(changed), writes, *sizes, has_loose)
-
-
-def _restore(before: Snapshot) -> None:
-    with torch.no_grad():
-        for copy, name, buffer, _, value in before:
-            copy._buffers[name] = buffer
-            buffer.copy_(value)
-
-
-def _drop_graph(result: UnitResult) -> None:
-    """What a run with graph returned keeps its values only."""
-    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
-    if values:
-        result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
-
-
-def _without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, Tensor]:
-    """Views of device copies (a unit that returns its own weight) become copies."""
-    if replica.device.aliases_host:
-        return dict(slots)
-    weights = {leaf.untyped_storage().data_ptr() for leaf in replica.leaves}
-    return {slot: t.clone() if t.untyped_storage().data_ptr() in weights else t for slot, t in slots.items()}
+    return Facts(flagged, frozenset(slots), draws, foreign, changed, writes, *sizes, has_loose)
 
 
 def _is_cut_elsewhere(slot: Slot) -> bool:

@@ -20,16 +20,20 @@ of the next, and neither that lock nor a compute lane while it waits for the gat
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..autograd.recompute import Call, PendingGradients, check_versions
-from ..autograd.unit_run import UnitContext, autocast_state, run_unit
+from ..autograd.unit_backward import run_unit_backward
+from ..autograd.unit_run import UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
+from ..devices.devices import Device
 from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.runs import Run
 from ..devices.transfer import Edge
@@ -37,15 +41,17 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Action
 from ..usercode.lock import UserCodeState
 from ..usercode.loose_gradients import LooseGradients, node_of
+from ..usercode.places import UserCodePlace
 from ..weights.parameters import Replica
 from ..weights.units import Unit
 from .barrier import Attendance
 from .books import ActivationBooks
 from .context import SegmentContext, StepContext
-from .execution import ForwardResult, cut, run_forward, run_unit_backward
+from .execution import ForwardResult, cut, run_forward
 from .plans import SegmentRecord
 
 _ALL_POSITIONS = 1 << 60
+_NOTHING = contextlib.nullcontext()
 
 
 class Microbatch:
@@ -56,6 +62,7 @@ class Microbatch:
         index: identifies it to the user and seeds its random numbers.
         schedule_index: its index in the schedule of this segment.
         device: the one that it is on.
+        place: where its user code is.
         attendance: how its thread and that of the step wait for each other.
         record: what is noted in this segment.
         pending: gradients that wait in user code.
@@ -73,10 +80,12 @@ class Microbatch:
         self._training = request.training
         self._calls: list[Call] = []  # whose backward may come, in order
         self._called: list[Unit] = []
+        self._homes: list[Device] = []  # where they ran
         self._loose = LooseGradients()
-        self.pending = PendingGradients(self._loose)
         self._saved = SavedInputs()
-        self._activations = TravellingActivations(self._saved, self._pool.owners)
+        owners = self._pool.owners
+        self._activations = TravellingActivations(self._saved, owners, self._pool.gpus)
+        self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         self._context = UnitContext(
@@ -84,8 +93,12 @@ class Microbatch:
             resources.compiler,
         )  # fmt: skip
         self._has_entered = False
+        self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
         self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
+        is_engine = functools.partial(getattr, self.pending, "is_flushing")
+        self.place = UserCodePlace(self.device, is_engine, owners)
+        state.recomputed = self.place.recomputed
         self._activations.go_to(self.device)
         state.call_unit = self.call
 
@@ -122,7 +135,7 @@ class Microbatch:
         for passed in range(max(self._stage, 0), stage):
             self._gate.leave(Action(passed, self.schedule_index))
         is_first, self._has_entered = not self._has_entered, True
-        self._stage, self.device = stage, target
+        self._stage, self.device, self.place.device = stage, target, target
         if target is before:
             self._activations.drop()
         else:
@@ -151,9 +164,6 @@ class Microbatch:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
-        self._gate.check()
-        if self._in_backward:
-            return self._replay(unit, args, kwargs)
         call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
         self._called.append(unit)
         self.record.called.append(unit)
@@ -212,6 +222,7 @@ class Microbatch:
     ) -> ForwardResult:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
+        self._homes.append(device)
         key = (
             self._training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
             tuple(call.differentiable), call.trained, call.autocast,
@@ -231,7 +242,7 @@ class Microbatch:
             if device.counts_activations:
                 booked = self._books.begin_forward(device, call, input_bytes)
             if changes_buffers:
-                replica.load_buffers(own=call.kept)
+                replica.load_buffers(own=call.kept, is_loaded=True)
             started = device.stamp()
             done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
             ended = device.stamp()
@@ -256,28 +267,6 @@ class Microbatch:
         self.record.runs.append(call.ran)
         return done
 
-    def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline."""
-        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
-        call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
-        leaves: list[Any] = []
-        call.structure = trees.flatten_call(args, kwargs, [], leaves)
-        with self._lock.released(self.state), self.device.computing():
-            replica = self._replica(call)
-            replica.has_gradients = torch.is_grad_enabled()
-            replica.book_gradients(replica.has_gradients)
-            self._loose.own.update(replica.leaves)
-            started = self.device.stamp()
-            result = run_unit(self._context, call, replica, leaves)
-            self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
-        if len(made) > 1 and result.draws:
-            raise RuntimeError(
-                f"unit {unit.name!r} draws random numbers, is called {len(made)} times, and sits in an activation "
-                "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
-                "RoundPipe recomputes units by itself."
-            )
-        return trees.unflatten(result.structure, result.leaves)
-
     # --- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
@@ -294,7 +283,8 @@ class Microbatch:
         if fused > self._stage:
             self._move_to(fused, [], "")
         self._in_backward = self.record.has_backward = True
-        self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()])
+        if self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()]):
+            self.state.on_late_code()
         self._backward_of_user_code(roots)
         kept: list[Call] = []
         try:
@@ -310,29 +300,35 @@ class Microbatch:
             if self.pending:
                 self._backward_of_user_code()
             if loose := self._loose.take():
-                self._step.gradients.add_loose(loose, self.index)
+                self._step.gradients.add_loose(*loose, self.index)
         finally:
             self._calls += kept[::-1]
 
     def _backward_of_user_code(self, roots: list[tuple[Tensor, Tensor]] | None = None) -> None:
         """Backward through the graph of user code: from ``roots``, which are emptied, or from what waits there (flush).
 
-        Holds the user-code lock where that runs user code again, or depends on flags of parameters that each
-        micro-batch has for itself.
+        Holds the user-code lock where that runs user code again, which may call units, or depends on flags of
+        parameters that each micro-batch has for itself.
         """
         device, state = self.device, self.state
-        if self._step.resources.backward_runs_user_code.is_set() or self._lock.switches_flags:
-            self._lock.acquire(state)
-        started = device.stamp()
-        state.loose = self._loose
-        try:
-            if roots is None:
-                self.pending.flush()
-            else:
-                self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        finally:
-            state.loose = None
-            self._lock.release(state)
+        runs_code = self._step.resources.backward_runs_user_code.is_set()
+        locks = runs_code or self._lock.switches_flags
+        with (
+            self._lock.walking(state) if locks and device.torch_device.type != "cpu" else _NOTHING,
+            device.occupied() if runs_code else _NOTHING,
+        ):
+            if locks:
+                self._lock.acquire(state)
+            started = device.stamp()
+            state.loose, self._has_lane = self._loose, runs_code
+            try:
+                if roots is None:
+                    self.pending.flush()
+                else:
+                    self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            finally:
+                state.loose, self._has_lane = None, False
+                self._lock.release(state)
         what = "user code" if roots is None else "loss"
         self.record.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))
         if roots is not None:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ..autograd.escape import check_escape
 from ..autograd.recompute import Call, versions_of
+from ..common import trees
 from ..common.threads import Worker
 from ..devices.devices import Device
+from ..devices.runs import Run
 from ..planning.schedule import Action
 from ..usercode.implicit_transfers import ImplicitTransfers
 from ..usercode.lock import UserCodeState, entered
@@ -29,6 +31,7 @@ from ..usercode.outputs import Results
 from ..weights.units import Unit
 from .barrier import Collective, closure_end
 from .context import SegmentContext, StepContext
+from .execution import run_replayed
 from .microbatch import Microbatch
 
 
@@ -75,7 +78,7 @@ class MicrobatchThread(Microbatch):
     def _implicit_transfers(self) -> contextlib.AbstractContextManager[Any]:
         if self.device.aliases_host:
             return contextlib.nullcontext()
-        return ImplicitTransfers(lambda: self.device, self._step.loose_parameters, lambda: self.pending.is_flushing)
+        return ImplicitTransfers(self.place.now, self._step.loose_parameters, self._loose, self._activations)
 
     def _send_weights_ahead(self) -> None:
         """Each micro-batch starts the uploads of the first weights of one device, so that they travel while others run.
@@ -116,6 +119,30 @@ class MicrobatchThread(Microbatch):
         if self._is_recording:
             check_escape([loss.grad_fn, *self.user_code_nodes()], self._replicas.leaf_names())
         return loss, torch.full_like(loss, weight)
+
+    def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline.
+
+        On GPUs on a thread of autograd, which must not wait for the lane of a unit whose backward needs the thread.
+        """
+        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
+        call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
+        leaves: list[Any] = []
+        call.structure = trees.flatten_call(args, kwargs, [], leaves)
+        lane = contextlib.nullcontext() if self._has_lane else self.device.computing()
+        with self._lock.released(self.state), lane:
+            replica = self._replica(call)
+            self._loose.own.update(replica.leaves)
+            started = self.device.stamp()
+            homes = [self._homes[i] for i in made] or [self.device]
+            result = run_replayed(self._context, call, replica, leaves, homes)
+            self.place.leave_unit(homes[-1])
+            self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
+        return trees.unflatten(result.structure, result.leaves)
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._gate.check()
+        return (self._replay if self._in_backward else super().call)(unit, args, kwargs)
 
     @property
     def saved_bytes(self) -> int:
@@ -197,7 +224,7 @@ class MicrobatchThread(Microbatch):
             self._forget(call)
         self._calls.clear()
         self.pending.clear()
-        self._loose.take()
+        self._loose.clear()
         self._books.wait_with(self.device, 0)
         self._activations.clear()
         self._saved.clear()

@@ -25,6 +25,9 @@ from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
+from ..usercode.functional_calls import functional_calls_apart
+from ..usercode.gpu_draws import gpu_generators_left_alone
+from ..usercode.implicit_transfers import functions_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
@@ -41,7 +44,7 @@ def classes_patched() -> Iterator[None]:
     with _lock:
         if not _num_users:
             with contextlib.ExitStack() as stack:
-                for installed in (noting_writes, noting_hooks, checkpoints_passed_through):
+                for installed in (noting_writes, noting_hooks, checkpoints_passed_through, functions_followed):
                     stack.enter_context(installed())
                 _installed = stack.pop_all()
         _num_users += 1
@@ -74,7 +77,9 @@ def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_th
     stack.enter_context(nested_backwards_followed())
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
+    stack.enter_context(gpu_generators_left_alone())
     stack.enter_context(parametrizations_apart())
+    stack.enter_context(functional_calls_apart())
     stack.enter_context(power_iterations_once())
     stack.enter_context(intra_op_threads(num_threads))
 
@@ -136,8 +141,10 @@ def guarded_grad() -> Iterator[None]:
         if state is None or state.unit_writes is not None:
             return original(outputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        is_on_gpu = any([isinstance(root, Tensor) and not root.is_cpu for root in roots])
         try:
-            result = original(roots, *args, **kwargs)
+            with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():
+                result = original(roots, *args, **kwargs)
         except RuntimeError as error:
             if "not have been used" in str(error) and (call := reached_cut(roots)) is not None:
                 raise GradientCutError.at(call) from error
@@ -220,12 +227,18 @@ def noting_hooks() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, note in (
-            (Tensor, "register_hook", lambda state, tensor: note_hook(tensor)),
+            (Tensor, "register_hook", _note_tensor_hook),
             (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
             (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
         ):
             stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
         yield
+
+
+def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:
+    note_hook(tensor)
+    if state.unit_writes is None:
+        state.on_late_code()
 
 
 @contextlib.contextmanager

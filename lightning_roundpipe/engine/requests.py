@@ -26,7 +26,7 @@ class StepRequest:
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
         merge: merges what micro-batches appended to a list, see :class:`CollectedLists`.
-        autocast_device: device type of autocast, ``"cpu"`` or ``"cuda"``.
+        autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
         meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
     """

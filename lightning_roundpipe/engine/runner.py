@@ -20,6 +20,7 @@ from torch import nn
 from ..autograd.compiling import UnitCompiler
 from ..autograd.escape import UnitEscapeError
 from ..autograd.unit_run import relay_hooks
+from ..common.threads import Workers
 from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile, Machine
 from ..weights.placement import ReplicaCache
@@ -47,6 +48,7 @@ class Engine:
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
+        adding_threads: intra-op threads of the thread that adds up gradients which come from devices; likewise.
         compile_units: arguments of ``torch.compile`` for units; None runs them as they are. See
             :mod:`autograd.compiling`.
 
@@ -67,6 +69,7 @@ class Engine:
         unit_classes: UnitClasses | None = None,
         exempt: tuple[type, ...] = (),
         num_threads: int | None = None,
+        adding_threads: int | None = None,
         compile_units: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
@@ -77,7 +80,8 @@ class Engine:
         self._table: UnitTable | None = None
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
-        self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads)
+        adders = Workers(adding_threads)
+        self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads, adders)
         self.working_copies = self._replicas.weights
         self.trace = False
         self._is_open = False
@@ -121,7 +125,7 @@ class Engine:
         """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do replacements
         of classes: see [Note: patches] in :mod:`engine.patches`. Otherwise nothing is left between two steps."""
         self._open.close()
-        self._open.callback(self._resources.workers.close)
+        self._open.callback(self._end_threads)
         self._open.enter_context(classes_patched())
         self._is_open = True
 
@@ -130,6 +134,10 @@ class Engine:
         self._is_open = False
         self._open.close()
         self._forget()
+
+    def _end_threads(self) -> None:
+        self._resources.workers.close()
+        self._resources.adders.close()
 
     def _forget(self) -> None:
         self._replicas.clear()
@@ -153,7 +161,7 @@ class Engine:
             return step.run()
         finally:
             if not self._is_open:
-                self._resources.workers.close()
+                self._end_threads()
             if trace is not None:
                 trace.close()
 

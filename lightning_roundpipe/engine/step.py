@@ -55,7 +55,7 @@ class Step:
         self._states = [UserCodeState(i, request.seed) for i in range(len(request.microbatches))]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
-            state.on_checkpoint = resources.backward_runs_user_code.set
+            state.on_late_code = resources.backward_runs_user_code.set
         self._threads: dict[int, MicrobatchThread] = {}
         self._workers: list[Worker] = []
         self._place = Place(request.key)
@@ -63,7 +63,9 @@ class Step:
         # How the micro-batches go on after a barrier, when the next segment begins.
         self._outcomes: list[Callable[[], Any]] = []
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        gradients = GradientStore(resources.replicas.weights.gradient_dtypes)
+        has_copies = not all(device.aliases_host for device in resources.pool.devices)
+        self._adder = resources.adders.take() if has_copies else None
+        gradients = GradientStore(resources.replicas.weights.gradient_dtypes, self._adder)
         self._shared = StepContext(
             request,
             resources,
@@ -104,6 +106,8 @@ class Step:
         succeeded = False
         self._resources.pool.open()
         try:
+            if self._adder is not None:
+                self._adder.start()
             self._lock.open(self._states, lists.copies)
             with classes_patched():
                 self._run_segments(lambda arrival: arrival is None)
@@ -119,7 +123,12 @@ class Step:
             self._lock.close(self._states, keep_writes=succeeded)
             self._resources.replicas.end_step()
             self._shared.loose_parameters.drop()
-            self._resources.pool.close()
+            try:
+                self._resources.pool.close()
+            finally:
+                self._shared.gradients.close()
+                if self._adder is not None:
+                    self._resources.adders.give_back([self._adder])
             tell("step_ended" if succeeded else "step_failed")
 
     # --- segments and barriers -----------------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class Step:
         """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
         resources, request, key = self._resources, self._request, self._place.key
         plans = resources.plans
-        resources.replicas.weights.begin_step(request.key, training=request.training)
+        resources.replicas.weights.begin_step(request.key, training=request.training, helper=self._adder)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
             patch(stack, resources.root, self._table, resources.num_threads)
@@ -187,7 +196,8 @@ class Step:
                 self._shared.loose_parameters.send_sums()
             else:
                 self._shared.loose_parameters.take_home()
-            gradients = self._shared.gradients.take()
+            resources.replicas.coming_buffers.arrive()
+        gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads
         self._note_segment(plan, schedule, records)
         started = perf_counter()
         self._result.replanned |= plans.note_step(key, records, count)

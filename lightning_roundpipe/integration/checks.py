@@ -21,7 +21,7 @@ Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,14 @@ from lightning.pytorch.plugins import (
     XLAPrecision,
 )
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..devices.gpu_driver import gpu_type
 from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
 
@@ -109,6 +110,16 @@ def check_precision(plugin: Precision) -> None:
                 f"{name} cannot be used with strategy='roundpipe': it {why}. Use precision='bf16-mixed' or "
                 "'bf16-true', or another strategy"
             )
+
+
+def note_unused_gpus(devices: Sequence[torch.device]) -> None:
+    """Says how to use GPUs that Lightning itself does not look for."""
+    found = gpu_type()
+    if found not in (None, "cuda") and all(device.type == "cpu" for device in devices):
+        rank_zero_info(
+            f"this machine has accelerators of type {found!r}, which accelerator='auto' does not find: set "
+            "Trainer(accelerator='roundpipe') to train on them"
+        )
 
 
 def note_layer_sync(layer_sync: LayerSync | None) -> None:

@@ -28,7 +28,8 @@ from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
-from .pool import update_threads
+from ..weights.low_precision import WorkingCopies
+from .pool import ThreadBudget
 
 # Less is updated before a thread has begun.
 MIN_BYTES = 16 * 2**20
@@ -46,7 +47,10 @@ def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[
         return engine().order_of("training_step")
 
     return OptimizerOverlap(
-        update_threads(pool), order, stale_after_steps=options.stale_after_steps if is_stale else None
+        ThreadBudget.of(pool).updates,
+        order,
+        copies=lambda: engine().working_copies,
+        stale_after_steps=options.stale_after_steps if is_stale else None,
     )
 
 
@@ -56,18 +60,25 @@ class OptimizerOverlap:
     Args:
         num_threads: intra-op threads of the updates.
         order: gives the weights in the order in which the next step needs them, in groups that are needed together.
+        copies: gives the copies of weights in low precision; None for none. Stale steps make theirs of snapshots.
         stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
             update, see [Note: stale weights] in :mod:`optimizer.stale`; None for never.
         is_off: whether nothing overlaps.
     """
 
     def __init__(
-        self, num_threads: int, order: Order, *, stale_after_steps: int | None = None, is_off: bool = False
+        self,
+        num_threads: int,
+        order: Order,
+        *,
+        copies: Callable[[], WorkingCopies] | None = None,
+        stale_after_steps: int | None = None,
+        is_off: bool = False,
     ) -> None:
         self._is_off = is_off
         self._stale = None if stale_after_steps is None else StaleWeights()
         self._stale_after_steps = stale_after_steps or 0
-        self._updates = Updates(num_threads, self._stale)
+        self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None)
         self._order = order
         self._module: pl.LightningModule | None = None
         self._is_scripted = False

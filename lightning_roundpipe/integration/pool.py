@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -69,9 +70,7 @@ def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, re
             report.note_plan(partition, costs, num_microbatches, round_size)
         return partition
 
-    num_threads = options.threads_per_device
-    if num_threads is None and pool.is_virtual:
-        num_threads = max(1, torch.get_num_threads() // len(pool))
+    threads = ThreadBudget.of(pool, options.threads_per_device)
     engine = Engine(
         root,
         pool,
@@ -80,7 +79,8 @@ def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, re
         machine=machine,
         unit_classes=options.units,
         exempt=(Metric,),
-        num_threads=num_threads,
+        num_threads=threads.microbatch,
+        adding_threads=threads.additions,
         compile_units=options.compile_arguments,
     )
     if options.cost_profile is not None:
@@ -88,10 +88,35 @@ def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, re
     return engine
 
 
-def update_threads(pool: DevicePool) -> int:
-    """Intra-op threads of optimizer steps: on virtual devices the units need the cores, too; every GPU gets one for the
-    thread that keeps it busy, as far as that leaves half of them."""
-    num_threads = torch.get_num_threads()
-    if pool.is_virtual:
-        return max(1, num_threads // (len(pool) + 1))
-    return max(1, num_threads // 2, num_threads - len(pool))
+@dataclass(frozen=True)
+class ThreadBudget:
+    """How many intra-op threads the threads of a run get, on a host where torch would use so many for one operator.
+
+    Virtual devices compute with them: each gets an equal share, and what runs beside them gets one, too. Threads of
+    micro-batches on GPUs do next to nothing on the host, and there are many of them; every GPU gets a core for the one
+    that keeps it busy, as far as that leaves half of the cores. The others are for what the host does with all weights
+    and gradients. Updates and casts come in the forward, additions of gradients in the backward: they share them.
+
+    Attributes:
+        microbatch: of each thread of a micro-batch.
+        updates: of optimizer steps behind the pipeline.
+        additions: of the thread that adds up gradients.
+    """
+
+    microbatch: int
+    updates: int
+    additions: int
+
+    @classmethod
+    def of(cls, pool: DevicePool, threads_per_device: int | None = None) -> ThreadBudget:
+        """The budget for ``pool``, of the threads that torch has now.
+
+        Args:
+            threads_per_device: what the user wants; None leaves it to the budget.
+        """
+        num_threads, num_devices = torch.get_num_threads(), len(pool)
+        if pool.is_virtual:
+            shared = max(1, num_threads // (num_devices + 1))
+            return cls(threads_per_device or max(1, num_threads // num_devices), shared, shared)
+        left = max(1, num_threads // 2, num_threads - num_devices)
+        return cls(threads_per_device or 1, left, left)

@@ -25,7 +25,8 @@ from torch.optim import optimizer as optimizer_module
 
 from ..common.attributes import attribute_set
 from ..weights.events import tell
-from ..weights.futures import Training, Update, can_be_pending, unwaited
+from ..weights.futures import Training, Update, can_be_pending, take_unseen, unwaited
+from ..weights.low_precision import WorkingCopies
 from .buckets import Bucket, buckets_of, options_of, tied
 from .stale import StaleWeights
 from .state import GuardedState
@@ -93,11 +94,18 @@ class Updates:
         num_threads: intra-op threads of the updates.
         stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if no
             step computes with them.
+        copies: gives the low-precision copies that are made anew with the weights; None for none.
     """
 
-    def __init__(self, num_threads: int, stale: StaleWeights | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        stale: StaleWeights | None = None,
+        copies: Callable[[], WorkingCopies] | None = None,
+    ) -> None:
         self._num_threads = num_threads
         self._stale = stale
+        self._copies = copies
         self._training = Training()
         self._last: Update | None = None
         self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
@@ -187,7 +195,8 @@ class Updates:
         for parameters in buckets_of(gradients, order, ties):
             bucket = Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale)
             works.append((list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), bucket.step))
-        update = Update(works, self._training, self._last, self._num_threads)
+        finish = None if self._copies is None else self._copies().updating()
+        update = Update(works, self._training, self._last, self._num_threads, finish)
         try:
             update.start()
             self._last = update
@@ -227,12 +236,13 @@ class Updates:
         self._training.look()
 
     def wait(self) -> None:
-        """Blocks until no update is under way.
+        """Blocks until no update is under way; all weights are plain parameters then.
 
         Raises:
             BaseException: what went wrong in one, unless this is the tear-down after it.
         """
         self.join()
+        take_unseen()
         self._training.check()
 
     def check(self) -> None:

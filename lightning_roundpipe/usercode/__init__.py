@@ -2,7 +2,9 @@
 
 - :mod:`lock`: one thread at a time, and what each micro-batch writes on modules.
 - :mod:`collected_lists`: lists and dicts on modules that micro-batches fill.
-- :mod:`implicit_transfers`: operands on several devices.
+- :mod:`functional_calls`: weights that are put in the place of parameters for one call.
+- :mod:`implicit_transfers`, :mod:`moves`: operands on several devices, and how they come together.
+- :mod:`places`, :mod:`gpu_draws`: on which of them it is; random numbers there.
 - :mod:`loose_parameters`, :mod:`loose_gradients`: parameters that user code uses itself.
 - :mod:`outputs`: what leaves a step.
 """

@@ -20,12 +20,15 @@ that needs such state enters ``exclusive()``, which is re-entrant: no user code 
 section. With ``alone=True`` no other unit runs either; this is for a step whose units are compiled, and there every
 unit runs inside ``unit_running()``. No thread waits for ever, because every thread takes what it needs in this order::
 
-    1. the compute lane of its device       every unit
-    2. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
-    3. the user-code lock                   user code (hooks inside units, too), or exclusive()
+    1. walking(), on GPUs                   a backward that holds the user-code lock
+    2. the compute lane of its device       every unit; a backward that runs user code
+    3. the generator of a GPU               units that draw there, and user code for each draw
+    4. unit_running(), or their absence     units of a step that compiles, or the unit that is being compiled
+    5. the user-code lock                   user code (hooks inside units, too), or exclusive()
 
 and a thread that has one of them waits only for those below it. User code releases the lock before it calls a unit or
-waits for an upload.
+waits for an upload or a generator. Autograd's thread of a GPU serves all backwards there: while it runs user code that
+gives up the lock, to call a unit again, no thread with the lock may wait for it. Hence ``walking()``.
 
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` (:mod:`engine.patches`), which ignores threads that are
@@ -50,7 +53,7 @@ from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
 from ..common.seeds import derive_seed
 from .collected_lists import content, follow
-from .outputs import brought_home
+from .outputs import without_graph
 
 _RECHECK_S = 2.0
 
@@ -80,7 +83,9 @@ class UserCodeState:
             it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.
-        on_checkpoint: called when user code uses an activation checkpoint.
+        recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
+        on_late_code: called when user code asks for something in the backward: uses an activation checkpoint, or
+            registers a hook on a tensor.
         loose: takes the gradients of leaves while the engine walks the graph of user code; None otherwise.
     """
 
@@ -97,14 +102,8 @@ class UserCodeState:
         self.meet: Callable[..., Any] | None = None
         self.loose: NestedBackwards | None = None
         self.on_module_hook: Callable[[], None] = _nothing
-        self.on_checkpoint: Callable[[], None] = _nothing
-
-
-class _Local(threading.local):
-    state: UserCodeState | None = None
-
-
-_local = _Local()
+        self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+        self.on_late_code: Callable[[], None] = _nothing
 
 
 class UserCodeLock:
@@ -130,6 +129,8 @@ class UserCodeLock:
         self._holder: UserCodeState | None = None  # the micro-batch that is in user code
         self._exclusive: int | None = None  # the thread that is in an exclusive section
         self._units_changed = threading.Condition()  # guards the next two
+        self._walk = threading.Lock()
+        self._walker: UserCodeState | None = None  # has it
         self._num_units = 0
         self._is_alone = False
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
@@ -176,6 +177,24 @@ class UserCodeLock:
         finally:
             if held:
                 self.acquire(state)
+
+    @contextlib.contextmanager
+    def walking(self, state: UserCodeState) -> Iterator[None]:
+        """For a backward on GPUs that holds the lock, or will: see [Note: exclusive sections]. Re-entrant."""
+        if self._walker is state:
+            yield
+            return
+        if not self._walk.acquire(blocking=False):
+            with self.released(state):
+                while not self._walk.acquire(timeout=_RECHECK_S):
+                    if self._aborted():
+                        raise StepAborted
+        self._walker = state
+        try:
+            yield
+        finally:
+            self._walker = None
+            self._walk.release()
 
     @contextlib.contextmanager
     def exclusive(self, *, alone: bool = False) -> Iterator[None]:
@@ -358,36 +377,43 @@ class UserCodeLock:
         if keep_writes:
             for state in states:
                 for (_, name), (module, value) in state.overlay.items():
-                    assign(module, name, _without_graph(value))
+                    assign(module, name, without_graph(value))
         for state in states:
             state.overlay.clear()
             state.lock = state.meet = None
         self._baseline.clear()
 
 
-def _without_graph(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.grad_fn is None:
-        return brought_home(value)
-    kept: Tensor = brought_home(value.detach())
-    if value.retains_grad:
-        kept.grad = brought_home(value.grad)
-    return kept
-
-
 # --- the micro-batch of a thread -------------------------------------------------------------------------------------
 
 
+# Autograd runs what is on a GPU on a thread of that GPU, which serves all backwards there. For the time of a node it
+# takes over the thread-local objects of the thread that has begun the backward, and with them the micro-batch.
+_tls: Any = torch._C
+_KEY = "roundpipe_microbatch"
+
+
 def current() -> UserCodeState | None:
-    """The micro-batch of the calling thread, or None outside micro-batch threads."""
-    return _local.state
+    """The micro-batch that the calling thread works for: its own thread, or one of autograd in a backward that it has
+    begun. None on other threads."""
+    return _tls._get_obj_in_tls(_KEY) if _tls._is_key_in_tls(_KEY) else None
 
 
 @contextlib.contextmanager
 def entered(state: UserCodeState | None) -> Iterator[None]:
     """Makes ``state`` the micro-batch of the calling thread; with None what it writes on modules is not noted."""
     before = current()
-    _local.state = state
+    _set_current(state)
     try:
         yield
     finally:
-        _local.state = before
+        _set_current(before)
+
+
+def _set_current(state: UserCodeState | None) -> None:
+    # A thread that ends must have no object left there, not even None: its destructor would take the interpreter lock.
+    if state is None and hasattr(_tls, "_remove_obj_from_tls"):
+        if _tls._is_key_in_tls(_KEY):
+            _tls._remove_obj_from_tls(_KEY)
+    else:
+        _tls._stash_obj_in_tls(_KEY, state)

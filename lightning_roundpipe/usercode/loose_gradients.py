@@ -16,12 +16,18 @@ anchor of its micro-batch, which is one of the leaves. So whatever autograd woul
 for these leaves. A leaf that is no parameter (``batch.requires_grad_()``) gets its ``.grad`` when the backward of the
 micro-batch ends.
 
+What user code on a device computes with a copy of a small parameter gives a gradient there, which autograd does not
+bring to the host: it is put aside where it is (:meth:`LooseGradients.put_aside`). When the backward of the micro-batch
+ends, all of them go home on the lanes, and are added up there as autograd would have done it: walk by walk, the last
+use first, whatever devices these were on.
+
 The graph inside a unit belongs to its replica, and accumulates into the replica's leaves. A hook on a submodule may
 bring a parameter from elsewhere into it; the first call of the unit notes so (``Facts.has_loose``), and the leaves of
 such a graph are found and asked for as well.
 
 A function of the user may begin a backward of its own inside the engine's (reversible layers, Reformer): it asks for
-gradients too, and hands those of tensors that it has made itself to their ``.grad``.
+gradients too, and hands those of tensors that it has made itself to their ``.grad``. The walk finds functions of users,
+too: their backward is user code.
 """
 
 from __future__ import annotations
@@ -30,14 +36,16 @@ import contextlib
 import functools
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ..common.attributes import attribute_set
-from ..common.graphs import walk_graph
+from ..common.graphs import is_of_user, walk_graph
+from ..devices.devices import Device
+from ..devices.transfer import Done, Edge, Joined, Transfer
 from .lock import current
 
 _LEAF_NODE: Any = vars(torch._C._functions)["AccumulateGrad"]
@@ -65,21 +73,39 @@ class LooseGradients:
 
     Attributes:
         own: leaves of replicas on which units run that are called in the middle of the backward: they accumulate.
+        is_walking: whether the engine itself walks a graph of this micro-batch at the moment.
     """
 
     def __init__(self) -> None:
         self.own: set[Tensor] = set()
+        self.is_walking = False
         self._edges: dict[Tensor, GradientEdge] = {}
         self._sums: dict[Tensor, Tensor] = {}
+        self._num_walks = 0
+        self._num_uses = 0
+        self._aside: dict[tuple[int, int], _Aside] = {}
 
-    def look_up(self, roots: Iterable[Any]) -> None:
-        """A backward is about to begin, which will start from some of the nodes ``roots`` at a time."""
-        self._edges = leaves_behind(roots)
+    def look_up(self, roots: Iterable[Any]) -> bool:
+        """A backward is about to begin, which will start from some of the nodes ``roots`` at a time.
+
+        Returns:
+            Whether there are functions of the user among the nodes.
+        """
+        self._edges = {}
+        has_functions = False
+        for node in walk_graph(roots):
+            if isinstance(node, _LEAF_NODE):
+                self._edges[node.variable] = GradientEdge(node, 0)
+            elif is_of_user(node):
+                has_functions = True
+        return has_functions
 
     def run_backward(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """``torch.autograd.backward`` through user code, from tensors or edges. The graph is kept, because the backward
         of other calls leads through it too."""
-        for leaf, gradient in _captured(roots, gradients, self._edges, retain_graph=True):
+        with self._walking():
+            found = _captured(roots, gradients, self._edges, retain_graph=True)
+        for leaf, gradient in found:
             self._add(leaf, gradient)
 
     def run_unit_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], own: Container[Tensor]) -> None:
@@ -89,7 +115,9 @@ class LooseGradients:
             own: leaves of the unit's replica, which accumulate.
         """
         edges = leaves_behind(map(node_of, roots))
-        for leaf, gradient in _captured(roots, gradients, edges, retain_graph=False):
+        with self._walking():
+            found = _captured(roots, gradients, edges, retain_graph=False)
+        for leaf, gradient in found:
             if leaf not in own:
                 self._add(leaf, gradient)
             else:
@@ -114,16 +142,86 @@ class LooseGradients:
         known = self._sums.get(leaf)
         self._sums[leaf] = gradient if known is None else known + gradient
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """The backward has ended: parameter -> gradient, which autograd may hold elsewhere. Other leaves get theirs
-        into ``.grad``. Nothing is kept of the graph."""
-        self._edges = {}
-        self.own = set()
-        sums, self._sums = self._sums, {}
+    @contextlib.contextmanager
+    def _walking(self) -> Iterator[None]:
+        before, self.is_walking = self.is_walking, True
+        self._num_walks += 1
+        try:
+            yield
+        finally:
+            self.is_walking = before
+
+    def begin_use(self) -> int:
+        """A parameter is used on a device, as part of the graph; the ordinal of the use, downwards."""
+        self._num_uses -= 1
+        return self._num_uses
+
+    def put_aside(self, use: int, parameter: nn.Parameter, device: Device, gradient: Tensor) -> None:
+        """Takes the gradient of a use, on the device; called by autograd, on a thread of its own on GPUs."""
+        self._aside[self._num_walks, use] = _Aside(self._num_walks, parameter, device, gradient)
+
+    def take(self) -> tuple[list[nn.Parameter], Transfer] | None:
+        """The backward has ended: parameters and their gradients, which are on their way to the host. Autograd may hold
+        the same tensors elsewhere. Other leaves get theirs into ``.grad``. None if there are no parameters among the
+        leaves."""
+        aside = [self._aside[key] for key in sorted(self._aside)]
+        sums = self._sums
+        self.clear()
         for leaf in [leaf for leaf in sums if not isinstance(leaf, nn.Parameter)]:
             with _others_lock:
                 _accumulate(leaf, sums.pop(leaf))
-        return cast(dict[nn.Parameter, Tensor], sums)
+        on_host = cast(dict[nn.Parameter, Tensor], sums)
+        if aside:
+            arriving = _Arriving(aside, on_host)
+            return arriving.parameters, arriving
+        return (list(on_host), Done(list(on_host.values()))) if on_host else None
+
+    def clear(self) -> None:
+        """Nothing is kept, neither of the graph nor of gradients."""
+        self._edges = {}
+        self.own = set()
+        self._sums = {}
+        self._aside = {}
+
+
+class _Aside(NamedTuple):
+    """The gradient that a walk has given for a use of a parameter on a device."""
+
+    walk: int
+    parameter: nn.Parameter
+    device: Device
+    gradient: Tensor
+
+
+class _Arriving(Joined):
+    """Gradients of a micro-batch on their way to the host, and those that are there; gives their sums.
+
+    Attributes:
+        parameters: for which there are sums, in their order.
+    """
+
+    def __init__(self, aside: Sequence[_Aside], on_host: dict[nn.Parameter, Tensor]) -> None:
+        self._walks = [(one.parameter, one.walk) for one in aside]
+        self._on_host = on_host
+        self.parameters = list(dict.fromkeys([*(one.parameter for one in aside), *on_host]))
+        devices: dict[Device, list[int]] = {}
+        for i, one in enumerate(aside):
+            devices.setdefault(one.device, []).append(i)
+        picked: dict[int, tuple[Transfer, int]] = {}
+        for device, found in devices.items():
+            download = device.download([aside[i].gradient for i in found], "gradients in user code")
+            picked.update({i: (download, place) for place, i in enumerate(found)})
+        super().__init__([picked[i] for i in range(len(aside))])
+
+    def wait(self, edge: Edge) -> list[Tensor]:
+        """The sums, each in a new tensor, or one of those on the host."""
+        sums: dict[nn.Parameter, Tensor] = dict(self._on_host)
+        of_walks: dict[tuple[nn.Parameter, int], Tensor] = {}
+        for key, gradient in zip(self._walks, self.arrived(edge), strict=True):
+            of_walks[key] = of_walks[key] + gradient if key in of_walks else gradient
+        for (parameter, _), gradient in of_walks.items():
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+        return [sums[parameter] for parameter in self.parameters]
 
 
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
@@ -133,13 +231,13 @@ def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
 
 def _captured(
     roots: Sequence[Any], gradients: Sequence[Tensor], edges: dict[Tensor, GradientEdge], *, retain_graph: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     leaves = [leaf for leaf in edges if leaf.requires_grad]  # as torch: a flag that was switched off since counts
     found = _engine_run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, tuple(edges[leaf] for leaf in leaves),
         allow_unreachable=True, accumulate_grad=False,
     )  # fmt: skip
-    return ((leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None)
+    return [(leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None]
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ The first such use on a device uploads the parameter; the uses after it, of all 
     gradients at home <------ sum  <-- their gradients, once, when the copy is given up
 
 In the graph each use is a node of its own that leads to the master. Gradients of a large parameter are added up on the
-device, as those of units are; so the last bits depend on which uses were on which device. Those of a small one go to
-the master as they come, in the order of the micro-batches. (So does any gradient in a backward that the *user* runs.)
+device, as those of units are; so the last bits depend on which uses were on which device. Those of a small one are put
+aside for each use, go home when the backward of the micro-batch ends, and are added up there in the order of the uses
+(see [Note: loose parameters] in :mod:`usercode.loose_gradients`): which use was on which device leaves no trace. In a
+backward that the *user* runs any gradient goes to the master at once.
 
 A copy is given up when a stage run of its device ends, no graph leads through it and no view of it is left: the weight
 of a head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
@@ -29,14 +31,25 @@ import torch
 from torch import Tensor, nn
 
 from ..common.fingerprints import version_of
+from ..common.graphs import EngineFunction
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
 from ..weights.gradients import GradientStore
 from .lock import UserCodeState
+from .loose_gradients import LooseGradients
 
 # Parameters from this size on have the sum of their gradients on the device.
 LARGE_BYTES = 2**20
+
+
+def may_wait(state: UserCodeState, gradients: LooseGradients) -> bool:
+    """Whether user code of a micro-batch may give up the user-code lock, and wait for a device.
+
+    A hook on a submodule of a unit runs with the compute lane held, a recomputation between units inside a walk of
+    autograd: neither may wait for the device or let other user code in.
+    """
+    return state.lock is not None and state.call_unit is not None and not gradients.is_walking
 
 
 class _Lease:
@@ -93,13 +106,13 @@ class _Copy:
                 self.gradient.add_(gradient)
 
 
-class _Use(torch.autograd.Function):
+class _Use(EngineFunction):
     """A use of a device copy; where its gradient goes: see [Note: raw parameters]."""
 
     @staticmethod
-    def forward(ctx: Any, master: nn.Parameter, copy: _Copy, lease: _Lease, is_engine: Callable[[], bool]) -> Tensor:
+    def forward(ctx: Any, master: nn.Parameter, copy: _Copy, lease: _Lease, gradients: LooseGradients) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.copy, ctx.lease, ctx.is_engine = copy, lease, is_engine
+        ctx.copy, ctx.lease, ctx.gradients, ctx.use = copy, lease, gradients, gradients.begin_use()
         return copy.tensor.detach()
 
     @staticmethod
@@ -108,10 +121,13 @@ class _Use(torch.autograd.Function):
         copy: _Copy = ctx.copy
         if gradient is None:
             return None, None, None, None
-        if copy.has_sum and ctx.is_engine() and gradient.layout is torch.strided:
+        if not ctx.gradients.is_walking:
+            return gradient.to(copy.master.device), None, None, None
+        if copy.has_sum and gradient.layout is torch.strided:
             copy.add_gradient(gradient)
-            return None, None, None, None
-        return gradient.to(copy.master.device), None, None, None
+        else:
+            ctx.gradients.put_aside(ctx.use, copy.master, copy.device, gradient)
+        return None, None, None, None
 
 
 class LooseParameters:
@@ -134,7 +150,7 @@ class LooseParameters:
         master: nn.Parameter,
         device: Device,
         state: UserCodeState | None,
-        is_engine: Callable[[], bool],
+        gradients: LooseGradients,
         *,
         tracks: bool,
     ) -> Tensor | None:
@@ -144,15 +160,11 @@ class LooseParameters:
 
         Args:
             state: of the micro-batch; None on a thread that is not a micro-batch's, which uses what is there.
-            is_engine: whether the engine itself walks the graph at the moment.
+            gradients: of the micro-batch.
             tracks: whether the result is part of the graph.
         """
         found = self._find(master, device, tracks)
-        # A hook on a submodule of a unit runs with the compute lane held, a recomputation between units inside a walk
-        # of autograd: neither may wait for the device or let other user code in.
-        may_wait = state is not None and state.lock is not None and state.call_unit is not None and not is_engine()
-        if found is None and may_wait and id(master) not in self._opened:
-            assert state is not None
+        if found is None and state is not None and id(master) not in self._opened and may_wait(state, gradients):
             assert state.lock is not None
             with state.lock.released(state), device.occupied():
                 self._make(master, device, tracks)
@@ -165,7 +177,7 @@ class LooseParameters:
             given: Any = copy.tensor.detach()
             given._lease = lease
             return cast(Tensor, given)
-        return cast(Tensor, _Use.apply(master, copy, lease, is_engine))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Use.apply(master, copy, lease, gradients))
 
     def _find(self, master: nn.Parameter, device: Device, tracks: bool) -> tuple[_Copy, _Lease] | None:
         """A copy that is right, with a lease that keeps it from being given up."""
@@ -187,7 +199,9 @@ class LooseParameters:
             num_bytes = num_bytes_of([master])
             device.memory.reserve("weights", num_bytes)
             try:
-                upload = device.upload([master.detach()], "parameter in user code", is_bulk=num_bytes > CHUNK_BYTES)
+                upload = device.upload(
+                    [master.detach()], "parameter in user code", is_bulk=num_bytes > CHUNK_BYTES, must=True
+                )
             except BaseException:
                 device.memory.release("weights", num_bytes)
                 raise

@@ -68,3 +68,13 @@ class Results:
 def brought_home(value: Any) -> Any:
     """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
     return mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
+
+
+def without_graph(value: Any) -> Any:
+    """As :func:`brought_home`, for what may be no tensor, or one that keeps its gradient."""
+    if not isinstance(value, Tensor) or value.grad_fn is None:
+        return brought_home(value)
+    kept: Tensor = brought_home(value.detach())
+    if value.retains_grad:
+        kept.grad = brought_home(value.grad)
+    return kept

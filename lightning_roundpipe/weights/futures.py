@@ -4,11 +4,15 @@
 An optimizer step that runs behind the pipeline leaves weights that are not what they will be. Everything that looks at
 one must see the finished value: the upload for the next forward, and as well checkpoints, callbacks, hooks, loggers and
 any other code of the user. Weights that are updated together are a *bucket*, and each bucket of an :class:`Update` has
-a :class:`ParameterFuture`, which is in one of three states: ::
+a :class:`ParameterFuture`, which is in one of four states: ::
 
-    UPDATING --- finish ---> READY       a look at a weight waits, then goes on
-        |                     | ^
-        +------- fail -----> FAILED      a look at a weight raises the error, until the training thread has got it
+    UPDATING -> [UNSEEN] --> READY       a look at a weight waits, then goes on
+        |          |          | ^
+        +--------- fail ---> FAILED      a look at a weight raises the error, until the training thread has got it
+
+UNSEEN is a bucket whose low-precision copies the update has made as well ([Note: working copies] in
+:mod:`weights.low_precision`): they are right if nothing has looked at the weights until a step begins, because who
+looks may write, and a write through ``.data`` leaves no trace.
 
 While a future is not ready, the class of its weights is :class:`PendingParameter`, whose ``__torch_function__`` asks
 the future before anything reads or changes the weight, and before anything gets hold of its gradient, which the update
@@ -41,21 +45,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..common.threads import Surroundings
+from ..common.threads import Surroundings, intra_op_threads_kept, set_intra_op_threads
 from .events import tell
+from .harmless import HARMLESS
 
 
 class State(enum.Enum):
     """Of a bucket of weights; see [Note: parameter futures]."""
 
     UPDATING = "updating"
+    UNSEEN = "updated, and not looked at since"
     READY = "ready"
     FAILED = "failed"
 
 
 _LEGAL = {
+    (State.UPDATING, State.UNSEEN),
     (State.UPDATING, State.READY),
     (State.UPDATING, State.FAILED),
+    (State.UNSEEN, State.READY),
+    (State.UNSEEN, State.FAILED),
     (State.READY, State.FAILED),
     (State.FAILED, State.READY),
 }
@@ -135,17 +144,22 @@ class ParameterFuture:
             del _futures[id(parameter)]
 
     def turn(self, state: State) -> None:
-        """Takes another state; threads that wait go on."""
+        """Takes another state; threads that wait go on, unless it is UNSEEN."""
         if state is self.state:
             return
         assert (self.state, state) in _LEGAL, f"from {self.state} to {state}"
         self.state = state
         if state is State.FAILED:
             self.show()
-        else:
+        elif state is State.READY:
             for parameter in self.parameters:
                 self._hide(parameter)
                 _classify(parameter)
+        if state is not State.UNSEEN:
+            self._done.set()
+
+    def wake(self) -> None:
+        """Lets threads that wait go on, also if nobody has looked at the weights."""
         self._done.set()
 
     def wait(self) -> None:
@@ -161,6 +175,8 @@ class ParameterFuture:
                 "apart. Leave out is_separable = True, or use optimizer_overlap='off'"
             )
         self.await_end()
+        if self.state is State.UNSEEN:
+            self.turn(State.READY)
         self._training.look()
 
     def await_end(self) -> None:
@@ -176,6 +192,7 @@ class Update(threading.Thread):
         works: the weights of each bucket, and what updates them.
         earlier: comes first.
         num_threads: intra-op threads.
+        finish: is called for each bucket when it is written, and gives it its next state; None makes it ready.
     """
 
     def __init__(
@@ -184,6 +201,7 @@ class Update(threading.Thread):
         training: Training,
         earlier: Update | None,
         num_threads: int,
+        finish: Callable[[ParameterFuture], None] | None = None,
     ) -> None:
         super().__init__(name="roundpipe-optimizer", daemon=True)
         self._training = training
@@ -191,6 +209,7 @@ class Update(threading.Thread):
         self._works = deque(work for _, work in works)
         self._earlier = earlier
         self._num_threads = num_threads
+        self._finish = finish
         self._surroundings = Surroundings.of_this_thread("cpu")
         self._maker = threading.get_ident()
         self._is_set_up = threading.Event()
@@ -200,12 +219,9 @@ class Update(threading.Thread):
 
     def start(self) -> None:
         """Starts the thread, which waits for :meth:`begin`."""
-        before = torch.get_num_threads()
-        try:
+        with intra_op_threads_kept():
             super().start()
             self._is_set_up.wait()
-        finally:
-            torch.set_num_threads(before)  # the thread has set what new threads would begin with
 
     def begin(self) -> None:
         """Lets the updates begin: from now on a look at the weights waits."""
@@ -225,7 +241,7 @@ class Update(threading.Thread):
 
     def run(self) -> None:
         """On the thread of the update."""
-        torch.set_num_threads(self._num_threads)
+        set_intra_op_threads(self._num_threads)
         self._is_set_up.set()
         may_begin = self._may_begin.get()
         if self._earlier is not None:
@@ -245,12 +261,14 @@ class Update(threading.Thread):
         if (error := self._training.error) is None:
             try:
                 work()
+                tell("updated", future.parameters)
+                if self._finish is not None:
+                    self._finish(future)
+                else:
+                    future.turn(State.READY)
             except BaseException as raised:  # must reach the threads that wait
                 error = raised
-        if error is None:
-            tell("updated", future.parameters)
-            future.turn(State.READY)
-        elif future.state is State.UPDATING:
+        if error is not None and future.state is State.UPDATING:
             unmade = [future for future in self._futures if future.state is State.UPDATING]
             tell("not_updated", [parameter for future in unmade for parameter in future.parameters])
             self._training.fail(error, self._futures)
@@ -271,7 +289,7 @@ class PendingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS:
+        if func in HARMLESS:
             with unwaited():
                 return func(*args, **kwargs)
         for parameter in _pending_in((args, kwargs)):
@@ -283,31 +301,6 @@ class PendingParameter(nn.Parameter):
 
 
 _futures: dict[int, ParameterFuture] = {}
-
-_GETTERS = (
-    "shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "output_nr", "_version",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_quantized",
-    "is_nested", "is_mps", "is_xla", "itemsize", "nbytes", "_base", "name", "names",
-)  # fmt: skip
-_METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
-    "is_floating_point", "is_complex", "is_inference", "is_signed", "is_pinned", "is_shared", "data_ptr",
-    "requires_grad_", "_is_view", "__len__",
-)  # fmt: skip
-_FUNCTIONS = ("is_floating_point", "is_complex", "is_tensor", "numel", "is_inference")
-
-
-def _harmless() -> Iterator[Any]:
-    for name in _GETTERS:
-        found = getattr(torch.Tensor, name, None)
-        if hasattr(found, "__get__"):
-            yield found.__get__  # type: ignore[union-attr]
-    yield torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-    yield from (getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
-    yield from (getattr(torch, name) for name in _FUNCTIONS)
-
-
-_HARMLESS = frozenset(_harmless())
 
 
 def _classify(parameter: nn.Parameter) -> None:
@@ -365,7 +358,29 @@ def can_be_pending(parameter: nn.Parameter) -> bool:
 
 def is_pending(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether one would have to wait for any of ``parameters``."""
-    return bool(_futures) and any(type(parameter) is PendingParameter for parameter in parameters)
+    if not _futures:
+        return False
+    futures = [_futures.get(id(p)) for p in parameters if type(p) is PendingParameter]
+    return any(future is not None and future.state is not State.UNSEEN for future in futures)
+
+
+def await_update(parameter: nn.Parameter) -> None:
+    """Blocks until ``parameter`` is updated, if it is to be.
+
+    Raises:
+        BaseException: what went wrong.
+    """
+    future = _futures.get(id(parameter)) if type(parameter) is PendingParameter else None
+    if future is not None:
+        future.wait()
+
+
+def take_unseen() -> list[nn.Parameter]:
+    """Weights that nothing has looked at since they were updated; from now on plain parameters."""
+    unseen = [future for future in dict.fromkeys(_futures.values()) if future.state is State.UNSEEN]
+    for future in unseen:
+        future.turn(State.READY)
+    return [parameter for future in unseen for parameter in future.parameters]
 
 
 def _finish_before_fork() -> None:

@@ -1,7 +1,22 @@
-"""Gradients of master weights on their way home."""
+"""Gradients of master weights on their way home.
+
+[Note: accumulation]
+A gradient that comes from a device has to be waited for, and then to be read and added: work for the host's memory, and
+none for a thread that feeds devices. So a thread of its own does it, source by source; *busy* is a source that it, or
+who else adds, is at: ::
+
+    micro-batch threads   add_later(part 2)     add_later(part 3) ........ waits until part 2 is in the sum
+    accumulation thread     waits for part 2's download | sum += part 2 | waits for part 3's download | sum += part 3
+
+The parts of a source are added in their order, whichever comes first, and so are the sources of a weight at the end:
+sums are the same in every run. The host holds two parts of a source at most, beside the sum: the thread that brings
+another one waits. What need not be waited for is added at once, by the thread that brings it, unless another one is
+at its source. Nothing is waited for with the lock held.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,41 +24,52 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..common.threads import Worker
 from ..devices.transfer import Done, Edge, Transfer
 from .events import tell
 
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
 _LOOSE: Source = ()
+# The masters, and what brings their gradients; None for none.
+_Part = tuple[Sequence[nn.Parameter], Transfer | None]
+# Elements per thread that are added at a time where dtypes differ: what torch makes of them lies in the cache.
+_BLOCK = 2**18
 
 
 @dataclass
 class _Queue:
-    """Parts of one source that are under way, by ordinal; those below ``next`` have been added.
+    """Parts of one source that are under way, by ordinal.
 
     Attributes:
-        lock: held while a part is waited for, so that a thread with a later part waits as well; other sources go on.
+        next: the first that is not in the sum.
+        is_busy: whether a thread adds those that can be added, also what comes meanwhile.
     """
 
     next: int = 0
-    waiting: dict[int, tuple[Sequence[nn.Parameter], Transfer | None]] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    waiting: dict[int, _Part] = field(default_factory=dict)
+    is_busy: bool = False
 
 
 class GradientStore:
     """Gradients of master weights that have come home, on the host, in the masters' dtype and shape.
 
-    What is added up in which order does not depend on what comes first, so that sums are the same in every run.
+    See [Note: accumulation]. May be used from any thread.
 
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
+        adder: the accumulation thread, which was started; None lets those wait and add that bring gradients.
     """
 
-    def __init__(self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict) -> None:
+    def __init__(
+        self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict, adder: Worker | None = None
+    ) -> None:
         self._dtypes = dtypes
-        self._lock = threading.Lock()
+        self._adder = adder
+        self._changed = threading.Condition()
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
+        self._error: BaseException | None = None
 
     def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
@@ -54,10 +80,10 @@ class GradientStore:
         """
         self._add(master, gradient, source)
 
-    def add_loose(self, gradients: Mapping[nn.Parameter, Tensor], ordinal: int) -> None:
+    def add_loose(self, masters: Sequence[nn.Parameter], arriving: Transfer, ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
         micro-batches; does not change the tensors given."""
-        self.add_later(list(gradients), Done(list(gradients.values())), _LOOSE, ordinal)
+        self.add_later(masters, arriving, _LOOSE, ordinal)
 
     def add_later(
         self, masters: Sequence[nn.Parameter], arriving: Transfer | None, source: Source, ordinal: int
@@ -66,18 +92,51 @@ class GradientStore:
 
         Args:
             source: see :meth:`add`.
-            ordinal: 0, 1, ... of the parts of this source, which are added in this order. As soon as a later part is
-                on its way, those before it are waited for, so that the host holds two of a source at most.
+            ordinal: 0, 1, ... of the parts of this source, which are added in this order. Those before it are in the
+                sum when this returns, as far as they have come.
         """
-        with self._lock:
+        with self._changed:
             queue = self._queues.setdefault(source, _Queue())
-        with queue.lock:
             queue.waiting[ordinal] = (masters, arriving)
-            while queue.next in queue.waiting and queue.next < max(queue.waiting):
-                self._take_in(source, queue.waiting.pop(queue.next))
-                queue.next += 1
+            begins = not queue.is_busy and queue.next in queue.waiting
+            queue.is_busy = queue.is_busy or begins
+        if begins:
+            self._add_up(source, queue, may_wait=self._adder is None)
+        with self._changed:
+            self._changed.wait_for(lambda: not queue.is_busy or queue.next >= ordinal)
 
-    def _take_in(self, source: Source, part: tuple[Sequence[nn.Parameter], Transfer | None]) -> None:
+    def _add_up(self, source: Source, queue: _Queue, *, may_wait: bool) -> None:
+        """Adds the parts whose turn it is.
+
+        Args:
+            may_wait: False leaves the first one that has to be waited for, and those behind it, to the accumulation
+                thread.
+        """
+        while True:
+            with self._changed:
+                part = queue.waiting.get(queue.next)
+                if part is None:
+                    queue.is_busy = False
+                    self._changed.notify_all()
+                    return
+            if not (may_wait or isinstance(part[1], Done | None)):
+                assert self._adder is not None
+                self._adder.begin(
+                    functools.partial(self._add_up, source, queue, may_wait=True), "roundpipe-accumulation"
+                )
+                return
+            try:
+                if self._error is None:
+                    self._take_in(source, part)
+            except BaseException as error:  # must reach the thread that runs the step
+                self._error = error
+            with self._changed:
+                queue.waiting.pop(queue.next, None)
+                queue.next += 1
+                self._changed.notify_all()
+            del part
+
+    def _take_in(self, source: Source, part: _Part) -> None:
         masters, arriving = part
         if arriving is not None:
             for master, gradient in zip(masters, arriving.wait(Edge.GRADIENTS), strict=True):
@@ -85,25 +144,48 @@ class GradientStore:
             tell("take", masters, transfer=arriving)
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
-        with self._lock:
+        with self._changed:
             parts = self._gradients.setdefault(master, {})
         if source == _LOOSE and source not in parts:
             gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
-        parts[source] = _sum(parts.get(source), gradient)
+        parts[source] = sum_up(parts.get(source), gradient, master.dtype)
+
+    def close(self) -> None:
+        """The step has ended, well or not, and so have its transfers: what is not in a sum is lost.
+
+        Blocks until no thread adds anything.
+        """
+        with self._changed:
+            for queue in self._queues.values():
+                queue.waiting.clear()
+            self._await_quiet()
+            self._queues = {}
+
+    def _await_quiet(self) -> None:
+        self._changed.wait_for(lambda: not any(queue.is_busy for queue in self._queues.values()))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """All gradients, after a wait for those under way; the store is empty afterwards. No other thread adds any."""
+        """All gradients, after a wait for those under way; the store is empty afterwards. No other thread adds any.
+
+        Raises:
+            BaseException: what went wrong in a transfer, or while its gradients were added.
+        """
+        with self._changed:
+            self._await_quiet()
         for source, queue in self._queues.items():
-            for ordinal in sorted(queue.waiting):
+            for ordinal in sorted(queue.waiting) if self._error is None else ():
                 self._take_in(source, queue.waiting[ordinal])
         self._queues = {}
         stored, self._gradients = self._gradients, {}
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         gradients = {}
         dtypes = self._dtypes()
         for master, parts in stored.items():
             total: Tensor | None = None
             for source in sorted(parts):
-                total = _sum(total, parts[source])
+                total = sum_up(total, parts[source], master.dtype)
             assert total is not None
             dtype = dtypes.get(master)
             is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
@@ -120,9 +202,23 @@ def _overflows(gradient: Tensor, dtype: torch.dtype) -> bool:
     return bool((bounds.isfinite() & bounds.to(dtype).isinf()).any())
 
 
-def _sum(known: Tensor | None, gradient: Tensor) -> Tensor:
+def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of both in ``dtype``, which ``known`` has, in its memory; ``part`` alone if there is no other.
+
+    Reads and writes the memory of each once. Torch would make a copy of all of ``part`` in the other dtype first, on
+    the host.
+    """
     if known is None:
-        return gradient
-    if known.is_sparse or gradient.is_sparse:
-        return known + gradient
-    return known.add_(gradient)
+        return part.to(dtype)
+    if known.is_sparse or part.is_sparse:
+        return known + part
+    if known.dtype == part.dtype or known.device.type != "cpu":
+        return known.add_(part)
+    if known.is_contiguous() and part.is_contiguous():
+        known_rows, rows = known.view(-1), part.view(-1)
+    else:
+        known_rows, rows = known, part
+    size = max(1, _BLOCK * torch.get_num_threads() * len(rows) // max(rows.numel(), 1))
+    for total, block in zip(torch.split(known_rows, size), torch.split(rows, size), strict=True):
+        total.add_(block)
+    return known

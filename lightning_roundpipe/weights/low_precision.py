@@ -16,7 +16,10 @@ one state of autocast. So a unit has two *forms*: low and full. It takes its ful
 Both forms give the same values, so that a forward in one and a recomputation in the other agree.
 
 A copy is right as long as its master does not change. Trainable masters may change between a training step and the
-next step. All others count as changed if their version, address, shape or dtype says so, or some of their values do,
+next step. An update behind the pipeline makes the copies of a bucket of weights right after the weights, on its thread.
+They are right in the next step if nothing looks at the weights before it begins (UNSEEN in [Note: parameter futures] in
+:mod:`weights.futures`). Who needs the copy of a weight whose update is under way waits for both. All others count as
+changed if their version, address, shape or dtype says so, or some of their values do,
 or if another kind of step begins. Writes through ``.data`` leave no other trace: callbacks swap weights before a
 validation in this way, and let a frozen teacher follow its student, which changes all values. So a few values of
 every such master are looked at in every step.
@@ -32,15 +35,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..common.fingerprints import fingerprint_of
+from ..common.fingerprints import Fingerprint, fingerprint_of
 from ..common.sizes import num_bytes_of
+from ..common.threads import Worker
 from .casts import CastWatch, Use, in_doubt
 from .events import tell
+from .futures import ParameterFuture, State, await_update, take_unseen, unwaited
 from .units import Unit
 
 Autocast = tuple[bool, torch.dtype]
 # (number of elements, dtype) -> flat host tensor; its content does not matter.
 Allocate = Callable[[int, torch.dtype], Tensor]
+_LOW = (torch.bfloat16, torch.float16)  # what autocast computes in
+# Less is cast before another thread has begun.
+_MIN_HELPED_BYTES = 2**20
 _NUM_SAMPLES = 32
 
 
@@ -61,10 +69,16 @@ class _Evidence:
 
 @dataclass
 class _Copy:
-    """A working copy and what it was made of."""
+    """A working copy.
+
+    Attributes:
+        version: what it was made of, see :meth:`WorkingCopies.version`.
+        made_of: the same, if an update has made it.
+    """
 
     data: Tensor
     version: Hashable = None
+    made_of: Fingerprint | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -86,6 +100,8 @@ class WorkingCopies:
         self._forms: dict[Unit, bool] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._samples: dict[nn.Parameter, bytes] = {}  # in this step
+        self._helper: Worker | None = None
+        self._num_steps = 0
         self._num_updates = 0
         self._num_loops = 0
         self._kind: Hashable = None
@@ -93,14 +109,22 @@ class WorkingCopies:
 
     # --- what the masters are now --------------------------------------------------------------------------------
 
-    def begin_step(self, kind: Hashable, *, training: bool) -> None:
-        """A step begins; a training step before it may have been followed by an update."""
+    def begin_step(self, kind: Hashable, *, training: bool, helper: Worker | None = None) -> None:
+        """A step begins; a training step before it may have been followed by an update.
+
+        Args:
+            helper: a thread that was started, for the casts that no update has made: it has more intra-op threads than
+                those that load weights.
+        """
         with self._lock:
+            self._helper = helper
             self._num_updates += self._trains
             self._num_loops += kind != self._kind
             self._kind, self._trains = kind, training
             self._forms.clear()
             self._samples.clear()
+            self._num_steps += 1  # last: see updating
+        self._trust(take_unseen())
 
     def outlast_step(self, masters: Iterable[nn.Parameter]) -> bool:
         """Whether device copies of all of ``masters`` are likely to be right in the next step, too."""
@@ -114,13 +138,65 @@ class WorkingCopies:
             copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
                 copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+        await_update(master)  # with no lock held
         version = self.version(master, dtype)
-        with copy.lock:  # not the other one: different weights are converted at the same time
-            if copy.version != version:
-                tell("refresh", (master,), place=dtype)
-                copy.data.copy_(master.detach())
-                copy.version = version
+        if copy.version != version:
+
+            def convert() -> None:
+                with copy.lock:  # not the other one: different weights are converted at the same time
+                    if copy.version != version:
+                        self._convert(copy, master, dtype)
+                        copy.version = version
+
+            if self._helper is None or master.nbytes < _MIN_HELPED_BYTES:
+                convert()
+            else:
+                self._helper.call(convert, "roundpipe-cast")
         return copy.data
+
+    def _convert(self, copy: _Copy, master: nn.Parameter, dtype: torch.dtype) -> None:
+        tell("refresh", (master,), place=dtype)
+        copy.data.copy_(master.detach())
+
+    def updating(self) -> Callable[[ParameterFuture], None]:
+        """An update begins; what is to be called on its thread for each bucket that it has written."""
+        num_steps = self._num_steps
+
+        def finish(future: ParameterFuture) -> None:
+            with unwaited():
+                if not self._refresh(future.parameters):
+                    future.turn(State.READY)
+                    return
+                future.turn(State.UNSEEN)
+                if self._num_steps != num_steps:  # else the step that begins next finds it unseen
+                    self._trust(future.parameters)
+                    future.turn(State.READY)
+                future.wake()
+
+        return finish
+
+    def _refresh(self, weights: Iterable[nn.Parameter]) -> bool:
+        """Makes the copies of ``weights``; whether there are any."""
+        found = False
+        for master, dtype, copy in self._copies_of(weights):
+            if copy.data.shape == master.shape:
+                found = True
+                with copy.lock:
+                    self._convert(copy, master, dtype)
+                    copy.version, copy.made_of = self.version(master, dtype), fingerprint_of(master)
+        return found
+
+    def _trust(self, weights: Iterable[nn.Parameter]) -> None:
+        """A step has begun, and nothing has looked at ``weights`` since their update has made their copies."""
+        for master, dtype, copy in self._copies_of(weights):
+            if copy.made_of == fingerprint_of(master):
+                copy.version = self.version(master, dtype)
+
+    def _copies_of(self, weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.dtype, _Copy]]:
+        for master in weights:
+            for dtype in _LOW:
+                if (copy := self._copies.get((master, dtype))) is not None:
+                    yield master, dtype, copy
 
     def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # else it could not be written to in training

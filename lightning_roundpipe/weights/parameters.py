@@ -13,7 +13,7 @@ added up in the masters' dtype beside the leaves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ from ..common.attributes import assign
 from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
+from .buffers import ComingBuffers
 from .events import tell
-from .gradients import GradientStore
+from .gradients import GradientStore, sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, rebind
 
@@ -35,6 +36,7 @@ Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _flag = operator.attrgetter("requires_grad")
+_Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device
 
 
 @dataclass(eq=False)
@@ -65,8 +67,11 @@ class Replica:
         is_low: whether it has the low form of the unit.
     """
 
-    def __init__(self, unit: Unit, device: Device, relay: Relay, *, is_low: bool = False) -> None:
+    def __init__(
+        self, unit: Unit, device: Device, relay: Relay, coming: ComingBuffers, *, is_low: bool = False
+    ) -> None:
         self.unit = unit
+        self._coming = coming
         self.is_low = is_low
         self._relay = relay
         self.device = device
@@ -195,37 +200,42 @@ class Replica:
 
         Raises:
             DeviceOutOfMemoryError: if they must be there and cannot.
+            torch.OutOfMemoryError: if the books have room for them, and the allocator has none.
         """
         there = {leaf for copies in self._copies for leaf in copies.leaves}
         missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
         num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
-        if must:
-            self._is_loading = True
-            try:
-                self.device.memory.reserve("weights", num_bytes)
-            finally:
-                self._is_loading = False
-        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-            return False
+        if not must:
+            if not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+                return False
+            self._start_uploads(weights, missing, num_bytes, must=False)
+            return True
+        self._is_loading = True  # what makes room leaves it alone
+        try:
+            self.device.memory.reserve("weights", num_bytes)
+            self._start_uploads(weights, missing, num_bytes, must=True)
+        finally:
+            self._is_loading = False
+        return True
+
+    def _start_uploads(self, weights: WorkingCopies, missing: _Wanted, num_bytes: int, *, must: bool) -> None:
+        """Starts those of the weights that are ``missing``, for which ``num_bytes`` have been booked."""
         try:
             # Once: user code may switch them.
             flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}
             for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
                 leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
                 if leaves:
-                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves})
+                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves}, must=must)
                     self._copies.append(copies)
                     num_bytes -= copies.num_bytes
         finally:
             self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
-        return True
 
-    def _start_upload(
-        self, weights: WorkingCopies, wanted: dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]
-    ) -> _Copies:
+    def _start_upload(self, weights: WorkingCopies, wanted: _Wanted, *, must: bool) -> _Copies:
         versions = [weights.version(*one) for one in wanted.values()]
         sources = [weights.source(*one) for one in wanted.values()]
-        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True)
+        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
         tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
         return _Copies(list(wanted), versions, upload, num_bytes_of(sources))
 
@@ -287,11 +297,13 @@ class Replica:
 
     # --- buffers and gradients -----------------------------------------------------------------------------------
 
-    def load_buffers(self, *, own: bool = False) -> None:
-        """Makes device copies of the masters' buffers; on a host-aliasing device the buffers are the masters'.
+    def load_buffers(self, *, own: bool = False, is_loaded: bool = False) -> None:
+        """Makes device copies of the buffers, which may be on their way home; on a host-aliasing device they are the
+        masters'.
 
         Args:
             own: makes copies there as well: for a graph that is kept while other micro-batches change the masters'.
+            is_loaded: whether device copies are there, which are right unless others are on their way home.
         """
         self._owns_buffers = own
         if self.device.aliases_host:
@@ -299,24 +311,20 @@ class Replica:
                 buffer = master._buffers[name]
                 copy._buffers[name] = buffer.clone() if own and buffer is not None else buffer
             return
-        found = [(c, name, m._buffers[name]) for m, c, name in self.buffers]
-        sources = [b for _, _, b in found if b is not None]
-        moved = self.device.upload(sources, f"buffers {self.unit.name}").wait(Edge.BUFFERS) if sources else []
-        for (copy, name, _), tensor in zip(found, moved, strict=True):
-            copy._buffers[name] = tensor
+        self._coming.load(self.buffers, self.device, f"buffers {self.unit.name}", is_loaded=is_loaded)
 
-    def store_buffers(self) -> None:
-        """Brings buffers home that the forward wrote."""
+    def store_buffers(self, written: Container[tuple[nn.Module, str]]) -> None:
+        """Brings buffers home that the forward wrote, or on their way: see [Note: buffers come home]."""
         for master, copy, name in self.buffers:
             value, home = copy._buffers.get(name), master._buffers.get(name)
-            if value is None or home is None or value is home:
+            if value is None or home is None or value is home or (master, name) not in written:
                 continue
             if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()
                 continue
             if not self.device.aliases_host:
-                (value,) = self.device.download([value], f"buffers {self.unit.name}").wait(Edge.BUFFERS)
-            if home.shape == value.shape and home.dtype == value.dtype:
+                self._coming.send(master, name, value, self.device, f"buffers {self.unit.name}")
+            elif home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
             else:
@@ -346,8 +354,7 @@ class Replica:
         for leaf, master in self.leaves.items():
             if leaf.grad is not None and leaf.dtype != master.dtype:
                 gradient, leaf.grad = leaf.grad, None
-                known = self._sums.get(leaf)
-                self._sums[leaf] = gradient.to(master.dtype) if known is None else known.add_(gradient)
+                self._sums[leaf] = sum_up(self._sums.get(leaf), gradient, master.dtype)
 
     def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
         """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""

@@ -19,6 +19,7 @@ import torch
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
+from .buffers import ComingBuffers
 from .futures import is_pending
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
@@ -78,6 +79,7 @@ class ReplicaCache:
         self._by_device: list[list[Replica]] = [[] for _ in pool.devices]
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
         self.weights = WorkingCopies()
+        self.coming_buffers = ComingBuffers()
         for device in pool.devices:
             device.memory.evict = functools.partial(self._evict_for, device.index)
 
@@ -154,7 +156,7 @@ class ReplicaCache:
         if other is not None and not other.is_active:
             other.unload()
         if replica is None:
-            replica = self._replicas[key] = Replica(unit, device, self._relay, is_low=is_low)
+            replica = self._replicas[key] = Replica(unit, device, self._relay, self.coming_buffers, is_low=is_low)
             self._by_device[device.index].append(replica)
         return replica
 
@@ -199,6 +201,7 @@ class ReplicaCache:
 
     def end_step(self) -> None:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
+        self.coming_buffers.drop()
         for replica in list(self._replicas.values()):
             replica.unload(unless=self.weights.outlast_step)
 
@@ -310,8 +313,11 @@ class Loader:
     def prefetch(self, device: Device) -> None:
         """Weights of the next stage run begin to travel, as far as there is room; asked again while one runs."""
         coming = self._coming[device.index]
-        while coming and self._replicas.prefetch(coming[-1], device):
-            coming.pop()
+        try:
+            while coming and self._replicas.prefetch(coming[-1], device):
+                coming.pop()
+        except torch.OutOfMemoryError:  # what the books do not know of takes the room: no more in this stage run
+            coming.clear()
 
     def _next_uses(self, device: Device) -> dict[Unit, int]:
         following = self._stage_runs[device.index][self._now[device.index] :]

@@ -132,29 +132,23 @@ def test_a_unit_that_fills_a_list_it_was_given_is_refused() -> None:
 # --- on GPUs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("draws", [Draws.GPU, Draws.GPU | Draws.HOST], ids=["gpu", "both"])
-def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, draws: Draws, is_shared: bool
-) -> None:
-    """Without a dispatch mode if it draws there alone, and in an exclusive section if other devices are that GPU."""
+def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(monkeypatch: pytest.MonkeyPatch, draws: Draws) -> None:
+    """Without a dispatch mode if it draws there alone, and in no exclusive section: user code goes on."""
     generator = torch.Generator().manual_seed(1)
-    fake = SimpleNamespace(
-        default_generators=[None, generator],
-        get_rng_state=lambda device: generator.get_state(),
-        set_rng_state=lambda state, device: generator.set_state(state),
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(default_generators=[None, generator]))
     state, lock = UserCodeState(0, 0), UserCodeLock((), lambda: False)
 
     class Drawing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert torch._C._len_torch_dispatch_stack() == (Draws.HOST in draws)
-            assert lock.is_held_by(state) is is_shared
+            assert not lock.is_held_by(state)
             return torch.empty(3).uniform_() if Draws.HOST in draws else torch.rand(3, generator=generator)
 
-    device = SimpleNamespace(torch_device=torch.device("cuda", 1), is_shared=is_shared)
-    call = SimpleNamespace(facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None)
+    device = SimpleNamespace(torch_device=torch.device("cuda", 1))
+    call = SimpleNamespace(
+        facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None, is_compiled=None
+    )
     leaves: list[Any] = []
     call.structure = trees.flatten_call((torch.zeros(3),), {}, [], leaves)
     context = SimpleNamespace(state=state, lock=lock, compiler=None)

@@ -182,3 +182,15 @@ def test_children_are_named_by_the_way_to_them() -> None:
     packed: PackedSequence = MAPPED["packed sequence"]
     assert trees.children_of(packed) is None
     assert trees.children_of(torch.Size([2])) is None
+
+
+def test_batch_sizes_of_a_packed_sequence_are_no_leaf() -> None:
+    """They must stay on the host, while what is packed goes to a device."""
+    packed = pack_sequence([torch.zeros(2, 3), torch.ones(3, 3)], enforce_sorted=False)
+    leaves: list[Any] = []
+    structure = trees.flatten((packed,), leaves)
+    assert all(leaf is not packed.batch_sizes for leaf in leaves)
+    (made,) = trees.unflatten(structure, [leaf + 1 for leaf in leaves])
+    assert made.data.equal(packed.data + 1)
+    assert made.batch_sizes is packed.batch_sizes
+    assert made.unsorted_indices.equal(packed.unsorted_indices + 1)

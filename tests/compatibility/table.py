@@ -24,7 +24,7 @@ _INTRODUCTION = f"""\
 
 What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is in a table if a test shows it, and only
 then; most of these tests run the same module with plain Lightning on one device and compare. They run on virtual
-devices, on a CPU: [Limits](limits.md#cuda) says what no GPU has run. `{COMMAND}` writes this page
+devices, on a CPU: [Limits](limits.md#gpus) says what no GPU has run. `{COMMAND}` writes this page
 from marks in the tests. A test compares the names with those of the installed Lightning, so that none is forgotten.
 
 - **equal**: as in plain Lightning on one device, within the [rule of exactness](concepts.md#exactness). This includes

@@ -213,6 +213,91 @@ def test_at_the_end_of_a_step_nothing_is_ahead() -> None:
         memory.reserve("weights", 1)
 
 
+# ---------------------------------------------------------------------------------------------------------- headroom
+
+
+@pytest.mark.parametrize("kind", ["weights", "gradients"])
+def test_weights_and_gradients_evict_and_wait_until_the_headroom_is_free(kind: Kind) -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 40
+    leaving = Leaving()
+    memory.reserve("activations", 10)  # is part of the headroom
+    memory.reserve("weights", 50)
+    memory.release("weights", 10, leaving)
+    evicted: list[int] = []
+
+    def evict(num_bytes: int) -> bool:
+        evicted.append(num_bytes)
+        memory.release("weights", 10)
+        return True
+
+    memory.evict = evict
+    memory.reserve(kind, 30)
+    assert leaving.num_waits == 1
+    assert evicted == [30]
+    assert memory.used == 10 + 30 + 30
+
+
+@pytest.mark.parametrize("kind", ["weights", "gradients"])
+def test_where_nothing_can_go_the_headroom_is_used(kind: Kind) -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 40
+    memory.reserve(kind, 100)
+    with pytest.raises(DeviceOutOfMemoryError):
+        memory.reserve(kind, 1)
+    assert memory.used == 100
+
+
+def test_activations_take_the_headroom_and_lose_nothing_for_it() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 40
+    memory.reserve("weights", 60)
+    memory.evict = lambda num_bytes: pytest.fail("there was room")
+    memory.reserve("activations", 40)
+    assert memory.used == 100
+
+
+def test_a_step_leaves_no_headroom_to_the_next() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.headroom = 40
+    memory.end_step()
+    assert memory.try_reserve("weights", 100, ahead=True)
+
+
+def test_room_is_made_of_all_that_is_not_in_use_and_all_that_is_leaving() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", 90)
+    leaving = [Leaving() for _ in range(3)]
+    memory.release("weights", 20, leaving[0])
+    idle = leaving[1:]
+
+    def evict(num_bytes: int) -> bool:
+        if not idle:
+            return False
+        memory.release("weights", 20, idle.pop())
+        return True
+
+    memory.evict = evict
+    memory.make_room()
+    assert [each.has_passed for each in leaving] == [True] * 3
+    assert memory.used == 30
+
+
+def test_what_has_run_out_of_memory_keeps_more_free_from_then_on() -> None:
+    memory = DeviceMemory("device", 100)
+    memory.make_room()
+    assert not memory.try_reserve("weights", 96, ahead=True)
+    assert memory.try_reserve("weights", 95, ahead=True)
+    memory.reserve("weights", 5)  # must be there
+    memory.release("weights", 100)
+    for _ in range(100):
+        memory.make_room()
+    assert memory.try_reserve("weights", 50, ahead=True), "it never keeps more than half"
+    unlimited = DeviceMemory("device")
+    unlimited.make_room()
+    assert unlimited.try_reserve("weights", 1, ahead=True)
+
+
 # ------------------------------------------------------------------------------------------------------- with devices
 
 

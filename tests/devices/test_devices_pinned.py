@@ -7,17 +7,19 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_roundpipe.common.pages import PAGE
 from lightning_roundpipe.devices import pinned
-from lightning_roundpipe.devices.pinned import PageLockedMemory, _bucket
-from tests.support.engine.cuda_stub import StubDriver
+from lightning_roundpipe.devices.pinned import PageLockedMemory
+from tests.support.engine.gpu_stub import StubDriver
 
 MIB = 2**20
 
@@ -39,6 +41,11 @@ def large(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(2 * MIB, dtype=dtype)
 
 
+def whole_pages(tensor: Tensor) -> int:
+    """The bytes of its memory up to its last page, which it may share."""
+    return (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - tensor.data_ptr()
+
+
 # --- in place ----------------------------------------------------------------------------------------------------
 
 
@@ -46,11 +53,11 @@ def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, mem
     tensor = large()
     assert not memory.lock(torch.ones(100)), "small memory is not worth it"
     assert memory.lock(tensor)
-    assert driver.locked == {tensor.data_ptr(): 8 * MIB}
+    assert driver.locked == {tensor.data_ptr(): whole_pages(tensor)}
     assert memory.lock(tensor[5:100]), "a view: the same memory"
     assert memory.lock(tensor)
     assert memory.statistics() == {
-        "page_locked_in_place_bytes": 8.0 * MIB,
+        "page_locked_in_place_bytes": float(whole_pages(tensor)),
         "page_locked_own_bytes": 0.0,
         "pageable_bytes": 0.0,
     }
@@ -84,7 +91,9 @@ def test_memory_that_is_locked_already_is_left_alone(driver: StubDriver, memory:
 def test_a_refusal_is_told_once_with_its_size(driver: StubDriver, memory: PageLockedMemory) -> None:
     driver.refuses = 2
     first, second = large(), large(torch.float64)
-    with pytest.warns(UserWarning, match=rf"{8 * MIB} bytes of weights could not be page-locked \(CUDA error 2\)"):
+    with pytest.warns(
+        UserWarning, match=rf"{whole_pages(first)} bytes of weights could not be page-locked \(CUDA error 2\)"
+    ):
         assert not memory.lock(first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -111,118 +120,232 @@ def test_many_threads_lock_it_once(driver: StubDriver, memory: PageLockedMemory)
     assert len(driver.locked) == 3
 
 
-# --- own buffers -------------------------------------------------------------------------------------------------
+# --- copies to devices -------------------------------------------------------------------------------------------
 
 
-def sources() -> list[Tensor]:
-    made = [torch.rand(shape) * 9 for shape in ((), (1,), (7, 5), (3, 0, 2), (700, 900))]
-    return [*made, made[2].t(), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), made[4][:, ::2]]
+def travel(memory: PageLockedMemory, *sources: Tensor) -> list[Tensor]:
+    """What the copies read that bring ``sources`` to a device in a step; what they bring is compared."""
+    memory.begin_step()
+    pairs = [(torch.empty_like(source), source) for source in sources]
+    reads = memory.staged(pairs)
+    for copy, source in reads:
+        copy.copy_(source)
+    assert all(torch.equal(copy, source) for copy, source in pairs)
+    return [source for _, source in reads]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_buffers_hold_any_type_and_shape(driver: StubDriver, memory: PageLockedMemory, dtype: torch.dtype) -> None:
-    """In the order of the source in memory, without its gaps; and longer than the memory is page-locked."""
-    made: list[tuple[Tensor, Tensor]] = []
-    for numbers in sources():
-        source = numbers.to(dtype)
-        buffer, is_locked = memory.empty_like(source)
-        assert is_locked
-        assert (buffer.shape, buffer.dtype, buffer.stride()) == (source.shape, dtype, torch.empty_like(source).stride())
-        made.append((buffer.copy_(source), source))
+def is_at(driver: StubDriver, address: int, num_bytes: int = 1) -> bool:
+    return any(start <= address and address + num_bytes <= start + n for start, n in driver.locked.items())
+
+
+def is_locked(driver: StubDriver, tensor: Tensor) -> bool:
+    return is_at(driver, tensor.data_ptr(), tensor.nbytes)
+
+
+def is_in(part: Tensor, whole: Tensor) -> bool:
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
+
+
+def test_weights_are_locked_in_place_when_they_travel_in_a_third_step(
+    driver: StubDriver, memory: PageLockedMemory
+) -> None:
+    """Those of the steps in which units are learned, one of training and one of evaluation, may never travel again."""
+    weight = large()
+    places = []
+    for _ in range(5):
+        first, again = travel(memory, weight), [source for _, source in memory.staged([(weight.clone(), weight)])]
+        assert all(is_locked(driver, read) for read in (*first, *again))
+        assert is_in(first[0], weight) == is_in(again[0], weight), "counted within a step"
+        places.append(is_in(first[0], weight))
+    assert places == [False, False, True, True, True]
+    assert memory.in_place_bytes == whole_pages(weight)
+
+
+def test_weights_that_travel_now_and_then_are_not_locked(driver: StubDriver, memory: PageLockedMemory) -> None:
+    rare, others = large(), torch.ones(MIB)
+    for step in range(12):
+        travel(memory, others, *([rare] if step % 3 == 0 else []))
+    assert not is_at(driver, rare.data_ptr() + PAGE)
+    assert is_at(driver, others.data_ptr() + PAGE)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(1000),
+        lambda: torch.randn(3, 5, dtype=torch.bfloat16).t(),
+        lambda: torch.randn(4, 6)[:, ::2],
+        lambda: torch.randn(3, 1).expand(3, 4),
+        lambda: torch.tensor(2.5),
+        lambda: torch.randn(1400, 1500)[:, ::2],
+        lambda: torch.randn(1400, 1500).t(),
+    ],
+    ids=["small", "turned", "spread", "expanded", "scalar", "large and spread", "large and turned"],
+)
+def test_what_is_not_locked_is_staged_in_one_buffer(
+    driver: StubDriver, memory: PageLockedMemory, make: Callable[[], Tensor]
+) -> None:
+    sources = [make() for _ in range(3)]
+    reads = travel(memory, *sources)
+    assert len({read.untyped_storage().data_ptr() for read in reads}) == 1
+    assert all(is_locked(driver, read) for read in reads)
+    for _ in range(3):
+        reads = travel(memory, *sources)
+    assert all(is_locked(driver, read) for read in reads)
+
+
+def test_memory_that_cannot_be_locked_is_read_where_it_is(driver: StubDriver, memory: PageLockedMemory) -> None:
+    driver.refuses = 2
+    weight = large()
+    with pytest.warns(UserWarning, match="page-locked"):
+        travel(memory, weight)
+    for _ in range(4):
+        (read,) = travel(memory, weight)
+        assert read.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("replace", ["data", "gone"])
+def test_memory_that_was_replaced_is_let_go_when_the_next_step_begins(
+    driver: StubDriver, memory: PageLockedMemory, replace: str
+) -> None:
+    weights = [torch.nn.Parameter(large()) for _ in range(2)]
+    goes, stays = (weight.data_ptr() + PAGE for weight in weights)  # the first page may be a neighbour's
+    freed = weakref.ref(weights[0].untyped_storage())
+    for _ in range(3):
+        travel(memory, *[weight.detach() for weight in weights])
+    assert is_at(driver, goes)
+    assert is_at(driver, stays)
+    if replace == "data":
+        weights[0].data = large()
+    else:
+        del weights[0]
+    memory.begin_step()
+    assert not is_at(driver, goes)
+    assert is_at(driver, stays)
+    assert freed() is None
+    assert 8 * MIB - 2 * PAGE <= memory.in_place_bytes <= 8 * MIB
+
+
+@pytest.mark.parametrize("hold", [lambda w: w[5:7], lambda w: w.untyped_storage(), lambda w: w.numpy()])
+def test_memory_that_something_holds_is_not_let_go(
+    driver: StubDriver, memory: PageLockedMemory, hold: Callable[[Tensor], Any]
+) -> None:
+    weight = large()
+    address, held = weight.data_ptr(), hold(weight)
+    travel(memory, weight)
+    memory.lock(weight)
+    del weight
+    memory.begin_step()
+    assert address in driver.locked
+    assert held is not None
+    del held
+    travel(memory, torch.ones(MIB))
+    memory.begin_step()
+    assert address not in driver.locked
+
+
+# --- pages -------------------------------------------------------------------------------------------------------
+
+
+class Paged(StubDriver):
+    """Locks whole pages, and refuses those that are locked already, as a driver may."""
+
+    def page_lock(self, address: int, num_bytes: int) -> int:
+        pages = self.pages(address, num_bytes)
+        if any(pages & self.pages(*other) for other in self.locked.items()):
+            return 712
+        return super().page_lock(address, num_bytes)
+
+    @staticmethod
+    def pages(address: int, num_bytes: int) -> set[int]:
+        return set(range(address // PAGE, (address + num_bytes - 1) // PAGE + 1))
+
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        return any(tensor.data_ptr() // PAGE in self.pages(*locked) for locked in self.locked.items())
+
+
+def neighbours(num_bytes: int) -> list[Tensor]:
+    """Three tensors with storages of their own, one directly behind the other: they share two pages."""
+    whole = bytearray(3 * num_bytes)
+    return [torch.frombuffer(whole, dtype=torch.uint8, offset=i * num_bytes, count=num_bytes) for i in range(3)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)], ids=str)
+def test_neighbours_on_one_page_travel_from_locked_memory(order: Sequence[int]) -> None:
+    driver = Paged()
+    memory = driver.host
+    tensors = [tensor.random_(0, 255) for tensor in neighbours(2 * MIB + 1000)]
+    for index in order:
+        assert memory.lock(tensors[index])
+    assert memory.pageable_bytes == 0
+    assert memory.in_place_bytes >= 6 * MIB - 4 * PAGE
+    for tensor in tensors:
+        reads = travel(memory, tensor)
+        assert all(is_locked(driver, read) for read in reads)
+        assert sum(read.nbytes for read in reads if is_in(read, tensor)) >= tensor.nbytes - 2 * PAGE
     memory.dispose()
     assert driver.locked == {}
-    assert all(torch.equal(buffer, source) for buffer, source in made)
-    buffer, _ = memory.empty_like(large())
-    assert driver.locked == {buffer.data_ptr(): 8 * MIB}
 
 
-def test_a_buffer_is_used_again_when_all_its_views_are_gone(memory: PageLockedMemory) -> None:
-    tensor, _ = memory.empty_like(large())
-    address, total = tensor.data_ptr(), memory.own_bytes
-    view = tensor.view(2, -1)[1].expand(3, -1)
-    del tensor
-    assert memory.empty_like(large())[0].data_ptr() != address, "a view still has the memory"
-    del view
-    again, _ = memory.empty_like(large())
-    more, _ = memory.empty_like(large())
-    assert address in {again.data_ptr(), more.data_ptr()}
-    assert memory.own_bytes == 2 * total, "both were there"
-
-
-def test_a_buffer_that_a_graph_has_saved_is_not_used_again(memory: PageLockedMemory) -> None:
-    tensor, _ = memory.empty_like(large())
-    address = tensor.fill_(2.0).data_ptr()
-    weight = torch.ones(2 * MIB, requires_grad=True)
-    loss = (tensor * weight).sum()
-    del tensor
-    other, _ = memory.empty_like(large())
-    assert other.data_ptr() != address
-    other.fill_(-1.0)
-    loss.backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
-    del loss, other
-    memory.empty_like(large())
-    assert memory.own_bytes == 16 * MIB
-
-
-def test_small_buffers_share_page_locks(driver: StubDriver, memory: PageLockedMemory) -> None:
-    tensors = [memory.empty_like(torch.ones(1000))[0] for _ in range(100)]
-    for i, tensor in enumerate(tensors):
-        tensor.fill_(float(i))
-    assert [float(tensor.sum()) for tensor in tensors] == [1000.0 * i for i in range(100)], "buffers overlap"
-    assert len(driver.locked) == 1
-
-
-@settings(derandomize=True)
-@given(st.integers(1, 2**40))
-def test_buffers_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
-    size = _bucket(num_bytes)
-    assert num_bytes <= size <= max(512, num_bytes + num_bytes // 8 + 64)
-    assert size % 64 == 0
-    assert _bucket(size) == size
-
-
-@settings(derandomize=True, deadline=None, max_examples=20)
-@given(st.lists(st.integers(MIB // 4, 4 * MIB), min_size=1, max_size=30))
-def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
-    driver = StubDriver()
-    most = 0
-    for size in sizes:  # one after the other: at most one in use
-        tensor, _ = driver.host.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
-        most = max(most, size)
-        assert driver.host.own_bytes <= 1.25 * 1.125 * most + MIB
-        assert sum(driver.locked.values()) == driver.host.own_bytes
-        tensor.fill_(1)
-        del tensor
+def test_neighbours_are_unlocked_apart() -> None:
+    driver = Paged()
+    first, second, _ = neighbours(2 * MIB + 1000)
+    for tensor in (first, second):
+        driver.host.lock(tensor)
+    assert set(driver.locked) == {first.data_ptr(), second.data_ptr()}
+    travel(driver.host, second)
+    del tensor, second
+    driver.host.begin_step()
+    assert first.data_ptr() in driver.locked
+    assert driver.host.in_place_bytes == whole_pages(first)
     driver.host.dispose()
-    assert driver.locked == {}
 
 
-def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:
-    """Also in one that is inside the memory's own lock: nothing waits for it there."""
-    tensors = [memory.empty_like(torch.ones(MIB))[0] for _ in range(4)]
+# --- mapped files ------------------------------------------------------------------------------------------------
 
-    def drop() -> None:
-        tensors.clear()
 
-    with memory._lock:
-        thread = threading.Thread(target=drop)
-        thread.start()
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    total = memory.own_bytes
-    kept = [memory.empty_like(torch.ones(MIB))[0] for _ in range(4)]
-    assert len({tensor.data_ptr() for tensor in kept}) == 4
-    assert memory.own_bytes == total
+def _safetensors(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    files = pytest.importorskip("safetensors.torch")
+    files.save_file(weights, path)
+    loaded: dict[str, Tensor] = files.load_file(path)
+    return loaded
+
+
+def _opened(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    files = pytest.importorskip("safetensors.torch")
+    files.save_file(weights, path)
+    with files.safe_open(path, "pt") as file:
+        return {"a": file.get_tensor("a"), "b": file.get_slice("b")[: MIB + 3]}
+
+
+def _torch(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.save(weights, path)
+    loaded: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
+    return loaded
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+@pytest.mark.parametrize("load", [_safetensors, _opened, _torch])
+def test_weights_in_a_mapped_file_are_never_locked_where_they_are(
+    driver: StubDriver, memory: PageLockedMemory, tmp_path: Path, load: Callable[..., dict[str, Tensor]]
+) -> None:
+    weights = load(tmp_path / "weights", {"a": torch.randn(2 * MIB), "b": torch.randn(2 * MIB)})
+    for _ in range(4):
+        reads = travel(memory, *weights.values())
+        assert all(is_locked(driver, read) for read in reads)
+        assert memory.in_place_bytes == 0
+    assert not memory.lock(weights["a"])
+    assert memory.pageable_bytes == 0
 
 
 _FORK = """
-import importlib.util, os, torch
+import os, sys, types, torch
 
-spec = importlib.util.spec_from_file_location("pinned", {path!r})  # without the package: it takes long to import
-pinned = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pinned)
+package = types.ModuleType("lightning_roundpipe")  # in place of the real one, which takes long to import
+package.__path__ = [{path!r}]
+sys.modules[package.__name__] = package
+from lightning_roundpipe.common.pages import PAGE
+from lightning_roundpipe.devices import pinned
 
 class Driver:
     def page_lock(self, address, num_bytes):
@@ -265,7 +388,7 @@ print(in_child(touch(weights)), in_child(touch(buffer)))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
 def test_children_of_a_fork_do_not_get_what_is_locked() -> None:
     """Linux would copy it at once. They may free it, though, and get what was shared before."""
-    program = _FORK.format(path=pinned.__file__)
+    program = _FORK.format(path=str(Path(pinned.__file__).parents[1]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     fine, crashed, after = done.stdout.splitlines()
     assert fine == "0 0 0"

@@ -34,19 +34,27 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
 }
 
 
-@functools.cache
-def reference(model: str, folder: Path) -> Outcome:
-    make_network, make_batches = MODELS[model]
-    return train(make_network, make_batches(), folder)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Trains a model on the CPU, once for all tests."""
+
+    @functools.cache
+    def trained(model: str) -> Outcome:
+        make_network, make_batches = MODELS[model]
+        return train(make_network, make_batches(), tmp_path_factory.mktemp(model))
+
+    return trained
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])
-def test_equal_to_plain_on_the_cpu(model: str, devices: list[int], num_microbatches: int, tmp_path: Path) -> None:
+def test_equal_to_plain_on_the_cpu(
+    model: str, devices: list[int], num_microbatches: int, reference: Callable[[str], Outcome], tmp_path: Path
+) -> None:
     make_network, make_batches = MODELS[model]
     options = {"num_microbatches": num_microbatches}
     found = train(make_network, make_batches(), tmp_path, devices=devices, options=options)
-    assert_alike(found, reference(model, tmp_path))
+    assert_alike(found, reference(model))
 
 
 def test_norms_with_one_micro_batch(devices: list[int], tmp_path: Path) -> None:

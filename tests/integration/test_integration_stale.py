@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import cuda_driver, pinned
+from lightning_roundpipe.devices import gpu_driver, pinned
 from lightning_roundpipe.reporting.host_memory import HostMemory
-from tests.support.engine.cuda_stub import StubDriver
+from tests.support.engine.gpu_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 pytestmark = pytest.mark.usefixtures("small_updates")
@@ -265,8 +265,9 @@ def test_snapshots_travel_to_gpus_from_page_locked_memory(
     delayed: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = StubDriver()
-    monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
     monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
+    monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
     trainer, module = make_trainer(options=STALE, num_microbatches=4), delayed()
     trainer.strategy.parallel_devices = [torch.device("cuda", 0)] * 2
     places: list[set[int]] = []

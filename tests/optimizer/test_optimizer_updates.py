@@ -346,3 +346,22 @@ def test_hooks_of_all_optimizers_are_respected(register: str) -> None:
     finally:
         handle.remove()
     assert why_not_separable(optimizer) is None
+
+
+def test_an_update_has_its_own_number_of_threads() -> None:
+    seen: list[int] = []
+
+    class Asks(torch.optim.SGD):
+        is_separable = True
+
+        def step(self, closure: Any = None) -> Any:
+            seen.append(torch.get_num_threads())
+            return super().step(closure)
+
+    weights = make_weights()
+    fill_gradients(weights, 0)
+    updates = Updates(3)
+    updates.start(Asks(weights, lr=0.1), [[weight] for weight in weights])
+    updates.wait()
+    assert set(seen) == {3}
+    assert torch.get_num_threads() == 1

@@ -8,7 +8,8 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
   the test reads poison, in every run.
 - ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
 - ``gpus``: workers of one GPU, on a stub of the driver whose copies happen as late as events allow; see
-  :mod:`tests.support.engine.cuda_stub`.
+  :mod:`tests.support.engine.gpu_stub`.
+- ``accelerator``: GPUs that are simulated, see :mod:`tests.support.accelerator`; ``--accelerator`` makes them.
 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
 because the other one is what other tests of the same code run in; and for tests on several pipelines each of these in
@@ -26,10 +27,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import cuda_driver
+from lightning_roundpipe.devices import gpu_driver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from tests.support.engine.cuda_stub import StubDriver
+from tests.support.accelerator.plain import on_simulated_gpu
+from tests.support.engine.gpu_stub import StubDriver
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.identical import assert_identical
 from tests.support.parity import Run, assert_alike, fit
@@ -53,7 +55,10 @@ _LINKS: dict[str, Callable[[], Link | None]] = {
     "lazy": LazyLink,
     "copies": lambda: TimedLink(bytes_per_ms=25e6, latency_ms=0.01),
     "gpus": lambda: None,
+    "accelerator": lambda: None,
 }
+# Settings of the Trainer for pipelined runs, which a way to copy may add to.
+_pipelined: dict[str, Any] = {}
 _BY_DEFAULT = ("aliases", "lazy")
 # Devices and micro-batches that every kind of model is tried on, and the way by default. All of them in all ways is
 # what test_parity_matrix.py and --devices are for.
@@ -85,7 +90,11 @@ def _train(
             object.__setattr__(module, "configure_optimizers", lambda: optimizer(trained(module.parameters())))
         return module
 
-    pipelined = {"devices": devices, "num_microbatches": num_microbatches, "options": strategy_options}
+    pipelined = {"devices": devices, "num_microbatches": num_microbatches, "options": strategy_options, **_pipelined}
+    if _pipelined and devices is not None:  # GPUs that are not enough are in the pool several times
+        pipelined["devices"] = [i % torch.accelerator.device_count() for i in range(devices)]
+    elif _pipelined and ({"precision", "plugins"} & set(trainer_options)):
+        trainer_options = on_simulated_gpu(trainer_options)
     run = fit(
         "plain" if devices is None else "roundpipe",
         make,
@@ -154,8 +163,10 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if link is not None:
         monkeypatch.setattr(DevicePool, "__init__", make_with_link)
     elif request.param == "gpus":
-        monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+        monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
         monkeypatch.setattr(DevicePool, "__init__", make_of_gpus)
+    elif request.param == "accelerator":
+        monkeypatch.setitem(_pipelined, "accelerator", "roundpipe")
     yield str(request.param)
     assert driver.violations == []
     for device in (device for pool in made for device in pool.devices):

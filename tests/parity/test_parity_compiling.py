@@ -23,9 +23,11 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "precision"), [("mixtral", "bf16-mixed"), ("t5", "32-true")])
 @pytest.mark.ways("lazy")
 def test_compiled_units_train_as_units_that_are_not(
-    train: Callable[..., Any], assert_same: Callable[..., None], name: str, precision: str
+    train: Callable[..., Any], assert_same: Callable[..., None], name: str, precision: str, way_to_copy: str
 ) -> None:
     """One routes tokens to experts, the layers of the other hand on a position bias beside the hidden states."""
+    if way_to_copy == "accelerator":  # graphs for GPUs are made of other operators, which round elsewhere in bfloat16
+        precision = "32-true"
     torch._dynamo.utils.counters.clear()
     outcomes = [
         train(

@@ -116,7 +116,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_copied(entry) for entry in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 @dataclass

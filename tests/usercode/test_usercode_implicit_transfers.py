@@ -7,19 +7,20 @@ Values are checked on virtual devices that have copies of their own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.common.attributes import UnitWrites
 from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
-from lightning_roundpipe.devices.transfer import DirectLane
+from lightning_roundpipe.devices.transfer import DirectLane, Done
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.implicit_transfers import put_on_mode, take_off_mode
@@ -31,11 +32,18 @@ STAGE = torch.device("meta")
 HOST = torch.device("cpu")
 
 
+class Down(DirectLane):
+    """What comes from the stand-in has no values: it gets some."""
+
+    def submit(self, sources: Sequence[Tensor], **options: Any) -> Done:
+        return Done([torch.full(source.shape, 2.0) for source in sources])
+
+
 class Gpu(Device):
     """Looks like one, and computes nothing."""
 
     def __init__(self) -> None:
-        super().__init__(0, STAGE, DirectLane(STAGE), DirectLane(HOST), DeviceMemory("a GPU"))
+        super().__init__(0, STAGE, DirectLane(STAGE), Down(HOST), DeviceMemory("a GPU"))
 
     def stamp(self) -> float:
         return 0.0
@@ -86,6 +94,10 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.device]] = {
     "scalar": (lambda host, stage: stage * torch.tensor(2.0), STAGE),
     "scalar of the stage": (lambda host, stage: host * stage.sum(), STAGE),  # torch knows scalars of the host only
     "stacked scalars": (lambda host, stage: torch.stack([torch.tensor(2.0), stage.sum()]), STAGE),
+    "lengths stay": (lambda host, stage: pack_padded_sequence(stage[None], torch.tensor([3]), True).batch_sizes, HOST),
+    "made there": (lambda host, stage: torch.tensor([1.0], device=stage.device), STAGE),
+    "brought home": (lambda host, stage: stage.cpu(), HOST),
+    "like another": (lambda host, stage: host.type_as(stage), STAGE),
     "stacked on the host": (lambda host, stage: torch.stack([torch.tensor(2.0), host.sum()]), HOST),
 }
 
@@ -105,14 +117,23 @@ def test_an_in_place_function_keeps_its_target_where_it_is(on_host: Tensor, on_s
     target[0] = torch.ones(4)
     target += on_host
     assert target.device == STAGE
-    moved: list[torch.device] = []
-    with pytest.MonkeyPatch.context() as patch:  # what comes from the stand-in has no values
-        patch.setattr(Tensor, "to", lambda tensor, device: moved.append(device) or torch.full(tensor.shape, 2.0))
-        on_host.add_(on_stage)
-        on_host[0] = on_stage[0]
-        torch.add(on_host, on_stage, out=on_host)
+    on_host.add_(on_stage)
+    on_host[0] = on_stage[0]
+    torch.add(on_host, on_stage, out=on_host)
     assert on_host.tolist() == [[4.0] * 4, [5.0] * 4, [5.0] * 4]
-    assert {torch.device(device) for device in moved} == {HOST}
+
+
+def test_what_user_code_moves_goes_through_the_lanes(user_code: UserCode, on_host: Tensor) -> None:
+    """An operand once, for all functions; what is asked for by name each time, because it may be changed."""
+    stage = torch.ones(3, 4, device=STAGE)
+    for _ in range(2):
+        F.mse_loss(on_host, stage)
+    assert user_code.uploaded == [on_host.nbytes]
+    first, second = on_host.to(stage), on_host.to(STAGE, torch.float64)
+    assert user_code.uploaded == [3 * on_host.nbytes]
+    assert first.dtype == torch.float32
+    assert second.dtype == torch.float64
+    assert stage.sum().item() == 2.0  # what the lane of the stand-in brings
 
 
 @pytest.mark.usefixtures("user_code")
@@ -180,7 +201,7 @@ def test_a_parameter_travels_once(user_code: UserCode, weight: nn.Parameter, vie
 
 def test_a_small_part_of_a_parameter_travels_by_itself(user_code: UserCode, weight: nn.Parameter) -> None:
     assert (weight[0] * torch.ones(4, device=STAGE)).device == STAGE
-    assert user_code.uploaded == [0]
+    assert user_code.uploaded == [4 * 4]
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

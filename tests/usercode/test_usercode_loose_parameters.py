@@ -135,7 +135,7 @@ def test_a_parameter_that_was_opened_is_not_kept(step: UserCode, weight: nn.Para
     step.use(weight)
     step.parameters.open(weight)
     weight.data.zero_()
-    used = step.parameters.use(weight, step.devices[0], step.state, lambda: False, tracks=True)
+    used = step.parameters.use(weight, step.devices[0], step.state, step.loose, tracks=True)
     assert used is None
 
 
@@ -217,12 +217,13 @@ def test_a_thread_that_must_not_wait_uses_what_is_there(step: UserCode, weight: 
     def use() -> Tensor | None:
         state = None if why == "no micro-batch" else step.state
         step.state.call_unit = None if why == "inside a hook of a unit" else step.state.call_unit
-        return step.parameters.use(weight, device, state, lambda: why == "inside a backward", tracks=True)
+        step.loose.is_walking = why == "inside a backward"
+        return step.parameters.use(weight, device, state, step.loose, tracks=True)
 
     call_unit = step.state.call_unit
     with device.occupied():  # a wait for it would never end
         assert use() is None
-    step.state.call_unit = call_unit
+    step.state.call_unit, step.loose.is_walking = call_unit, False
     step.use(weight)
     with device.occupied():
         assert use() is not None
@@ -249,7 +250,9 @@ def test_other_user_code_may_run_during_the_upload(step: UserCode, weight: nn.Pa
 
 
 @pytest.mark.parametrize("what", ["sparse", "small"])
-def test_gradients_that_have_no_sum_go_to_the_master_at_once(step: UserCode, weight: nn.Parameter, what: str) -> None:
+def test_gradients_that_have_no_sum_go_home_when_the_backward_ends(
+    step: UserCode, weight: nn.Parameter, what: str
+) -> None:
     if what == "sparse":
         step.backward(nn.functional.embedding(torch.tensor([0, 2, 2]), step.use(weight), sparse=True).sum())
         wanted = torch.tensor([1.0, 0.0, 2.0, 0.0])[:, None].expand(ROWS, COLUMNS)
@@ -259,11 +262,29 @@ def test_gradients_that_have_no_sum_go_to_the_master_at_once(step: UserCode, wei
             step.backward((step.use(weight) * step.use(weight)).sum())
         wanted = 4 * weight.detach()
         assert step.devices[0].memory.peaks["gradients"] == 0
-    assert weight.grad is not None
-    assert weight.grad.is_sparse is (what == "sparse")
-    torch.testing.assert_close(weight.grad.to_dense(), wanted)
+    assert weight.grad is None
+    gradients = step.gradients.take()
+    assert list(gradients) == [weight]
+    assert gradients[weight].is_sparse is (what == "sparse")
+    torch.testing.assert_close(gradients[weight].to_dense(), wanted)
     step.parameters.take_home()
     assert step.gradients.take() == {}
+
+
+def test_gradients_of_a_small_parameter_do_not_depend_on_which_use_was_where(
+    make_step: Callable[..., UserCode],
+) -> None:
+    """Bit for bit: they are added in the order of the uses."""
+    weight = nn.Parameter(torch.randn(ROWS))
+    factors = [torch.randn(ROWS) * 10.0**i for i in range(5)]
+    found = []
+    for places in ([0, 0, 0, 0, 0], [0, 1, 0, 1, 1], [1, 0, 0, 1, 0]):
+        step = make_step()
+        uses = [step.use(weight, place) for place in places]
+        step.backward(torch.stack([(use * factor).sum() for use, factor in zip(uses, factors, strict=True)]).sum())
+        found.append(step.gradients.take()[weight])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 class Model(nn.Module):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
+from lightning_roundpipe.usercode.loose_gradients import LooseGradients
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
 from lightning_roundpipe.weights.gradients import GradientStore
 
@@ -25,8 +28,11 @@ class UserCode:
         self.state = UserCodeState(0, 0)
         self.state.lock = self.lock
         self.state.call_unit = lambda *args: None
-        self.is_engine = False
-        self.mode = ImplicitTransfers(lambda: devices[0], self.parameters, lambda: self.is_engine)
+        self.loose = LooseGradients()
+        self.num_backwards = 0
+        activations = TravellingActivations(SavedInputs(), {}, {d.torch_device: d for d in devices})
+        activations.go_to(devices[0])
+        self.mode = ImplicitTransfers(lambda: devices[0], self.parameters, self.loose, activations)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[UserCode]:
@@ -44,15 +50,17 @@ class UserCode:
 
     def use(self, master: nn.Parameter, device: int = 0, *, tracks: bool = True) -> Tensor:
         """A parameter on a device."""
-        used = self.parameters.use(master, self.devices[device], self.state, lambda: self.is_engine, tracks=tracks)
+        used = self.parameters.use(master, self.devices[device], self.state, self.loose, tracks=tracks)
         assert used is not None
         return used
 
     def backward(self, loss: Tensor) -> None:
         """As the engine does it."""
-        self.is_engine = True
-        loss.backward()
-        self.is_engine = False
+        self.loose.look_up([loss.grad_fn])
+        self.loose.run_backward([loss], [torch.ones_like(loss)])
+        if found := self.loose.take():
+            self.gradients.add_loose(*found, self.num_backwards)
+            self.num_backwards += 1
 
     @property
     def uploaded(self) -> list[int]:

@@ -67,9 +67,10 @@ class Training:
         num_devices: int = 2,
         memory_limit: int | None = None,
         lr: float = 0.1,
+        pool: DevicePool | None = None,
     ) -> None:
         self.model = copy.deepcopy(model)
-        pool = DevicePool(
+        pool = pool or DevicePool(
             [torch.device("cpu")] * num_devices, link=LazyLink() if link else None, memory_limit=memory_limit
         )
         self.engine = Engine(self.model, pool, self._plan, num_threads=1)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.common.threads import Worker
+from lightning_roundpipe.weights import events
 from lightning_roundpipe.weights.casts import Use
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.low_precision import WorkingCopies
@@ -164,6 +166,18 @@ def test_many_threads_get_the_same_copy() -> None:
     for mine in found:
         assert all(torch.equal(source, master.to(LOW)) for source, master in zip(mine, masters, strict=True))
     assert weights.host_bytes == 4 * 257 * 63 * 2
+
+
+def test_large_masters_are_converted_by_the_thread_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(events, "observer", lambda *_: names.append(threading.current_thread().name))
+    helper, weights = Worker(1), WorkingCopies()
+    large, small = nn.Parameter(torch.randn(2**18)), nn.Parameter(torch.randn(3))
+    weights.begin_step("train", training=True, helper=helper)
+    for master in (large, large, small):
+        assert torch.equal(weights.source(master, LOW), master.to(LOW))
+    assert names == ["roundpipe-cast", threading.current_thread().name]
+    helper.close()
 
 
 # --- which form a unit takes -----------------------------------------------------------------------------------------

@@ -140,6 +140,28 @@ def test_without_room_nothing_is_fetched_ahead() -> None:
         assert torch.equal(wanted, found)
 
 
+def test_weights_that_must_come_leave_the_headroom_free_as_long_as_others_can_go() -> None:
+    """Room for two blocks without their activations, or for one with them."""
+    run = Run(memory_limit=2 * BLOCK_BYTES)
+    units = list(UnitTable(run.model).units.values())
+    replicas, device = run.engine._replicas, run.pool[0]
+    run.pool.open()
+    try:
+        replicas.expect(device, {units[2]: 0})
+        replicas.load(units[0], device)
+        replicas.load(units[1], device)
+        assert run.loaded() == {"blocks.0", "blocks.1"}
+        device.memory.headroom = BLOCK_BYTES // 2
+        replicas.load(units[2], device)
+        assert run.loaded() == {"blocks.2"}, "the others were not in use"
+        replicas.expect(device, {units[2]: 0, units[3]: 0})
+        replicas.load(units[3], device)
+        assert run.loaded() == {"blocks.2", "blocks.3"}, "both are needed in this stage run"
+    finally:
+        run.pool.close()
+    assert device.memory.headroom == 0
+
+
 def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
     run = Run()
     run.step()

@@ -119,16 +119,21 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     Raises:
         MisconfigurationException: if it is a class of the user's own for other devices.
     """
-    if isinstance(plugin, MixedPrecision) and autocast_device == "cpu" and plugin.device != "cpu":
-        if type(plugin) is not MixedPrecision:
-            raise MisconfigurationException(
-                f"{type(plugin).__name__} is autocast for {plugin.device!r}, but all devices are CPU devices, on which "
-                "it would do nothing: make it with device='cpu'"
-            )
-        if plugin.precision == "16-mixed":
-            rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
-        return MixedPrecision("bf16-mixed", "cpu")
-    return plugin
+    if not isinstance(plugin, MixedPrecision) or plugin.device == autocast_device:
+        return plugin
+    if type(plugin) is not MixedPrecision:
+        raise MisconfigurationException(
+            f"{type(plugin).__name__} is autocast for {plugin.device!r}, but the devices are {autocast_device!r} "
+            f"devices, on which it would do nothing: make it with device={autocast_device!r}"
+        )
+    if autocast_device != "cpu":
+        plugin.device = autocast_device
+        if plugin.scaler is not None and not plugin.scaler.is_enabled():  # because there is no CUDA
+            plugin.scaler = torch.amp.GradScaler("cpu")  # where the gradients are
+        return plugin
+    if plugin.precision == "16-mixed":
+        rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
+    return MixedPrecision("bf16-mixed", "cpu")
 
 
 def expected_scale(plugin: Precision, accumulate_grad_batches: int) -> float:

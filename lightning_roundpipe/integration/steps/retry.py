@@ -2,9 +2,10 @@
 
 [Note: steps that do not fit]
 Whether a step fits is only known when it runs: the planner, the books of a device or the driver of a GPU say that it
-does not. Nothing is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step
-changes before it succeeds (buffers, metrics that user code updates, generators) is noted before it and put back
-(:mod:`step_state`). Then the same batch is split into twice as many micro-batches, and planned for anew.
+does not, though all has gone that was not in use ([Note: a unit that does not fit] in :mod:`engine.execution`). Nothing
+is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step changes before it
+succeeds (buffers, metrics that user code updates, generators) is noted before it and put back (:mod:`step_state`). Then
+the same batch is split into twice as many micro-batches, and planned for anew.
 
 - ``num_microbatches="auto"``: again and again, as long as there are rows.
 - A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from ...devices.devices import Device
 from ...devices.memory import DeviceOutOfMemoryError
 from ...planning.costs import CostProfile
 from ...planning.plan import StageMemoryError, describe_need, needed_bytes
@@ -61,7 +63,7 @@ class Retry:
         num_microbatches: int,
         *,
         is_auto: bool,
-        devices: Sequence[torch.device] | None,
+        devices: Sequence[Device] | None,
         forget: Callable[[str], None],
         costs: Callable[[str], CostProfile | None],
         is_trial: Callable[[], bool] = lambda: False,
@@ -103,7 +105,7 @@ class Retry:
         if self._is_trial() and batches.batch_size != self._tried_rows:
             self._tried_rows = batches.batch_size
             self._forget(kind)
-        state = StepState(self._scan, batch, self._devices, self._written)
+        state = StepState(self._scan, batch, [device.torch_device for device in self._devices], self._written)
         num_retries = 0
         while True:
             try:
@@ -124,7 +126,8 @@ class Retry:
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             self._forget(kind)
             gc.collect()
-            torch.cuda.empty_cache()  # smaller pieces are wanted now; does nothing where no GPU is used
+            for device in self._devices:
+                device.empty_cache()  # smaller pieces are wanted now
             wanted, batches = 2 * before, more
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)

@@ -81,7 +81,7 @@ class Steps:
             self._scan,
             options.microbatches_for(len(pool)),
             is_auto=options.num_microbatches == "auto",
-            devices=None if pool.memory_limit is None else [device.torch_device for device in pool.devices],
+            devices=None if pool.memory_limit is None else pool.devices,
             forget=self.engine.forget,
             costs=self.engine.costs,
             is_trial=is_trial,

@@ -122,11 +122,12 @@ def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None
     if numpy is not None:
         state = numpy.random.get_state()
         states.append(lambda: numpy.random.set_state(state))
-    for device in {device for device in devices if device.type == "cuda"}:
+    for device in {device for device in devices if device.type != "cpu"}:
         states.append(_restorer_of(device))
     return states
 
 
 def _restorer_of(device: torch.device) -> Callable[[], None]:
-    state = torch.cuda.get_rng_state(device)
-    return lambda: torch.cuda.set_rng_state(state, device)
+    api = torch.get_device_module(device)
+    state = api.get_rng_state(device)
+    return lambda: api.set_rng_state(state, device)

@@ -10,17 +10,15 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator
-from lightning_roundpipe.devices import cuda_driver
-from lightning_roundpipe.devices.cuda import CudaDevice
-from tests.support.engine.cuda_stub import StubDriver
+from lightning_roundpipe.devices import gpu_driver
+from lightning_roundpipe.devices.gpu import GpuDevice
+from tests.support.engine.gpu_stub import StubDriver
 
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr("lightning.pytorch.accelerators.cuda.num_cuda_devices", lambda: 3)
-    monkeypatch.setattr("lightning.fabric.accelerators.cuda.num_cuda_devices", lambda: 3)
+    monkeypatch.setattr(gpu_driver, "gpu_type", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
 
 
 @pytest.mark.usefixtures("three_gpus")
@@ -29,6 +27,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (2, [0, 1]),
         (-1, [0, 1, 2]),
+        ("-1", [0, 1, 2]),
+        ("2", [0, 1]),
         ("1,2", [1, 2]),
         ([2, 0], [2, 0]),
         ([0, 0], [0, 0]),
@@ -40,20 +40,31 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices(devices: Any, expected: list[int]) -> None:
     found = RoundPipeAccelerator.parse_devices(devices)
     assert found == expected
-    assert RoundPipeAccelerator.get_parallel_devices(found) == [torch.device("cuda", i) for i in expected]
+    assert RoundPipeAccelerator.get_parallel_devices(found) == [torch.device("xpu", i) for i in expected]
 
 
 @pytest.mark.usefixtures("three_gpus")
-@pytest.mark.parametrize("devices", [[3], [3, 3], "0,5,5", "0,0,x", [0, "0", 0]])
+@pytest.mark.parametrize("devices", [[3], [3, 3], [-1], [], 0, 4, -2, "4", "x", "0,5,5", "0,0,x", [0, "0"], True])
 def test_devices_that_are_not_there(devices: Any) -> None:
-    with pytest.raises((MisconfigurationException, ValueError, TypeError)):
+    with pytest.raises(MisconfigurationException, match="this machine has 3 GPU"):
         RoundPipeAccelerator.parse_devices(devices)
+
+
+@pytest.mark.parametrize(("gpu_type", "is_said"), [("xpu", True), ("cuda", False), (None, False)])
+def test_gpus_that_lightning_does_not_look_for_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small: Any, make_trainer: Any, make_loader: Any,
+    gpu_type: str | None, is_said: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("lightning_roundpipe.integration.checks.gpu_type", lambda: gpu_type)
+    with caplog.at_level("INFO"):
+        make_trainer(max_steps=1).fit(small(), make_loader())
+    assert ("accelerators of type 'xpu'" in caplog.text) is is_said
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     made = StubDriver()
-    monkeypatch.setattr(cuda_driver, "DRIVER", made)
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
     yield made
     assert made.violations == []
 
@@ -72,7 +83,7 @@ def test_a_fit_on_a_gpu_that_is_in_the_pool_twice(
 
     def on_train_batch_end(*args: Any) -> None:
         fractions.append(driver.user_fraction)
-        assert all(isinstance(device, CudaDevice) for device in strategy.pool.devices)
+        assert all(isinstance(device, GpuDevice) for device in strategy.pool.devices)
         used[:] = [device.num_unit_runs for device in strategy.pool.devices]
 
     module.on_train_batch_end = on_train_batch_end

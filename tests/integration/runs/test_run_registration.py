@@ -240,7 +240,14 @@ def test_fp16_on_the_host_falls_back_as_in_plain(make_trainer: Any) -> None:
 def test_foreign_devices_are_rejected() -> None:
     strategy = RoundPipeStrategy()
     strategy.parallel_devices = [torch.device("meta")]
-    with pytest.raises(ValueError, match=r"meta.*'cuda' and 'cpu'"):
+    with pytest.raises(ValueError, match=r"meta.*streams, events"):
+        _ = strategy.pool
+
+
+def test_devices_of_different_types_are_rejected() -> None:
+    strategy = RoundPipeStrategy()
+    strategy.parallel_devices = [torch.device("cpu"), torch.device("meta")]
+    with pytest.raises(ValueError, match="different types: cpu, meta"):
         _ = strategy.pool
 
 

@@ -22,6 +22,7 @@ from lightning_roundpipe.integration.steps.retry import Retry
 from lightning_roundpipe.integration.steps.step_state import StepState
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
+from tests.support.engine.lazy_link import cpu_pool
 
 HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")
@@ -56,7 +57,7 @@ def forgotten() -> list[str]:
 @pytest.fixture
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
-        options: dict[str, Any] = {"is_auto": True, "devices": [HOST], "forget": forgotten.append}
+        options: dict[str, Any] = {"is_auto": True, "devices": cpu_pool(1).devices, "forget": forgotten.append}
         options |= {"costs": lambda kind: None, **kwargs}
         return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 

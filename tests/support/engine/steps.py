@@ -1,4 +1,4 @@
-"""Steps of the engine on virtual devices, for tests of what happens in one."""
+"""Steps of the engine, on virtual devices unless others are chosen, for tests of what happens in one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,23 @@ class Steps:
     Args:
         planner: everything but the last call is recomputed, by default.
         copies: whether the devices have copies of their own, made as late as is allowed.
+        device_type: of the devices.
         options: of :class:`Engine`.
     """
 
     def __init__(
-        self, model: nn.Module, planner: Any = recomputed, *, num_devices: int = 1, copies: bool = False, **options: Any
+        self,
+        model: nn.Module,
+        planner: Any = recomputed,
+        *,
+        num_devices: int = 1,
+        copies: bool = False,
+        device_type: str = "cpu",
+        **options: Any,
     ) -> None:
         self.model = model
-        self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None)
+        devices = [torch.device("cpu" if device_type == "cpu" else f"{device_type}:{i}") for i in range(num_devices)]
+        self.pool = DevicePool(devices, link=LazyLink() if copies else None)
         self.engine = Engine(model, self.pool, planner, num_threads=1, **options)
 
     def train(self, parts: Parts, seed: int = 0, function: Callable[[Any], Any] | None = None) -> StepResult:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.devices.chunks import poison
-from lightning_roundpipe.devices.cuda_driver import CudaDriver, MemoryState
+from lightning_roundpipe.devices.gpu_driver import GpuDriver, MemoryState
 
 GIB = 2**30
 
@@ -82,7 +82,7 @@ class StubStream:
                 self.num_done += 1
 
 
-class StubDriver(CudaDriver):
+class StubDriver(GpuDriver):
     """GPUs whose memory is the host's.
 
     Attributes:
@@ -92,6 +92,7 @@ class StubDriver(CudaDriver):
         refuses: error code of the next page-locks; 0 for none.
         waits: events that the host has waited for.
         state, user_fraction: of the memory of every GPU.
+        num_cache_flushes: how often the allocator was asked to give back what it keeps.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class StubDriver(CudaDriver):
         self.waits: list[StubEvent] = []
         self.state = MemoryState(free=20 * GIB, total=24 * GIB, allocated=0, reserved=0)
         self.user_fraction: float | None = 1.0
+        self.num_cache_flushes = 0
         self.streams: list[StubStream] = []
         self.devices_of_threads: dict[int, torch.device] = {}
         self._compute = StubStream(self, "compute", is_late=False)
@@ -173,6 +175,9 @@ class StubDriver(CudaDriver):
 
     def peak_allocated(self, device: torch.device) -> int:
         return 123
+
+    def empty_cache(self) -> None:
+        self.num_cache_flushes += 1
 
     def fraction(self, device: torch.device) -> float | None:
         return self.user_fraction

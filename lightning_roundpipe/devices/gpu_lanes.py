@@ -17,6 +17,11 @@ Activations are issued at once, by the thread that submits them.
 Streams are ordered by events only. A download waits for what the compute stream was given before; an upload of what a
 download brings waits for that; the compute stream waits for an upload. The host itself waits only for what it reads.
 
+A copy from ordinary memory of the host would hold up the thread that issues it. So an activation that does not lie in a
+page-locked buffer of ours is put into one first, by the thread that submits it: user code may change what is its own
+right after that. Bulk is page-locked where it is, or staged chunk by chunk by the thread of the lane: see
+[Note: page-locked memory] in :mod:`devices.pinned`.
+
 Memory that a copy on the device uses belongs to one stream, in whose order the allocator hands it out again:
 - Sources of downloads belong to the compute stream. They are held until the copy has been made.
 - Destinations of activations belong to their lane's stream. The allocator is told that the compute stream uses them.
@@ -37,24 +42,23 @@ from torch import Tensor
 
 from ..common.sizes import num_bytes_of
 from .chunks import Pair, pieces_of, plain_mode
-from .cuda_driver import CudaDriver
+from .gpu_driver import GpuDriver
 from .transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
 
 MAX_CHUNKS_IN_FLIGHT = 2
 
 
-class CudaTransfer(Transfer):
+class GpuTransfer(Transfer):
     """Copies on a stream of a lane: queued, then issued (there is an event behind them), then ended.
 
     It ends when a thread finds that the event was reached, or when it fails.
 
     Attributes:
         is_bulk: see :meth:`Lane.submit`.
-        is_page_locked: whether its copies lie in page-locked host memory.
     """
 
     def __init__(
-        self, lane: CudaLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
+        self, lane: GpuLane, tensors: list[Tensor], pairs: list[Pair], *, is_bulk: bool, is_page_locked: bool
     ) -> None:
         super().__init__(tensors, pairs)
         self.is_bulk = is_bulk
@@ -114,13 +118,13 @@ class CudaTransfer(Transfer):
 class _Job(NamedTuple):
     """A transfer, the event that a download waits for, and what an upload comes after."""
 
-    transfer: CudaTransfer
+    transfer: GpuTransfer
     ready: Any
     after: Transfer | None
     label: str
 
 
-class CudaLane(Lane):
+class GpuLane(Lane):
     """Copies in one direction between the host and a GPU; see [Note: streams].
 
     Args:
@@ -131,7 +135,7 @@ class CudaLane(Lane):
     """
 
     def __init__(
-        self, direction: str, device_name: str, torch_device: torch.device, compute: Any, driver: CudaDriver
+        self, direction: str, device_name: str, torch_device: torch.device, compute: Any, driver: GpuDriver
     ) -> None:
         super().__init__(direction, device_name)
         self._device = torch_device
@@ -142,8 +146,9 @@ class CudaLane(Lane):
         self._work = threading.Condition(self._mutex)
         self._queue: deque[_Job] = deque()
         # What was issued and is not known to have ended, per stream.
-        self._under_way: dict[bool, deque[CudaTransfer]] = {False: deque(), True: deque()}
-        self._chunks: deque[Any] = deque()  # the thread's: events behind those in flight
+        self._under_way: dict[bool, deque[GpuTransfer]] = {False: deque(), True: deque()}
+        # The thread's: events behind the chunks in flight, with what they read on the host.
+        self._chunks: deque[tuple[Any, list[Tensor]]] = deque()
         self._thread: threading.Thread | None = None
 
     # --- submitting ----------------------------------------------------------------------------------------------
@@ -156,7 +161,7 @@ class CudaLane(Lane):
         self.collect()
         # A download reads what is there now.
         ready = self._driver.record(self._compute) if self.direction == "d2h" else None
-        transfer = self._transfer(sources, is_bulk)
+        transfer = self._transfer(sources, is_bulk, after)
         with self._mutex:
             self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
         job = _Job(transfer, ready, after, label)
@@ -166,10 +171,13 @@ class CudaLane(Lane):
             self._issue(job, self._activations, [transfer.pairs])
         return transfer
 
-    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool) -> CudaTransfer:
+    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool, after: Transfer | None) -> GpuTransfer:
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
+        is_staged = self.direction == "h2d" and not is_bulk and not (after is not None and after.is_page_locked)
+        if is_staged and after is not None:
+            after.wait(Edge.OFFLOADED)  # before the host reads it
         with plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
             for source in sources:
                 copies = []
@@ -177,9 +185,9 @@ class CudaLane(Lane):
                     copy, is_locked = self._destination(part)
                     is_page_locked = is_page_locked and is_locked
                     copies.append(copy)
-                    pairs.append((copy, part.detach()))
+                    pairs.append(_in_order(copy, self._staged(part) if is_staged else part.detach()))
                 tensors.append(_like(source, copies))
-        return CudaTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
+        return GpuTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
 
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
         """Memory for a copy, and whether it is page-locked."""
@@ -187,7 +195,11 @@ class CudaLane(Lane):
             return self._driver.host.empty_like(source)
         return torch.empty_like(source, device=self._device), False
 
-    def let_reader_wait(self, transfer: CudaTransfer) -> None:
+    def _staged(self, source: Tensor) -> Tensor:
+        """``source`` in page-locked memory, as it is now."""
+        return self._driver.host.empty_like(source)[0].copy_(source)
+
+    def let_reader_wait(self, transfer: GpuTransfer) -> None:
         """What reads the copies waits for them: the compute stream after an upload, the host after a download."""
         if self.direction == "d2h":
             transfer.await_done()
@@ -213,7 +225,8 @@ class CudaLane(Lane):
                     for copy, source in piece:
                         self._driver.copy(copy, source)
                     if transfer.is_bulk:
-                        self._chunks.append(self._driver.record(stream))
+                        read = [source for _, source in piece] if self.direction == "h2d" else []
+                        self._chunks.append((self._driver.record(stream), read))
                 event = self._driver.record(stream, is_timed=moved is not None)
         except BaseException as error:
             transfer.end(error)
@@ -227,14 +240,14 @@ class CudaLane(Lane):
     def _await_sources(self, job: _Job, stream: Any) -> None:
         if job.ready is not None:
             stream.wait_event(job.ready)
-        if isinstance(job.after, CudaTransfer) and job.after.is_page_locked:
+        if isinstance(job.after, GpuTransfer) and job.after.is_page_locked:
             job.after.await_on(stream)
         elif job.after is not None:  # from ordinary memory the driver may read at once
             job.after.wait(Edge.OFFLOADED)
 
     def collect(self) -> None:
         """Ends what has arrived meanwhile."""
-        arrived: list[CudaTransfer] = []
+        arrived: list[GpuTransfer] = []
         with self._work:
             for under_way in self._under_way.values():
                 while under_way and under_way[0].has_arrived():
@@ -260,6 +273,7 @@ class CudaLane(Lane):
             # An error is kept by the transfer, for those who ask for the copies.
             with contextlib.suppress(BaseException):
                 self._issue(job, self._bulk, self._pieces(job.transfer))
+            del job  # it would hold memory of the device until the next one comes
 
     def _next_job(self) -> _Job | None:
         """Waits for a job, and ends what arrives meanwhile. None when the step has ended and nothing is left to do."""
@@ -274,18 +288,18 @@ class CudaLane(Lane):
                     return None
                 first = under_way[0]
             first.settle()
+            del first  # as above
             self.collect()
 
-    def _pieces(self, transfer: CudaTransfer) -> Iterator[list[Pair]]:
+    def _pieces(self, transfer: GpuTransfer) -> Iterator[list[Pair]]:
         """The chunks, each when it may be issued."""
-        if self.direction == "h2d":
-            for _, source in transfer.pairs:
-                self._driver.host.lock(source)
         for piece in pieces_of(transfer.pairs, CHUNK_BYTES):
             if len(self._chunks) == MAX_CHUNKS_IN_FLIGHT:
-                self._chunks.popleft().synchronize()
+                event, read = self._chunks.popleft()
+                event.synchronize()
+                del read
                 self.collect()
-            yield piece
+            yield self._driver.host.staged(piece) if self.direction == "h2d" else piece
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -301,8 +315,8 @@ class CudaLane(Lane):
             left = [transfer for under_way in self._under_way.values() for transfer in under_way]
             for under_way in self._under_way.values():
                 under_way.clear()
-        self._chunks.clear()
         with contextlib.ExitStack() as stack:  # all of them, even if a callback raises
+            stack.callback(self._chunks.clear)
             for transfer in reversed(left):
                 stack.callback(transfer.settle)
 
@@ -310,6 +324,14 @@ class CudaLane(Lane):
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that make up ``tensor``."""
     return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+
+
+def _in_order(copy: Tensor, source: Tensor) -> Pair:
+    """Both tensors as one row, if their elements lie in the same order, without gaps: the driver copies it as it is."""
+    if copy.is_contiguous() or copy.stride() != source.stride():
+        return copy, source
+    row = (copy.numel(),), (1,)
+    return copy.as_strided(*row, copy.storage_offset()), source.as_strided(*row, source.storage_offset())
 
 
 def _like(source: Tensor, parts: list[Tensor]) -> Tensor:

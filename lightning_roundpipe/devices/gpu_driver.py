@@ -1,18 +1,25 @@
-"""What CUDA devices ask of torch.cuda, in one place, so that tests can put something else there."""
+"""What devices on GPUs ask of torch, in one place: the module that torch has for a type of accelerator.
+
+``torch.cuda`` (CUDA and ROCm), ``torch.xpu`` and modules of the same form for other accelerators: they need streams,
+events and an allocator that tells what it holds. What is CUDA's alone is in :mod:`devices.cuda`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import cuda
 from .pinned import PageLockedMemory
 
-# cudaHostRegisterPortable: page-locked for all GPUs of the process.
-_PORTABLE = 1
+# What the module of an accelerator must have.
+_NEEDED = ("Stream", "Event", "stream", "current_stream", "mem_get_info", "memory_allocated", "memory_reserved")
 
 
 class MemoryState(NamedTuple):
@@ -24,14 +31,17 @@ class MemoryState(NamedTuple):
     reserved: int
 
 
-class CudaDriver:
-    """The GPUs of this process.
+class GpuDriver:
+    """The GPUs of this process that have one device type.
 
     Attributes:
-        host: its page-locked memory.
+        device_type: as in ``torch.device``.
+        host: page-locked memory of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.device_type = device_type
+        self._api: Any = torch.get_device_module(device_type)
         self.host = PageLockedMemory(self)
         self._lock = threading.Lock()
         self._num_users = 0
@@ -42,32 +52,40 @@ class CudaDriver:
 
     def torch_device(self, ordinal: int) -> torch.device:
         """Where the tensors of a GPU live."""
-        return torch.device("cuda", ordinal)
+        return torch.device(self.device_type, ordinal)
 
     def set_device(self, device: torch.device) -> None:
         """The GPU that the calling thread works on from now on."""
-        torch.cuda.set_device(device)
+        self._api.set_device(device)
 
     def default_stream(self, device: torch.device) -> Any:
         """The stream on which threads compute that have chosen no other."""
-        return torch.cuda.default_stream(device)
+        # Without that function it is the current stream of a thread that has chosen none.
+        return (getattr(self._api, "default_stream", None) or self._api.current_stream)(device)
 
     def new_stream(self, device: torch.device) -> Any:
         """A stream that is not ordered with any other."""
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._api.Stream(device)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread issues and allocates belongs to ``stream``."""
-        return torch.cuda.stream(stream)
+        opened: contextlib.AbstractContextManager[Any] = self._api.stream(stream)
+        return opened
 
     def record(self, stream: Any, *, is_timed: bool = False) -> Any:
-        """An event behind what was issued on ``stream`` so far.
-
-        A thread of the host that waits for it sleeps: there are many threads that wait, and few cores.
-        """
-        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
+        """An event behind what was issued on ``stream`` so far."""
+        event = self._api.Event(enable_timing=is_timed, **self._blocking)
         event.record(stream)
         return event
+
+    @functools.cached_property
+    def _blocking(self) -> dict[str, bool]:
+        """Lets a thread of the host that waits for an event sleep, where torch can: many threads wait on few cores."""
+        try:
+            takes_it = "blocking" in inspect.signature(self._api.Event).parameters
+        except ValueError:  # of a class in C
+            takes_it = False
+        return {"blocking": True} if takes_it else {}
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Issues a copy on the stream of the calling thread."""
@@ -81,21 +99,27 @@ class CudaDriver:
 
     def memory(self, device: torch.device) -> MemoryState:
         """Its state now."""
-        free, total = torch.cuda.mem_get_info(device)
-        return MemoryState(free, total, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        free, total = self._api.mem_get_info(device)
+        return MemoryState(free, total, self._api.memory_allocated(device), self._api.memory_reserved(device))
 
     def peak_allocated(self, device: torch.device) -> int:
         """The most bytes of tensors of this process at a time."""
-        return torch.cuda.max_memory_allocated(device)
+        return int(self._api.max_memory_allocated(device))
+
+    def empty_cache(self) -> None:
+        """The allocators of all GPUs give back what they keep."""
+        if hasattr(self._api, "empty_cache"):
+            self._api.empty_cache()
 
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""
-        get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        get = getattr(self._api, "get_per_process_memory_fraction", None)
         return None if get is None else get(device)
 
     def set_fraction(self, device: torch.device, fraction: float) -> None:
-        """Sets it."""
-        torch.cuda.set_per_process_memory_fraction(fraction, device)
+        """Sets it, where torch can: elsewhere only the books keep to a limit."""
+        if hasattr(self._api, "set_per_process_memory_fraction"):
+            self._api.set_per_process_memory_fraction(fraction, device)
 
     def limit(self, device: torch.device, num_bytes: int) -> None:
         """The allocator gives this process at most ``num_bytes``, or less if the user has said so before.
@@ -139,32 +163,35 @@ class CudaDriver:
 
     def page_lock(self, address: int, num_bytes: int) -> int:
         """See :class:`pinned.PageLocker`."""
-        error = int(self._runtime().cudaHostRegister(address, num_bytes, _PORTABLE))
-        if error:
-            self._clear_error()
-        return error
+        return cuda.host_register(self._api, self.device_type, address, num_bytes)
 
     def page_unlock(self, address: int) -> None:
         """See :class:`pinned.PageLocker`."""
-        if int(self._runtime().cudaHostUnregister(address)):
-            self._clear_error()
+        cuda.host_unregister(self._api, self.device_type, address)
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         """See :class:`pinned.PageLocker`."""
         return tensor.is_pinned()
 
-    @staticmethod
-    def _runtime() -> Any:
-        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _clear_error() -> None:
-        """CUDA reports an error again to the next kernel launch of the thread, and torch raises it there.
-
-        Torch has no call to clear it, so that a launch is made for it.
-        """
-        with contextlib.suppress(RuntimeError):
-            torch.zeros((), device="cuda").add_(1)
+@functools.cache
+def driver_of(device_type: str) -> GpuDriver:
+    """The driver of all GPUs of this type in the process."""
+    return GpuDriver(device_type)
 
 
-DRIVER = CudaDriver()
+def gpu_type() -> str | None:
+    """The type of this machine's accelerator; None if it has none that devices can be on."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and is_supported(found.type) else None
+
+
+def is_supported(device_type: str) -> bool:
+    """Whether accelerators of this type have all that devices need."""
+    try:
+        api = torch.get_device_module(device_type)
+    except RuntimeError:
+        return False
+    return device_type != "cpu" and all(hasattr(api, name) for name in _NEEDED)

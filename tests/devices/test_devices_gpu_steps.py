@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_driver
-from lightning_roundpipe.devices.cuda import CudaDevice, _Freed
-from lightning_roundpipe.devices.cuda_lanes import CudaLane, CudaTransfer
+from lightning_roundpipe.devices import gpu_driver
+from lightning_roundpipe.devices.gpu import GpuDevice, _Freed
+from lightning_roundpipe.devices.gpu_lanes import GpuLane, GpuTransfer
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from tests.support.engine.cuda_stub import StubDriver
+from tests.support.engine.gpu_stub import StubDriver
 from tests.support.engine.whole_steps import difference, results, right_results
 
 
@@ -25,9 +25,9 @@ def driver() -> StubDriver:
 
 def pool_on(driver: StubDriver, ordinals: list[int], monkeypatch: pytest.MonkeyPatch, limit: int | None = None) -> Any:
     """A pool of stub GPUs. Each is told that its memory is not its own: it is the host's."""
-    monkeypatch.setattr(cuda_driver, "DRIVER", driver)
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
     pool = DevicePool([torch.device("cuda", ordinal) for ordinal in ordinals], memory_limit=limit)
-    assert all(isinstance(device, CudaDevice) for device in pool.devices)
+    assert all(isinstance(device, GpuDevice) for device in pool.devices)
     for device in pool.devices:
         device.is_shared = True
     return pool
@@ -56,7 +56,8 @@ def test_a_step_within_a_limit(driver: StubDriver, monkeypatch: pytest.MonkeyPat
     unlimited = pool_on(driver, [0, 0], monkeypatch)
     results(unlimited)
     peak = max(device.memory.peak for device in unlimited.devices)
-    pool = pool_on(driver, [0, 0], monkeypatch, limit=peak - 1)
+    pool = pool_on(driver, [0, 0], monkeypatch, limit=4 * (peak - 1) // 3)  # less a reserve of a quarter
+    assert peak - 3 <= pool.memory_limit < peak
     assert difference(results(pool), right_results()) is None
     assert all(device.memory.peak < peak for device in pool.devices)
     with pytest.raises(DeviceOutOfMemoryError, match="device 0 on GPU 0"):
@@ -82,31 +83,31 @@ def test_a_failed_step_leaves_nothing_behind(driver: StubDriver, monkeypatch: py
     assert difference(results(pool), right_results()) is None
 
 
-def _without_await(lane: CudaLane, transfer: CudaTransfer) -> None:
-    """In the place of ``CudaLane.let_reader_wait``: waits until the copies are issued, not until they are made."""
+def _without_await(lane: GpuLane, transfer: GpuTransfer) -> None:
+    """In the place of ``GpuLane.let_reader_wait``: waits until the copies are issued, not until they are made."""
     transfer._may_go_on.wait()
 
 
-def _without_order(lane: CudaLane, job: Any, stream: Any) -> None:
-    """In the place of ``CudaLane._await_sources``."""
+def _without_order(lane: GpuLane, job: Any, stream: Any) -> None:
+    """In the place of ``GpuLane._await_sources``."""
 
 
 def _holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    issued, make = CudaTransfer.issued, _Freed.__init__
+    issued, make = GpuTransfer.issued, _Freed.__init__
 
-    def lets_go(transfer: CudaTransfer, event: Any) -> None:
+    def lets_go(transfer: GpuTransfer, event: Any) -> None:
         issued(transfer, event)
         transfer.pairs = []
 
-    monkeypatch.setattr(CudaTransfer, "issued", lets_go)
+    monkeypatch.setattr(GpuTransfer, "issued", lets_go)
     monkeypatch.setattr(_Freed, "__init__", lambda freed, tensors, *args: make(freed, [], *args))
 
 
 @pytest.mark.parametrize(
     "mutate",
     [
-        lambda patch: patch.setattr(CudaLane, "let_reader_wait", _without_await),
-        lambda patch: patch.setattr(CudaLane, "_await_sources", _without_order),
+        lambda patch: patch.setattr(GpuLane, "let_reader_wait", _without_await),
+        lambda patch: patch.setattr(GpuLane, "_await_sources", _without_order),
         _holds_nothing,
     ],
     ids=["readers do not wait", "streams do not wait", "nothing is held"],

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_lanes
-from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_lanes import CudaTransfer
+from lightning_roundpipe.common.pages import PAGE
+from lightning_roundpipe.devices import gpu_lanes
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
 from lightning_roundpipe.devices.transfer import Edge
-from tests.support.engine.cuda_stub import StubDriver, StubStream
+from tests.support.engine.gpu_stub import StubDriver, StubStream
 
 MIB = 2**20
 JOIN_S = 60.0
@@ -27,8 +28,8 @@ def driver() -> StubDriver:
 
 
 @pytest.fixture
-def device(driver: StubDriver) -> Iterator[CudaDevice]:
-    made = CudaDevice(0, 0, driver=driver)
+def device(driver: StubDriver) -> Iterator[GpuDevice]:
+    made = GpuDevice(0, 0, driver=driver)
     made.open()
     yield made
     made.close()
@@ -51,7 +52,7 @@ SOURCES: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def stream_of(device: CudaDevice, direction: str, *, is_bulk: bool = False) -> StubStream:
+def stream_of(device: GpuDevice, direction: str, *, is_bulk: bool = False) -> StubStream:
     lane: Any = getattr(device, direction)
     return lane._bulk if is_bulk else lane._activations  # type: ignore[no-any-return]
 
@@ -64,7 +65,7 @@ def is_poison(tensor: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_an_upload_is_there_when_its_reader_has_waited(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+def test_an_upload_is_there_when_its_reader_has_waited(device: GpuDevice, driver: StubDriver, is_bulk: bool) -> None:
     """The allocator is told about activations. Weights are held by ``Device.free``: the books know when they go."""
     source = torch.randn(3, 4)
     transfer = device.upload([source], "x", is_bulk=is_bulk)
@@ -80,7 +81,7 @@ def test_an_upload_is_there_when_its_reader_has_waited(device: CudaDevice, drive
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_a_download_reads_what_was_computed_before(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+def test_a_download_reads_what_was_computed_before(device: GpuDevice, driver: StubDriver, is_bulk: bool) -> None:
     source = torch.randn(5)
     transfer = device.download([source], "y", is_bulk=is_bulk)
     (copy,) = transfer.wait(Edge.GRADIENTS)
@@ -89,7 +90,7 @@ def test_a_download_reads_what_was_computed_before(device: CudaDevice, driver: S
     assert log.index("wait compute") < log.index("copy")
 
 
-def test_an_upload_of_what_comes_down_waits_on_the_gpu(device: CudaDevice, driver: StubDriver) -> None:
+def test_an_upload_of_what_comes_down_waits_on_the_gpu(device: GpuDevice, driver: StubDriver) -> None:
     source = torch.randn(4)
     down = device.download([source], "x")
     up = device.upload(down.tensors, "x", after=down)
@@ -98,7 +99,7 @@ def test_an_upload_of_what_comes_down_waits_on_the_gpu(device: CudaDevice, drive
     assert torch.equal(up.wait(Edge.INPUTS)[0], source)
 
 
-def test_ordinary_memory_is_not_read_before_it_is_written(device: CudaDevice, driver: StubDriver) -> None:
+def test_ordinary_memory_is_not_read_before_it_is_written(device: GpuDevice, driver: StubDriver) -> None:
     """The driver reads it when the copy is issued, whatever the stream waits for."""
     driver.refuses = 2
     source = torch.randn(4)
@@ -109,9 +110,9 @@ def test_ordinary_memory_is_not_read_before_it_is_written(device: CudaDevice, dr
     assert torch.equal(down.tensors[0], source)
 
 
-def test_what_comes_after_a_failed_download_fails(device: CudaDevice, driver: StubDriver) -> None:
+def test_what_comes_after_a_failed_download_fails(device: GpuDevice, driver: StubDriver) -> None:
     down = device.download([torch.randn(4)], "x")
-    assert isinstance(down, CudaTransfer)
+    assert isinstance(down, GpuTransfer)
     down.end(ValueError("broken"))
     for after in (True, False):  # on the GPU and on the host
         down.is_page_locked = after
@@ -122,7 +123,7 @@ def test_what_comes_after_a_failed_download_fails(device: CudaDevice, driver: St
 @pytest.mark.parametrize("is_bulk", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_any_tensor_travels(device: CudaDevice, kind: str, mode: Callable[[], Any], is_bulk: bool) -> None:
+def test_any_tensor_travels(device: GpuDevice, kind: str, mode: Callable[[], Any], is_bulk: bool) -> None:
     with mode():
         source = SOURCES[kind]()
         for move, edge in ((device.upload, Edge.WEIGHTS), (device.download, Edge.GRADIENTS)):
@@ -160,9 +161,9 @@ class LaneHold:
 
 
 def test_bulk_goes_in_chunks_two_at_a_time(
-    device: CudaDevice, driver: StubDriver, monkeypatch: pytest.MonkeyPatch
+    device: GpuDevice, driver: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_lanes, "CHUNK_BYTES", 4 * 100)
+    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", 4 * 100)
     stream = stream_of(device, "h2d", is_bulk=True)
     flights = []
     copy = driver.copy
@@ -180,7 +181,7 @@ def test_bulk_goes_in_chunks_two_at_a_time(
     assert max(flights) == 3
 
 
-def test_an_activation_overtakes_bulk(device: CudaDevice, driver: StubDriver) -> None:
+def test_an_activation_overtakes_bulk(device: GpuDevice, driver: StubDriver) -> None:
     hold = LaneHold(driver)
     bulk = device.upload([torch.randn(1000)], "w", is_bulk=True)
     assert hold.is_there.acquire(timeout=JOIN_S)
@@ -191,7 +192,7 @@ def test_an_activation_overtakes_bulk(device: CudaDevice, driver: StubDriver) ->
     bulk.await_done()
 
 
-def test_a_bulk_download_reads_what_was_there_at_the_time(device: CudaDevice, driver: StubDriver) -> None:
+def test_a_bulk_download_reads_what_was_there_at_the_time(device: GpuDevice, driver: StubDriver) -> None:
     """Its stream waits for the event of the submission, although the thread comes to it later."""
     hold = LaneHold(driver)
     first = device.download([torch.randn(10)], "first", is_bulk=True)
@@ -204,8 +205,8 @@ def test_a_bulk_download_reads_what_was_there_at_the_time(device: CudaDevice, dr
     second.await_done()
 
 
-def test_many_threads_copy_at_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_lanes, "CHUNK_BYTES", 64)
+def test_many_threads_copy_at_once(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", 64)
     wrong: list[Tensor] = []
 
     def copy(number: int) -> None:
@@ -228,20 +229,31 @@ def test_many_threads_copy_at_once(device: CudaDevice, monkeypatch: pytest.Monke
     assert wrong == []
 
 
-def test_weights_are_page_locked_on_their_first_way(device: CudaDevice, driver: StubDriver) -> None:
+def test_weights_are_page_locked_from_the_third_step_on(device: GpuDevice, driver: StubDriver) -> None:
     weight = torch.randn(MIB)
-    for _ in range(2):
-        device.upload([weight], "w", is_bulk=True).await_done()
-    assert driver.locked == {weight.data_ptr(): 4 * MIB}
+    for _ in range(3):
+        assert weight.data_ptr() not in driver.locked
+        for _ in range(2):
+            assert torch.equal(device.upload([weight], "w", is_bulk=True).wait(Edge.WEIGHTS)[0], weight)
+        device.close()
+        device.open()
+    assert driver.locked[weight.data_ptr()] == driver.host.in_place_bytes > 4 * MIB - PAGE
     device.upload([torch.randn(MIB)], "x").await_done()
-    assert len(driver.locked) == 1, "activations are not worth it"
+    assert driver.host.in_place_bytes <= 4 * MIB, "activations are not worth it"
+
+
+def test_weights_are_staged_two_chunks_at_a_time(device: GpuDevice, driver: StubDriver, monkeypatch: Any) -> None:
+    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", MIB)
+    weights = [torch.randn(5 * MIB), torch.randn(100)]
+    assert all(map(torch.equal, device.upload(weights, "w", is_bulk=True).wait(Edge.WEIGHTS), weights))
+    assert driver.host.own_bytes <= 3 * MIB
 
 
 # --- memory of copies --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_sources_are_held_until_they_are_read(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+def test_sources_are_held_until_they_are_read(device: GpuDevice, driver: StubDriver, is_bulk: bool) -> None:
     source = torch.randn(5)
     values, reference = source.clone(), weakref.ref(source)
     transfer = device.download([source], "y", is_bulk=is_bulk)
@@ -251,16 +263,16 @@ def test_sources_are_held_until_they_are_read(device: CudaDevice, driver: StubDr
     assert reference() is None, "held longer than needed"
 
 
-def test_old_transfers_are_forgotten(device: CudaDevice) -> None:
+def test_old_transfers_are_forgotten(device: GpuDevice) -> None:
     transfer = device.download([torch.randn(5)], "y")
-    assert isinstance(transfer, CudaTransfer)
+    assert isinstance(transfer, GpuTransfer)
     stream_of(device, "d2h").run_until(stream_of(device, "d2h").num_given)
     assert transfer.pairs
     device.download([torch.randn(5)], "z")
     assert not transfer.pairs, "the source was held although the copy had been made"
 
 
-def test_callbacks_are_called_once_even_if_another_one_raises(device: CudaDevice) -> None:
+def test_callbacks_are_called_once_even_if_another_one_raises(device: GpuDevice) -> None:
     called: list[str] = []
 
     def note(name: str) -> Callable[[], None]:
@@ -289,7 +301,7 @@ def test_callbacks_are_called_once_even_if_another_one_raises(device: CudaDevice
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-def test_a_failed_copy_is_raised_to_its_readers(device: CudaDevice, driver: StubDriver, is_bulk: bool) -> None:
+def test_a_failed_copy_is_raised_to_its_readers(device: GpuDevice, driver: StubDriver, is_bulk: bool) -> None:
     copy, is_broken = driver.copy, True
 
     def fails(destination: Tensor, source: Tensor) -> None:
@@ -305,9 +317,9 @@ def test_a_failed_copy_is_raised_to_its_readers(device: CudaDevice, driver: Stub
     assert torch.equal(device.upload([source], "w", is_bulk=is_bulk).wait(Edge.WEIGHTS)[0], source), "the lane is dead"
 
 
-def test_an_error_of_the_gpu_is_raised_to_who_waits(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_gpu_is_raised_to_who_waits(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = device.download([torch.randn(3)], "y")
-    assert isinstance(transfer, CudaTransfer)
+    assert isinstance(transfer, GpuTransfer)
 
     def broken(event: Any) -> bool:
         raise RuntimeError("illegal memory access")
@@ -321,7 +333,7 @@ def test_an_error_of_the_gpu_is_raised_to_who_waits(device: CudaDevice, monkeypa
                 transfer.wait(Edge.GRADIENTS)
 
 
-def test_lanes_need_an_open_step(device: CudaDevice) -> None:
+def test_lanes_need_an_open_step(device: GpuDevice) -> None:
     device.close()
     with pytest.raises(RuntimeError, match="no step is open: h2d of GPU 0 cannot copy weights"):
         device.upload([torch.randn(3)], "weights", is_bulk=True)
@@ -330,7 +342,7 @@ def test_lanes_need_an_open_step(device: CudaDevice) -> None:
     device.open()
 
 
-def test_what_was_submitted_is_made_at_the_end_of_a_step(device: CudaDevice, driver: StubDriver) -> None:
+def test_what_was_submitted_is_made_at_the_end_of_a_step(device: GpuDevice, driver: StubDriver) -> None:
     """Weights that are prefetched may stay for the next step."""
     hold = LaneHold(driver)
     sources = [torch.randn(100) for _ in range(4)]
@@ -348,7 +360,7 @@ def test_what_was_submitted_is_made_at_the_end_of_a_step(device: CudaDevice, dri
     assert torch.equal(device.upload([sources[0]], "w", is_bulk=True).wait(Edge.WEIGHTS)[0], sources[0])
 
 
-def test_a_thread_that_cannot_start_is_told_at_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_told_at_once(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -363,7 +375,7 @@ def test_a_thread_that_cannot_start_is_told_at_once(device: CudaDevice, monkeypa
 # --- the device --------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_free_when_compute_and_transfer_have_passed(device: CudaDevice) -> None:
+def test_memory_is_free_when_compute_and_transfer_have_passed(device: GpuDevice) -> None:
     tensor = torch.randn(5)
     reference = weakref.ref(tensor)
     down = device.download([tensor], "g")
@@ -381,7 +393,7 @@ def test_memory_is_free_when_compute_and_transfer_have_passed(device: CudaDevice
     passing.await_done()
 
 
-def test_memory_is_held_until_compute_has_passed(device: CudaDevice, driver: StubDriver) -> None:
+def test_memory_is_held_until_compute_has_passed(device: GpuDevice, driver: StubDriver) -> None:
     compute = driver.default_stream(device.torch_device)
     compute.is_late = True
     done: list[str] = []
@@ -401,9 +413,9 @@ def test_memory_is_held_until_compute_has_passed(device: CudaDevice, driver: Stu
     device.open()
 
 
-def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -> None:
+def test_freed_memory_is_let_go_although_a_transfer_failed(device: GpuDevice) -> None:
     down = device.download([torch.randn(5)], "g")
-    assert isinstance(down, CudaTransfer)
+    assert isinstance(down, GpuTransfer)
     tensor = torch.randn(5)
     reference = weakref.ref(tensor)
     passing = device.free([tensor], after=down)
@@ -415,10 +427,10 @@ def test_freed_memory_is_let_go_although_a_transfer_failed(device: CudaDevice) -
     assert passing.is_done()
 
 
-def test_a_step_ends_although_something_failed(device: CudaDevice, driver: StubDriver) -> None:
+def test_a_step_ends_although_something_failed(device: GpuDevice, driver: StubDriver) -> None:
     """Nothing is held afterwards, no thread is left, and what failed is raised to those who want it."""
     down = device.download([torch.randn(5)], "g")
-    assert isinstance(down, CudaTransfer)
+    assert isinstance(down, GpuTransfer)
     tensors = [torch.randn(5), torch.randn(5)]
     references = [weakref.ref(tensor) for tensor in tensors]
     for tensor in tensors:
@@ -445,7 +457,7 @@ def test_a_step_ends_although_something_failed(device: CudaDevice, driver: StubD
     device.open()
 
 
-def test_the_host_is_ahead_by_two_micro_batches(device: CudaDevice, driver: StubDriver) -> None:
+def test_the_host_is_ahead_by_two_micro_batches(device: GpuDevice, driver: StubDriver) -> None:
     compute = driver.default_stream(device.torch_device)
     for begun in range(6):
         place = compute.num_given
@@ -460,14 +472,14 @@ def test_the_host_is_ahead_by_two_micro_batches(device: CudaDevice, driver: Stub
     assert driver.waits == [], "what the step before has begun is forgotten"
 
 
-def test_stamps_tell_time_when_they_were_reached(device: CudaDevice, driver: StubDriver) -> None:
+def test_stamps_tell_time_when_they_were_reached(device: GpuDevice, driver: StubDriver) -> None:
     start, end = device.stamp(), device.stamp()
     assert device.elapsed_ms(start, end) == 1.0
     late = driver.record(driver.streams[0], is_timed=True)
     assert device.elapsed_ms(start, late) is None
 
 
-def test_transfers_are_counted_and_traced_on_request(device: CudaDevice, driver: StubDriver) -> None:
+def test_transfers_are_counted_and_traced_on_request(device: GpuDevice, driver: StubDriver) -> None:
     device.enter(None)
     assert driver.devices_of_threads[threading.get_ident()] == device.torch_device
     device.upload([torch.randn(3)], "untraced").await_done()

@@ -1,0 +1,49 @@
+"""Training all weights of a model that does not fit, beside other ways to do it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from . import processes
+from .contenders import CONTENDERS
+from .measuring import Job
+from .models import FULL, TINY, Size
+from .results import Options, Progress, Step
+
+METHOD = """
+A Llama of 3.4 billion weights (lora: of 13 billion, frozen, in bf16, with adapters of rank 16 by peft), made by
+transformers from random numbers, trained on random tokens with AdamW, bf16-mixed, layers recomputed in the backward.
+Every contender trains on the same tokens per optimizer step, in a process of its own with a time limit, under a limit
+of torch's allocator (cap_gib), but for resident, which has none. roundpipe: RoundPipeStrategy through the Trainer, the
+defaults but for num_microbatches; the others: plain loops over the micro-batches. resident: model and optimizer on the
+GPU. fsdp2: fully_shard on one GPU with CPUOffloadPolicy. deepspeed: ZeRO-3 with parameters and optimizer on the host.
+roundpipe_library: the library of the paper's authors in bf16, whose weights are one update behind. The first step, and
+two more, are not counted. seconds_per_step: optimizer included. model_tflops: products and attention, no recomputation.
+host_us_per_call: CPU time of the threads that issue work (main, micro-batches, autograd's; the main thread's optimizer
+included where it runs there) over forwards and backwards of units. interpreter_lock: see probes.LockSampler. device:
+kernels and copies of one more step, by torch's profiler, ordinary (pageable) host memory apart from page-locked.
+timeline: of the last step of the warm-up, by stamps of the device. first_step_s, setup_s: the first step, and what came
+before it.
+"""
+_LIMIT_S = {"roundpipe": 180.0}
+_LIMIT_OTHERS_S = 120.0
+
+
+def steps(options: Options) -> list[Step]:
+    """One for each contender."""
+    return contenders(options, TINY if options.is_tiny else FULL)
+
+
+def contenders(options: Options, size: Size) -> list[Step]:
+    """One for each, with the sizes that the user wants."""
+    wanted = {"sequence": options.sequence, "rows": options.rows, "microbatches": options.microbatches}
+    size = replace(size, **{name: value for name, value in wanted.items() if value is not None})
+    return [Step(name, functools.partial(_train, name, size, options)) for name in CONTENDERS]
+
+
+def _train(name: str, size: Size, options: Options, progress: Progress) -> dict[str, Any]:
+    cap_bytes = None if name == "resident" else processes.limits(options)
+    job = Job(name, size, is_tiny=options.is_tiny, cap_bytes=cap_bytes, steps=options.steps)
+    return processes.train(job, progress, _LIMIT_S.get(name, _LIMIT_OTHERS_S))

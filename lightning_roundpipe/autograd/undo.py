@@ -1,0 +1,78 @@
+"""What a run of a unit changes on its replica: what was there before, and how it is put back.
+
+    before = buffers_of(replica)     forward    changed_buffers(replica, before)    put_back(before)    forward again
+    before = gradients_of(replica)   backward   drop_new(before)                                        backward again
+
+Used by the thread that holds the compute lane of the replica's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..common.fingerprints import version_of
+from ..weights.parameters import Replica
+
+# (leaf of the replica, its gradient, the version of that)
+Gradients = list[tuple[nn.Parameter, Tensor | None, int]]
+# (module of the replica, name, buffer, its version, its value)
+Buffers = list[tuple[nn.Module, str, Tensor, int, Tensor]]
+
+
+def buffers_of(replica: Replica) -> Buffers:
+    """All of them as they are now."""
+    found = []
+    for _, copy, name in replica.buffers:
+        buffer = copy._buffers.get(name)
+        if buffer is not None:
+            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
+    return found
+
+
+def written_buffers(replica: Replica, before: Buffers) -> Iterator[tuple[nn.Module, str]]:
+    """Those that show that they were written since, without a look at the device: (master module, name)."""
+    for copy, name, buffer, version, _ in before:
+        now = copy._buffers.get(name)
+        if now is not buffer or version_of(now) != version:
+            master = replica.master_of(copy)
+            assert master is not None
+            yield master, name
+
+
+def changed_buffers(replica: Replica, before: Buffers) -> tuple[tuple[nn.Module, str], ...]:
+    """Those that are not what they were: (master module, name)."""
+    changed = []
+    for copy, name, buffer, version, value in before:
+        now = copy._buffers.get(name)
+        # By value as well: batch norm updates its running statistics without raising their version.
+        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
+            master = replica.master_of(copy)
+            assert master is not None
+            changed.append((master, name))
+    return tuple(changed)
+
+
+def put_back(before: Buffers) -> None:
+    """They are what they were."""
+    with torch.no_grad():
+        for copy, name, buffer, _, value in before:
+            copy._buffers[name] = buffer
+            buffer.copy_(value)
+
+
+def gradients_of(replica: Replica) -> Gradients:
+    """Those of its leaves, as they are now; not their values."""
+    return [(leaf, now := leaf.grad, 0 if now is None else now._version) for leaf in replica.leaves]
+
+
+def drop_new(before: Gradients) -> bool:
+    """Gradients are what they were; False if that cannot be, because something was added to one of them."""
+    for leaf, gradient, version in before:
+        if gradient is None:
+            leaf.grad = None
+        elif leaf.grad is not gradient or gradient._version != version:
+            return False
+    return True

@@ -1,0 +1,141 @@
+"""The backward of a unit: recomputed if its graph was not kept, from the gradients of its results to its weights.
+
+    saved arguments --enter--> aliases --run_unit--> slots, whose gradients came --backward--> arguments, weights
+
+Everything here runs on the thread of the micro-batch, which holds the compute lane of the replica's device and not the
+user-code lock. Where memory runs out, see [Note: a unit that does not fit] in :mod:`engine.execution`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..usercode.loose_gradients import LooseGradients, run_backward
+from ..usercode.moves import moved
+from ..weights.parameters import Replica
+from .recompute import Call, Entry, Slot
+from .undo import drop_new, gradients_of
+from .unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, run_unit
+
+
+def run_unit_backward(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    gradients: list[Tensor],
+    leaves: list[Any] | None,
+    loose: LooseGradients,
+) -> None:
+    """From the gradients of the call's results to those of its arguments and of the replica's weights.
+
+    Args:
+        gradients: as in ``call.gradients``, on the device.
+        leaves: the saved arguments, on the device, if the graph was not kept.
+
+    Raises:
+        RuntimeError: if the unit does something else in the recomputation.
+    """
+    assert call.facts is not None
+    replica.has_gradients = True
+    relays, is_final = call.relays, leaves is None or replica.device.aliases_host or call.facts.has_loose
+    before = [] if is_final else gradients_of(replica)
+    try:
+        _attempt_backward(context, call, replica, gradients, leaves, loose)
+    except torch.OutOfMemoryError:
+        if is_final or has_run_hooks(call, relays) or not drop_new(before):
+            raise
+    else:
+        replica.add_up()
+        return
+    # Outside of the handler, whose traceback held tensors of the attempt.
+    call.relays = relays
+    replica.device.make_room()
+    _attempt_backward(context, call, replica, gradients, leaves, loose)
+    replica.add_up()
+
+
+def _attempt_backward(
+    context: UnitContext,
+    call: Call,
+    replica: Replica,
+    gradients: list[Tensor],
+    leaves: list[Any] | None,
+    loose: LooseGradients,
+) -> None:
+    """See :func:`run_unit_backward`; gradients of weights are added to those that are there."""
+    local = call.local if leaves is None else _recompute(context, call, replica, list(leaves))
+    assert local is not None
+    assert call.facts is not None
+    now = frozenset([slot for slot, tensor in local.items() if tensor.requires_grad])
+    if now != call.flagged:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
+            f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
+            "do the same when it is called again with the same arguments."
+        )
+    roots = [local[slot] for slot in call.gradients]
+    with InsideUnit(context.state, is_recomputing=True):  # also where autograd calls functions in Python
+        if call.facts.has_loose:
+            loose.run_unit_backward(roots, gradients, replica.leaves)
+        else:
+            run_backward(roots, gradients)
+
+
+def has_run_hooks(call: Call, relays: list[bool] | None) -> bool:
+    """Whether hooks on submodules may have run in an attempt that has failed.
+
+    Args:
+        relays: of the call before the attempt: in a recomputation only those run that change an output.
+    """
+    return bool(call.relays or call.relayed) if relays is None else any(relays)
+
+
+def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
+    """Runs the unit again with its graph, on what the forward saw; the slots of the result."""
+    assert call.facts is not None
+    target = replica.device.torch_device
+    for i in call.changed:  # the saved copy may serve other calls
+        leaves[i] = leaves[i].clone()
+    swapped = []
+    for master, name, value in call.buffer_values:
+        copy = replica.copy_of(master)
+        assert copy is not None
+        swapped.append((copy, name, copy._buffers[name]))
+        is_there = value.device == target
+        copy._buffers[name] = value.clone() if is_there else moved(value, target, context.activations, f"buffer {name}")
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        with autocast_as(context.autocast_device, call.autocast):
+            enter(call, leaves, context.anchor)
+            facts = call.facts
+            result = run_unit(context, call, replica, leaves, foreign=facts.foreign)
+            return add_changed(call, result, leaves)
+    finally:
+        torch._C._set_grad_enabled(before)
+        for copy, name, buffer in swapped:
+            copy._buffers[name] = buffer
+
+
+def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
+    """Replaces leaves by aliases, in place: differentiable ones start the local graph, the others must not join it."""
+    differentiable = call.differentiable
+    if differentiable:
+        inputs = [leaves[i] for i in differentiable]
+        aliases = Entry.apply(call, anchor, inputs)
+        for i, alias in zip(differentiable, aliases, strict=True):
+            leaves[i] = alias
+    if len(leaves) > len(differentiable):
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
+                leaves[i] = leaf.detach()
+
+
+def add_changed(call: Call, result: UnitResult, given: list[Any]) -> dict[Slot, Tensor]:
+    """The slots of ``result``. Arguments that the unit changed in place are outputs too."""
+    for i in call.changed:
+        result.slots["input", i] = given[i]
+    return result.slots

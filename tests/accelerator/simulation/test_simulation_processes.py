@@ -1,0 +1,133 @@
+"""What needs a process of its own: settings that are read once, forks, faults, the exit, and the build."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import accelerator
+from tests.support.accelerator import build
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL = "import torch; from tests.support import accelerator; sim = accelerator.install()\n"
+SEGMENTATION_FAULT = -11
+
+
+def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", INSTALL + code], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize(("protect", "code"), [("1", SEGMENTATION_FAULT), ("0", 0)])
+def test_host_that_touches_device_memory_crashes_if_it_is_protected(protect: str, code: int) -> None:
+    done = _run(
+        "import ctypes\n"
+        "x = torch.ones(4, device='sim:0')\n"
+        "print(x.cpu().sum().item(), flush=True)\n"
+        "ctypes.c_float.from_address(x.data_ptr()).value",
+        SIM_PROTECT=protect,
+    )
+    assert done.stdout == "4.0\n", done.stderr
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.accelerator
+def test_number_of_devices_and_their_memory_are_read_when_it_is_installed() -> None:
+    done = _run("print(sim.device_count(), sim.mem_get_info(7)[1])", SIM_DEVICES="8", SIM_MEMORY_MB="64")
+    assert done.stdout == f"8 {64 << 20}\n", done.stderr
+
+
+@pytest.mark.accelerator
+def test_report_is_written_at_the_exit(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = _run("torch.ones(3, device='sim:0').cpu()", SIM_REPORT=str(path), SIM_TRACE="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["stats"]["blocking_copies"] == 1
+    assert [kind for kind, _, _ in report["reports"]] == ["blocking_copies"]
+
+
+@pytest.mark.accelerator
+def test_installed_twice_it_is_the_same_module() -> None:
+    done = _run("print(accelerator.install() is sim is torch.sim, torch.accelerator.current_accelerator())")
+    assert done.stdout == "True sim\n", done.stderr
+
+
+@pytest.mark.accelerator
+def test_process_ends_while_streams_are_busy() -> None:
+    done = _run("sim._sleep(1000)\nx = torch.ones(3, device='sim:0') * 2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.accelerator
+def test_forked_child_lets_go_and_computes_nothing() -> None:
+    done = _run(
+        "import os, threading\n"
+        "held = torch.ones(3, device='sim:0')\n"
+        "sim.synchronize()\n"
+        "if not os.fork():\n"
+        "    held = None\n"
+        "    try:\n"
+        "        torch.ones(2, device='sim:0')\n"
+        "    except RuntimeError as error:\n"
+        "        os._exit(7 if 'forked subprocess' in str(error) else 8)\n"
+        "    os._exit(9)\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]), held.sum().item())"
+    )
+    assert done.stdout == "7 3.0\n", done.stderr
+
+
+@pytest.mark.accelerator
+def test_workers_of_a_data_loader_stay_away_from_it() -> None:
+    done = _run(
+        "data = [torch.ones(2) * i for i in range(4)]\n"
+        "loader = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context='fork', pin_memory=True)\n"
+        "held = torch.ones(3, device='sim:0')\n"
+        "print([batch.is_pinned() for batch in loader], sum(b.to('sim:0').sum().item() for b in loader))"
+    )
+    assert done.stdout == "[True, True, True, True] 12.0\n", done.stderr
+
+
+@pytest.mark.accelerator
+def test_library_is_built_once_for_all_processes() -> None:
+    built = build._folder() / "native.so"
+    before = built.stat().st_mtime_ns
+    assert _run("").returncode == 0
+    assert built.stat().st_mtime_ns == before
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no 'no-such-compiler'" in (accelerator.why_not() or "")
+
+
+def test_with_a_torch_that_is_too_old_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_TORCH", tmp_path)
+    monkeypatch.setattr(build.torch, "__version__", "2.6.0+cpu")
+    assert "newer torch" in (accelerator.why_not() or "")
+    assert "this is 2.6.0+cpu" in (accelerator.why_not() or "")
+
+
+def test_where_it_cannot_be_used_it_cannot_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "why_not", lambda: "no reason")
+    monkeypatch.setattr(accelerator, "install", accelerator.install.__wrapped__)
+    with pytest.raises(RuntimeError, match="no reason"):
+        accelerator.install()
+
+
+def test_build_that_fails_shows_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho nothing works >&2\nexit 1\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(RuntimeError, match="nothing works"):
+        build.load.__wrapped__()

@@ -1,0 +1,283 @@
+"""Devices whose allocator is short of memory: what the books give out, what makes room, and what is left in the end."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
+from tests.support.engine.visited_units import KEPT, NUM_MICROBATCHES, NUM_STEPS, RECOMPUTED, train
+from tests.support.parity import assert_alike, fit
+
+pytestmark = pytest.mark.accelerator
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+NO_LIMIT = 2**60
+JOIN_S = 60.0
+
+
+@pytest.fixture
+def unlimited(sim: ModuleType) -> Iterator[ModuleType]:
+    """``torch.sim``; the memory that a test limits is unlimited again afterwards."""
+    yield sim
+    for index in range(sim.device_count()):
+        sim.set_memory_limit(NO_LIMIT, index)
+
+
+@pytest.fixture
+def device(unlimited: ModuleType) -> Iterator[GpuDevice]:
+    made = GpuDevice(0, 0, driver=driver_of("sim"))
+    made.open()
+    made.enter(None)
+    yield made
+    made.close()
+    made.dispose()
+
+
+def taken(num_bytes: int, index: int = 0) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=f"sim:{index}")
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_books_have_less_than_the_allocator_which_has_all_of_the_limit(unlimited: ModuleType) -> None:
+    users = taken(8 * MIB)
+    device = GpuDevice(0, 0, driver=driver_of("sim"), memory_limit=32 * MIB)
+    assert device.memory.limit == (32 - 8 - 8) * MIB, "less what is there, less a quarter"
+    rest = taken(24 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        taken(1)
+    del rest
+    device.dispose()
+    taken(64 * MIB)
+    del users
+
+
+def test_a_limit_that_the_user_has_used_up_is_refused(unlimited: ModuleType) -> None:
+    users = taken(24 * MIB)
+    with pytest.raises(DeviceOutOfMemoryError, match=r"may use 32\.0 MiB\. It has 24\.0 MiB allocated already"):
+        GpuDevice(0, 0, driver=driver_of("sim"), memory_limit=32 * MIB)
+    taken(64 * MIB)  # nothing was limited
+    del users
+
+
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def test_the_destination_of_a_copy_that_must_be_there_gets_the_place_of_what_is_not_in_use(
+    device: GpuDevice, unlimited: ModuleType
+) -> None:
+    idle = [taken(4 * MIB)]
+    unlimited.set_memory_limit(4 * MIB, 0)
+
+    def evict(num_bytes: int) -> bool:
+        if idle:
+            device.free([idle.pop()])
+            return True
+        return False
+
+    device.memory.evict = evict
+    weight = torch.randn(MIB // 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.upload([weight], "ahead of its time", is_bulk=True)
+    assert idle, "nothing goes for what comes ahead of its time"
+    (copy,) = device.upload([weight], "needed now", is_bulk=True, must=True).tensors
+    assert not idle
+    assert copy.numel() == weight.numel()
+    with pytest.raises(torch.OutOfMemoryError):
+        device.upload([torch.randn(MIB)], "more than there is", must=True)
+
+
+def test_room_is_made_of_what_is_still_read(device: GpuDevice, unlimited: ModuleType) -> None:
+    """A snapshot that goes home late."""
+    snapshot = taken(4 * MIB).fill_(7)
+    unlimited._sleep(20_000)
+    download = device.download([snapshot], "late")
+    device.free([snapshot], after=download)
+    del snapshot
+    unlimited.set_memory_limit(4 * MIB, 0)
+    device.upload([torch.randn(MIB // 2)], "needed now", must=True)
+    assert download.is_done()
+    assert download.tensors[0].eq(7).all()
+
+
+def test_without_room_there_is_no_snapshot(device: GpuDevice, unlimited: ModuleType) -> None:
+    made = taken(4 * MIB)
+    unlimited.set_memory_limit(6 * MIB, 0)
+    assert device.snapshot(made) is None
+    unlimited.set_memory_limit(8 * MIB, 0)
+    assert device.snapshot(made) is not None
+
+
+def test_lanes_that_wait_for_work_hold_no_memory(
+    device: GpuDevice, unlimited: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, is_idle = device.h2d, threading.Event()
+    wait = lane._work.wait  # type: ignore[attr-defined]
+
+    def note() -> None:
+        is_idle.set()
+        wait()
+
+    monkeypatch.setattr(lane._work, "wait", note)  # type: ignore[attr-defined]
+    upload = device.upload([torch.randn(MIB)], "weights", is_bulk=True)
+    upload.await_done()
+    passing = device.free(upload.tensors)
+    del upload
+    assert is_idle.wait(JOIN_S)
+    passing.await_done()
+    assert unlimited.memory_allocated(0) == 0
+
+
+# --- units -------------------------------------------------------------------------------------------------------
+
+
+IDLE_BYTES, WORKSPACE_BYTES, LIMIT_BYTES = 8 * MIB, 12 * MIB, 16 * MIB
+
+
+class Workspace:
+    """From one visit of a unit on, it needs more than is free on a device before what is not in use has gone."""
+
+    def __init__(self, pool: DevicePool, first: int) -> None:
+        self._pool, self._first = pool, first
+        self.idle: dict[int, Tensor] = {}
+        self.num_visits = 0
+
+    def __call__(self) -> None:
+        if not self.num_visits:  # the engine has told the books by now what evicts
+            for index, device in enumerate(self._pool.devices):
+                self.idle[index] = taken(IDLE_BYTES, index)
+                device.memory.evict = functools.partial(self._evict, index, device.memory.evict)
+                torch.sim.set_memory_limit(LIMIT_BYTES, index)
+        self.num_visits += 1
+        if self._first and self.num_visits >= self._first:
+            taken(WORKSPACE_BYTES, torch.sim.current_device())
+
+    def _evict(self, index: int, evict: Callable[[int], bool], num_bytes: int) -> bool:
+        return evict(num_bytes) or self.idle.pop(index, None) is not None
+
+
+def train_with_workspace(place: str, unit: int, first: int) -> tuple[dict[str, Any], int, int]:
+    """What a training gives; on how many devices what was idle had to go, and how often the place was visited."""
+    pool = DevicePool([torch.device("sim", index) for index in range(2)])
+    workspace = Workspace(pool, first)
+    try:
+        found = train(pool, {place: workspace}, unit)
+        num_evicted = len(pool) - len(workspace.idle)
+    finally:
+        workspace.idle.clear()
+        pool.dispose()
+        for index in range(2):
+            torch.sim.set_memory_limit(NO_LIMIT, index)
+    return {name: value.cpu() for name, value in found.items()}, num_evicted, workspace.num_visits
+
+
+@pytest.mark.parametrize(
+    ("place", "unit"),
+    [
+        ("forward start", RECOMPUTED),
+        ("forward middle", RECOMPUTED),
+        ("forward middle", KEPT),
+        ("backward end", RECOMPUTED),
+    ],
+)
+def test_a_unit_that_runs_out_of_memory_is_run_once_more_with_the_same_results(
+    unlimited: ModuleType, place: str, unit: int
+) -> None:
+    right, num_evicted, num_visits = train_with_workspace(place, unit, 0)
+    assert num_evicted == 0
+    for first in (1, num_visits // 2, num_visits):
+        unlimited.reset_stats()
+        found, num_evicted, _ = train_with_workspace(place, unit, first)
+        assert unlimited.stats()["ooms"] == num_evicted >= 1
+        assert unlimited.stats()["races"] == 0
+        torch.testing.assert_close(found, right, rtol=0, atol=0)
+        assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
+
+
+def test_what_cannot_be_taken_back_fails_and_leaves_nothing(unlimited: ModuleType) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train_with_workspace("backward middle", KEPT, NUM_STEPS * NUM_MICROBATCHES)
+    gc.collect()
+    assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+class Blocks(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_step_that_does_not_fit_is_run_again_with_smaller_micro_batches(unlimited: ModuleType) -> None:
+    """2 MiB for each output of a block in the first attempt, on GPUs that have 4 MiB."""
+    batches = list(torch.randn(2, 32768, 64, generator=torch.Generator().manual_seed(0)))
+    plain = fit("plain", Blocks, batches)
+    unlimited.reset_stats()
+    options = {"device_memory_limit": 4 * MIB}
+    settings = {"accelerator": "roundpipe", "devices": [0, 1], "num_microbatches": "auto"}
+    found = fit("roundpipe", Blocks, batches, options=options, **settings)
+    assert min(found.watch.num_microbatches) > 4
+    assert unlimited.stats()["races"] == 0
+    plain.assert_moved()
+    assert_alike(found.results, plain.results)
+    gc.collect()
+    assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
+
+
+# --- in the end --------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from tests.support import accelerator
+sim = accelerator.install()
+from lightning_roundpipe.devices.pool import DevicePool
+from tests.support.engine import wide_units
+from tests.support.engine.lazy_link import cpu_pool
+
+sim.set_delay(100)
+pool = DevicePool([torch.device("sim", index) for index in range(2)], memory_limit=64 * 2**20)
+found = wide_units.train(pool)
+torch.testing.assert_close(found, wide_units.train(cpu_pool(2)), rtol=1e-4, atol=1e-6)
+print([sim.memory_allocated(index) for index in range(2)], sim.stats()["races"], sim.stats()["ooms"])
+"""
+
+
+@pytest.mark.parametrize("settings", [{"SIM_EAGER_FREE": "1"}, {"SIM_PROTECT": "1"}], ids=["eager", "protect"])
+def test_after_a_training_no_memory_is_left(settings: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SIM_JITTER": "1", **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "[0, 0] 0 0\n", done.stderr

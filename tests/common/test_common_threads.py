@@ -1,0 +1,46 @@
+"""Threads with a number of intra-op threads of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lightning_roundpipe.common.threads import Worker, Workers
+
+
+def threads_of(worker: Worker) -> int:
+    found: list[int] = []
+    worker.begin(lambda: found.append(torch.get_num_threads()), "asked")
+    assert worker.done().wait(60)
+    return found[0]
+
+
+def test_a_worker_keeps_its_number_and_changes_no_others(fixed_global_state: None) -> None:
+    torch.set_num_threads(1)
+    workers = Workers(3)
+    worker = workers.take()
+    worker.start()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    assert threads_of(worker) == 3
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert found == [2]
+    workers.give_back([worker])
+    assert workers.take() is worker, "the caller's number is not its own"
+    workers.give_back([worker])
+    workers.close()
+    assert not worker.is_alive
+
+
+def test_a_call_ends_when_the_work_has_been_done_and_raises_what_it_raises() -> None:
+    worker, done = Worker(1), []
+    worker.call(lambda: done.append(threading.current_thread().name), "called")
+    assert done == ["called"]
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0, "called")
+    worker.close()
