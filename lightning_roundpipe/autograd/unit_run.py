@@ -217,8 +217,9 @@ def _forward_watched(
     [Note: private randomness] in :mod:`autograd.randomness`."""
     with contextlib.ExitStack() as stack:
         if _has_saved_tensor_hooks():
-            # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit. What is
+            # kept instead must not lead to the graph: a node that keeps its own result would never be freed.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity))
         seed = _seed(context, call)
         if foreign:
             stack.enter_context(context.lock.exclusive())
