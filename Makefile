@@ -39,13 +39,10 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKE
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
 
-# In processes of their own: tests of memory, which must find it empty, and tests of the simulation, which leave some.
 ON_ACCELERATOR := SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator
-ALONE := tests/accelerator/test_accelerator_books.py tests/accelerator/test_accelerator_mutations.py
 
 test-accelerator: $(STAMP)  ## Run the parity tests on a simulated accelerator, and its own tests (needs a C++ compiler)
-	$(ON_ACCELERATOR) $(ALONE) $(ARGS)
-	$(ON_ACCELERATOR) tests/accelerator $(ALONE:%=--ignore=%) $(ARGS)
+	$(ON_ACCELERATOR) tests/accelerator $(ARGS)
 	$(ON_ACCELERATOR) tests/parity --devices=accelerator $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails

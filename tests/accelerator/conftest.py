@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 _DEVICE = "sim:1"
 # What torch.sim counts, as far as an operator may be the reason.
 _COUNTED = ("races", "blocking_copies", "item_syncs", "synchronous_operators")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage() -> None:
+    """What earlier tests have left in cycles still has its memory, and some tests expect that nothing has."""
+    gc.collect()
 
 
 @pytest.fixture

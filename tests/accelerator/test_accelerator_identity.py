@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -75,7 +76,7 @@ def region(model: Model, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_around_user_code_with_a_unit_recomputes_what_the_forward_has_computed(
+def test_a_checkpoint_around_user_code_with_a_unit_recomputes_what_the_forward_has_computed_and_leaves_nothing(
     use_reentrant: bool,
 ) -> None:
     def between(model: Model, x: Tensor) -> Tensor:
@@ -84,6 +85,8 @@ def test_a_checkpoint_around_user_code_with_a_unit_recomputes_what_the_forward_h
     expected = results_of(region, 1)
     assert_identical(results_of(between, 1), expected)
     assert_identical(results_of(between, 2), expected)
+    gc.collect()
+    assert [torch.sim.memory_allocated(index) for index in range(2)] == [0, 0]
 
 
 class Plain(nn.Module):

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from lightning_roundpipe.autograd.recompute import Call
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
 from tests.support.engine.lazy_link import cpu_pool
@@ -381,6 +383,39 @@ def test_no_tensor_survives_a_step(copies: bool) -> None:
         references = one_step(seed)
         assert sum(reference() is not None for reference in references) == 0, "batch, outputs or gradients are held"
     assert num_tensors() == before
+
+
+class Checkpointed(Model):
+    is_reentrant = False
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        return torch.sin(block(torch.cos(x))) * self.scale
+
+    def step(self, x: Tensor) -> Tensor:
+        self.probe[0].begin(x)
+        for block in self.blocks:
+            x = checkpoint(self.between, block, x, use_reentrant=self.is_reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+def test_nothing_survives_a_step_that_calls_units_again_in_checkpoints_of_user_code(
+    copies: bool, is_reentrant: bool
+) -> None:
+    model = Checkpointed(Probe())
+    model.is_reentrant = is_reentrant
+    engine = make_engine(model, copies=copies)
+
+    def left_by_step(seed: int) -> tuple[int, int]:
+        engine.run(request(model, torch.randn(6, WIDTH), 3, seed))
+        forget_writes(model)
+        gc.collect()
+        return num_tensors(), sum(type(thing) is Call for thing in gc.get_objects())
+
+    left_by_step(0)  # whatever is cached for later steps
+    before = left_by_step(1)
+    assert [left_by_step(seed) for seed in (2, 3)] == [before] * 2
 
 
 @pytest.mark.usefixtures("without_collector")
