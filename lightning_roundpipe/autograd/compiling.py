@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from ..usercode.lock import UserCodeLock, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
-from .randomness import Draws
 from .recompute import Call
 
 # Versions of one function: sizes (torch makes them dynamic at the second one), training or not, autocast, inputs with
@@ -111,7 +110,7 @@ class UnitCompiler:
             RuntimeError: if the call draws, ran compiled, and cannot any more.
         """
         assert call.facts is not None
-        before = call.is_compiled if Draws.GPU in call.facts.draws else None
+        before = call.is_compiled if call.facts.draws.gpu else None
         if before is False or not self._suits(call):
             with lock.unit_running():
                 result, was_compiled, call.is_compiled = replica.module.forward(*args, **kwargs), False, False

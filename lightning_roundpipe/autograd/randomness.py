@@ -28,23 +28,26 @@ Compiled, a unit draws other numbers than as it is. So one that draws on a GPU r
 from __future__ import annotations
 
 import contextlib
-import enum
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Draws(enum.Flag):
+@dataclass(frozen=True, slots=True)
+class Draws:
     """Where a unit draws random numbers."""
 
-    NOWHERE = 0
-    HOST = enum.auto()
-    GPU = enum.auto()
+    host: bool = False
+    gpu: bool = False
+
+    def __bool__(self) -> bool:
+        return self.host or self.gpu
 
 
 def _takes_generator(func: torch._ops.OpOverload) -> bool:
@@ -86,7 +89,7 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, seed: int, exclusive: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = Draws.NOWHERE
+        self.draws = Draws()
         self._generator = torch.Generator().manual_seed(seed)
         self._exclusive = exclusive
 
@@ -111,9 +114,9 @@ class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if how is None or _drops_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         if not self._is_on_host(args, kwargs):
-            self.draws |= Draws.GPU
+            self.draws = replace(self.draws, gpu=True)
             return func(*args, **kwargs)
-        self.draws |= Draws.HOST
+        self.draws = replace(self.draws, host=True)
         if any(isinstance(arg, torch.Generator) for arg in args):
             return func(*(self._generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
         if how == "argument" or kwargs.get("generator") is not None:  # the user's own generator would move on twice

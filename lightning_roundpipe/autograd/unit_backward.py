@@ -18,7 +18,7 @@ from ..usercode.moves import moved
 from ..weights.parameters import Replica
 from .recompute import Call, Entry, Slot
 from .undo import drop_new, gradients_of
-from .unit_run import InsideUnit, UnitContext, UnitResult, autocast_as, run_unit
+from .unit_run import UnitContext, UnitResult, autocast_as, run_unit
 
 
 def run_unit_backward(
@@ -77,7 +77,9 @@ def _attempt_backward(
             "do the same when it is called again with the same arguments."
         )
     roots = [local[slot] for slot in call.gradients]
-    with InsideUnit(context.state, is_recomputing=True):  # also where autograd calls functions in Python
+    inside = context.inside
+    inside.is_recomputing = True
+    with inside:  # also where autograd calls functions in Python
         if call.facts.has_loose:
             loose.run_unit_backward(roots, gradients, replica.leaves)
         else:

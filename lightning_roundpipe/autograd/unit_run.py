@@ -29,6 +29,7 @@ from .randomness import Draws, ForeignRandomness, PrivateRandomness
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
+_EVERYWHERE = Draws(host=True, gpu=True)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -49,7 +50,7 @@ class UnitResult:
     structure: Any
     slots: dict[Slot, Tensor]
     written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    draws: Draws = Draws.NOWHERE
+    draws: Draws = field(default_factory=Draws)
     draws_foreign: bool = False
     was_compiled: bool = False
 
@@ -67,6 +68,7 @@ class UnitContext:
         autocast_device: device type of autocast.
         saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
         compiler: runs units compiled; None to run them as they are.
+        inside: open while a unit runs.
     """
 
     state: UserCodeState
@@ -77,31 +79,36 @@ class UnitContext:
     autocast_device: str
     saves_kept: bool
     compiler: UnitCompiler | None
+    inside: InsideUnit
 
 
 class InsideUnit:
     """While open, its micro-batch is inside a unit: on the calling thread, and on those of autograd that work for it
-    meanwhile. There is no function mode, and what is written on modules is noted.
+    meanwhile. There is no function mode, and what is written on modules is noted. May be entered again afterwards.
 
     Attributes:
-        written: plain attributes that were written, at the end: (copy or other module, name, value).
+        is_recomputing: whether the unit runs again for its backward, or runs its backward.
+        written: plain attributes that were written the last time: (copy or other module, name, value).
     """
 
-    __slots__ = ("_is_recomputing", "_mode", "_state", "_writes", "written")
+    __slots__ = ("_mode", "_state", "_writes", "is_recomputing", "written")
 
-    def __init__(self, state: UserCodeState, *, is_recomputing: bool) -> None:
-        self._state, self._is_recomputing = state, is_recomputing
+    def __init__(self, state: UserCodeState) -> None:
+        self._state = state
         self._writes = UnitWrites()
+        self.is_recomputing = False
         self.written: list[tuple[nn.Module, str, Any]] = []
 
     def __enter__(self) -> None:
         state = self._state
-        state.unit_writes, state.is_recomputing = self._writes, self._is_recomputing
+        state.unit_writes, state.is_recomputing = self._writes, self.is_recomputing
         self._mode = state.mode = take_off_mode()
+        self.written = []
 
     def __exit__(self, *exc: object) -> None:
         state = self._state
-        put_on_mode(self._mode)
+        if self._mode is not None:
+            put_on_mode(self._mode)
         state.mode = state.unit_writes = None
         state.is_recomputing = False
         if self._writes.before:
@@ -125,7 +132,6 @@ def run_unit(
     Raises:
         RuntimeError: if the unit puts something into a list or dict that it was given.
     """
-    state = context.state
     originals: dict[int, Tensor] = {}
     if context.compiler is not None and call.facts is not None:
         leaves, originals = without_flags(leaves)
@@ -135,10 +141,11 @@ def run_unit(
     call.relayed = {}
     relays, call.relays = call.relays, []
     _active.run = (context, call, relays)
-    draws = Draws.HOST | Draws.GPU if call.facts is None else call.facts.draws  # those that are redirected
-    inside = InsideUnit(state, is_recomputing=relays is not None)
+    draws = _EVERYWHERE if call.facts is None else call.facts.draws  # those that are redirected
+    inside = context.inside
+    inside.is_recomputing = relays is not None
     try:
-        with inside, _gpu_draws_seeded(context, call, replica, draws):
+        with inside, _gpu_draws_seeded(context, call, replica) if draws.gpu else _NOTHING:
             result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws, foreign)
             if call.facts is None:
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
@@ -167,11 +174,9 @@ def _result_of(
     return UnitResult(leaves, structure, slots, written)
 
 
-def _gpu_draws_seeded(
-    context: UnitContext, call: Call, replica: Replica, draws: Draws
-) -> contextlib.AbstractContextManager[None]:
+def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[None]:
     device = replica.device.torch_device
-    if Draws.GPU not in draws or device.type == "cpu":
+    if device.type == "cpu":
         return _NOTHING
     return gpu_generator_seeded(device, _seed(context, call))
 
@@ -185,7 +190,7 @@ def _forward(
 ) -> tuple[Any, Draws, bool]:
     """The unit's forward: (result, where it drew, whether it was compiled now)."""
     compiler = context.compiler
-    if Draws.HOST in draws or foreign or _has_saved_tensor_hooks():
+    if draws.host or foreign or _has_saved_tensor_hooks():
         call.is_compiled = False
         with _NOTHING if compiler is None else context.lock.unit_running():
             return *_forward_watched(context, call, replica, args, kwargs, draws, foreign), False
@@ -224,7 +229,7 @@ def _forward_watched(
         if foreign:
             stack.enter_context(context.lock.exclusive())
             stack.enter_context(ForeignRandomness.seeded(seed))
-        if Draws.HOST not in draws:
+        if not draws.host:
             return replica.module.forward(*args, **kwargs), draws
         watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
         return replica.module.forward(*args, **kwargs), watch.draws

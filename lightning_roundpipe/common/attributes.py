@@ -59,7 +59,8 @@ class UnitWrites:
     def take_back(self) -> list[tuple[nn.Module, str, Any]]:
         """Restores the values from before; what was written: (module, name, value), registered names left out."""
         written = []
-        for (_, name), (module, before) in self.before.items():
+        noted, self.before = self.before, {}
+        for (_, name), (module, before) in noted.items():
             if is_registered(module, name) or name in module.__dict__.get("_buffers", ()):
                 continue
             written.append((module, name, read(module, name)))

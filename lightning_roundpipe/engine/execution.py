@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.randomness import Draws, ForeignRandomness
+from ..autograd.randomness import ForeignRandomness
 from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter, has_run_hooks
@@ -178,7 +178,7 @@ def _attempt(
     versions = [version_of(given[i]) for i in tensors]
     # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
     # another function would be compiled than for the recomputation, which might draw in another order.
-    draws_compiled = context.compiler is not None and facts is not None and Draws.GPU in facts.draws
+    draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
     graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]

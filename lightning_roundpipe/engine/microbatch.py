@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.unit_backward import run_unit_backward
-from ..autograd.unit_run import UnitContext, autocast_state
+from ..autograd.unit_run import InsideUnit, UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
@@ -90,7 +90,7 @@ class Microbatch:
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         self._context = UnitContext(
             state, step.lock, anchor, self._activations, weights, request.autocast_device, request.meets,
-            resources.compiler,
+            resources.compiler, InsideUnit(state),
         )  # fmt: skip
         self._has_entered = False
         self._has_lane = False  # in a backward that runs user code
@@ -100,7 +100,6 @@ class Microbatch:
         self.place = UserCodePlace(self.device, is_engine, owners)
         state.recomputed = self.place.recomputed
         self._activations.go_to(self.device)
-        state.call_unit = self.call
 
     def begin_segment(self, schedule_index: int, segment: SegmentContext) -> None:
         """A run over a schedule begins, by another plan; called while the thread of the micro-batch stands still."""
@@ -111,7 +110,7 @@ class Microbatch:
         self._num_called_before = len(self._called)
         self._next_position = len(plan.carried)
         self._replayed: dict[Unit, list[int]] = {}
-        self._in_backward = False
+        self.state.call_unit = self.call
         self.record = SegmentRecord(self.index)
 
     def _forget(self, call: Call) -> None:
@@ -164,6 +163,7 @@ class Microbatch:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
+        self._gate.check()
         call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
         self._called.append(unit)
         self.record.called.append(unit)
@@ -282,7 +282,7 @@ class Microbatch:
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
         if fused > self._stage:
             self._move_to(fused, [], "")
-        self._in_backward = self.record.has_backward = True
+        self.record.has_backward = True
         if self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()]):
             self.state.on_late_code()
         self._backward_of_user_code(roots)

@@ -125,6 +125,7 @@ class MicrobatchThread(Microbatch):
 
         On GPUs on a thread of autograd, which must not wait for the lane of a unit whose backward needs the thread.
         """
+        self._gate.check()
         made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
         call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
         leaves: list[Any] = []
@@ -140,9 +141,9 @@ class MicrobatchThread(Microbatch):
             self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
         return trees.unflatten(result.structure, result.leaves)
 
-    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._gate.check()
-        return (self._replay if self._in_backward else super().call)(unit, args, kwargs)
+    def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
+        self.state.call_unit = self._replay  # what user code calls from now on, it has called before
+        super().backward(roots, retain_graph=retain_graph)
 
     @property
     def saved_bytes(self) -> int:

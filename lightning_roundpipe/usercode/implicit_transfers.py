@@ -54,6 +54,7 @@ from .loose_parameters import LooseParameters, may_wait
 from .moves import moved
 
 _HOST = torch.device("cpu")
+_height_of_stack = torch._C._len_torch_function_stack
 _WHAT = "operand in user code"
 # Between a function of torch and what has called it, if that is `logging`.
 _MAX_FRAMES = 12
@@ -241,7 +242,7 @@ def functions_followed() -> Iterator[None]:
 
 
 def _mode_on_top() -> ImplicitTransfers | None:
-    height = torch._C._len_torch_function_stack()
+    height = _height_of_stack()
     mode = torch._C._get_function_stack_at(height - 1) if height else None
     return mode if isinstance(mode, ImplicitTransfers) else None
 
@@ -261,15 +262,14 @@ def take_off_mode() -> TorchFunctionMode | None:
 
     Nothing is taken off if the user has entered a mode around the unit, which comes first.
     """
-    if _mode_on_top() is not None:
-        return cast(TorchFunctionMode, torch._C._pop_torch_function_stack())
-    return None
+    if not _height_of_stack() or _mode_on_top() is None:
+        return None
+    return cast(TorchFunctionMode, torch._C._pop_torch_function_stack())
 
 
-def put_on_mode(mode: TorchFunctionMode | None) -> None:
+def put_on_mode(mode: TorchFunctionMode) -> None:
     """The thread is in user code again."""
-    if mode is not None:
-        torch._C._push_on_torch_function_stack(mode)
+    torch._C._push_on_torch_function_stack(mode)
 
 
 def _is_user_code(state: UserCodeState) -> bool:

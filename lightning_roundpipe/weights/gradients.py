@@ -66,7 +66,8 @@ class GradientStore:
     ) -> None:
         self._dtypes = dtypes
         self._adder = adder
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
         self._error: BaseException | None = None
@@ -95,15 +96,16 @@ class GradientStore:
             ordinal: 0, 1, ... of the parts of this source, which are added in this order. Those before it are in the
                 sum when this returns, as far as they have come.
         """
-        with self._changed:
+        with self._lock:
             queue = self._queues.setdefault(source, _Queue())
             queue.waiting[ordinal] = (masters, arriving)
             begins = not queue.is_busy and queue.next in queue.waiting
             queue.is_busy = queue.is_busy or begins
         if begins:
             self._add_up(source, queue, may_wait=self._adder is None)
-        with self._changed:
-            self._changed.wait_for(lambda: not queue.is_busy or queue.next >= ordinal)
+        if queue.is_busy and queue.next < ordinal:
+            with self._changed:
+                self._changed.wait_for(lambda: not queue.is_busy or queue.next >= ordinal)
 
     def _add_up(self, source: Source, queue: _Queue, *, may_wait: bool) -> None:
         """Adds the parts whose turn it is.
@@ -112,13 +114,8 @@ class GradientStore:
             may_wait: False leaves the first one that has to be waited for, and those behind it, to the accumulation
                 thread.
         """
-        while True:
-            with self._changed:
-                part = queue.waiting.get(queue.next)
-                if part is None:
-                    queue.is_busy = False
-                    self._changed.notify_all()
-                    return
+        part = self._following(queue, num_done=0)
+        while part is not None:
             if not (may_wait or isinstance(part[1], Done | None)):
                 assert self._adder is not None
                 self._adder.begin(
@@ -130,11 +127,18 @@ class GradientStore:
                     self._take_in(source, part)
             except BaseException as error:  # must reach the thread that runs the step
                 self._error = error
-            with self._changed:
+            part = self._following(queue, num_done=1)
+
+    def _following(self, queue: _Queue, num_done: int) -> _Part | None:
+        """The part whose turn it is after ``num_done`` more have been added; if it is not there, nothing is busy."""
+        with self._lock:
+            for _ in range(num_done):
                 queue.waiting.pop(queue.next, None)
                 queue.next += 1
-                self._changed.notify_all()
-            del part
+            part = queue.waiting.get(queue.next)
+            queue.is_busy = part is not None
+            self._changed.notify_all()
+            return part
 
     def _take_in(self, source: Source, part: _Part) -> None:
         masters, arriving = part
@@ -144,7 +148,7 @@ class GradientStore:
             tell("take", masters, transfer=arriving)
 
     def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
-        with self._changed:
+        with self._lock:
             parts = self._gradients.setdefault(master, {})
         if source == _LOOSE and source not in parts:
             gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
