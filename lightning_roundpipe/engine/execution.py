@@ -87,7 +87,7 @@ def run_forward(
         full: gives the unit's replica in its full form.
     """
     facts, unit = call.facts, call.unit
-    before = buffers_of(replica) if facts is None or facts.buffers else []
+    before = buffers_of(replica) if facts is None or unit.written else []
     done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
         put_back(before)
@@ -103,11 +103,13 @@ def run_forward(
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
+        unit.written.update(facts.buffers)
     call.facts = facts
-    if facts.buffers:
+    if before and unit.written:
         written = {*facts.buffers, *written_buffers(replica, before)}
+        unit.written |= written
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
-        call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in written]
+        call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in unit.written]
         replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]

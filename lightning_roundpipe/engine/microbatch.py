@@ -229,10 +229,10 @@ class Microbatch:
             tuple([x for x in leaves if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
         facts = unit.facts.get(key)
-        if position is not None and (unit.has_buffers if facts is None else facts.buffers):
-            segment.await_buffers(unit, position, self.schedule_index)
         learns = facts is None
-        changes_buffers = facts is None or bool(facts.buffers)
+        if position is not None and (unit.has_buffers if learns else unit.written):
+            segment.await_buffers(unit, position, self.schedule_index)
+        changes_buffers = learns or bool(unit.written)
         counts = segment.is_measured or device.counts_activations
         input_bytes = num_bytes_of(leaves) if counts else 0
         booked = 0
@@ -247,6 +247,10 @@ class Microbatch:
             done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
             ended = device.stamp()
             replica = done.replica
+            if learns and call.buffer_values:
+                for earlier in self._calls:  # they have read what this call has found
+                    if earlier.unit is unit and not earlier.buffer_values:
+                        earlier.buffer_values = call.buffer_values
             if not device.aliases_host:
                 self._activations.settle()
             if device.counts_activations:

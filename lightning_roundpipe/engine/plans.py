@@ -358,7 +358,7 @@ def ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:
     """
     spans = []
     for unit in dict.fromkeys(sequence):
-        if any(facts.buffers for facts in unit.facts.values()):
+        if unit.written:
             positions = [i for i, other in enumerate(sequence) if other is unit]
             if len(positions) > 1:
                 spans.append((positions[0], positions[-1] + 1))

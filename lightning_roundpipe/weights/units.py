@@ -48,12 +48,15 @@ class Unit:
         members: all modules of the unit.
         interceptor: what replaces ``forward`` while a step runs, and what it was made for.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
+        written: buffers that a call of any kind has written: (master module, name). What calls that only read them
+            compute depends on when they come.
     """
 
     name: str
     module: nn.Module
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
+    written: set[tuple[nn.Module, str]] = field(default_factory=set)
     interceptor: tuple[Any, bool, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 
@@ -73,6 +76,7 @@ class Unit:
         if settings != self._settings:
             self._settings = settings
             self.facts.clear()
+            self.written.clear()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of its module as they are now, in the order of ``module.parameters()``, several times as fast."""

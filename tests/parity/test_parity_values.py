@@ -193,7 +193,38 @@ class ViewsAndExpansions(Regression):
         return self.head(self.blocks[1](first) + self.blocks[2](second) + self.blocks[3](first.detach()))
 
 
+class Rescaled(Block):
+    """Keeps its factor in a buffer, which some calls assign and others only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, factor: float | None = None) -> Tensor:
+        if factor is not None:
+            self.factor = torch.full((WIDTH,), factor)
+        return super().forward(x) * self.factor
+
+
+class BufferThatLaterCallsRead(Regression):
+    """A recomputation has to read what the call has read, not what is there at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Rescaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.stem(x))
+        x = self.block(x, 0.5)
+        x = self.block(self.blocks[0](x))
+        x = self.block(x, 2.0)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)
+
+
 MODELS: list[type[Regression]] = [
+    BufferThatLaterCallsRead,
     Containers,
     StateOnSelf,
     ConditionOnTheBlock,
