@@ -162,6 +162,23 @@ class SecondHead(Classifier):
         )
 
 
+class RecordedByHooks(Classifier):
+    """Hooks on units change what goes in and out, and record for the loss what was on other devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Tensor] = []
+        self.blocks[0].register_forward_hook(lambda module, args, output: output * 2)
+        self.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self.blocks[2].register_forward_hook(self.record)
+
+    def record(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.recorded = [args[0], output]
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + sum(x.square().mean() for x in self.recorded)
+
+
 class MadeWeights(Classifier):
     """One unit makes the weights of others."""
 
@@ -179,7 +196,8 @@ class MadeWeights(Classifier):
 
 
 MODELS: list[Callable[[], Classifier]] = [
-    Classifier, Residual, RotaryTable, LooseParameters, FunctionOfTheUser, ReadsOnTheHost, SecondHead, MadeWeights,
+    Classifier, Residual, RotaryTable, LooseParameters, FunctionOfTheUser, ReadsOnTheHost, SecondHead, RecordedByHooks,
+    MadeWeights,
 ]  # fmt: skip
 
 
@@ -223,7 +241,9 @@ def _options(kind: str, devices: Any) -> dict[str, Any]:
     return {"accelerator": "roundpipe", "devices": devices, "num_microbatches": 3} if kind == "roundpipe" else {}
 
 
-@pytest.mark.parametrize("devices", [[0, 1], [0, 0], [0, 1, 0]], ids=lambda devices: "".join(map(str, devices)))
+@pytest.mark.parametrize(
+    "devices", [[0, 1], [0, 0], [0, 1, 0], [0, 1, 0, 1]], ids=lambda devices: "".join(map(str, devices))
+)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_no_thread_of_user_code_is_held_up_in_a_steady_step(
     make: Callable[[], Classifier], watch: Watch, devices: list[int]

@@ -13,7 +13,7 @@ import pytest
 from tests.support import accelerator
 from tests.support.accelerator import build
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "import torch; from tests.support import accelerator; sim = accelerator.install()\n"
 SEGMENTATION_FAULT = -11
 
@@ -43,6 +43,21 @@ def test_host_that_touches_device_memory_crashes_if_it_is_protected(protect: str
 def test_number_of_devices_and_their_memory_are_read_when_it_is_installed() -> None:
     done = _run("print(sim.device_count(), sim.mem_get_info(7)[1])", SIM_DEVICES="8", SIM_MEMORY_MB="64")
     assert done.stdout == f"8 {64 << 20}\n", done.stderr
+
+
+@pytest.mark.accelerator
+def test_streams_multiply_alike_whatever_number_of_threads_torch_had_when_they_began() -> None:
+    """Where a product is split between threads, it adds up in another order."""
+    done = _run(
+        "x, y = torch.randn(35, 8), torch.randn(24, 8).t()\n"
+        "found = []\n"
+        "for device, threads in enumerate((1, 2, 4)):\n"
+        "    torch.set_num_threads(threads)\n"
+        "    found.append(torch.mm(x.to(f'sim:{device}'), y.to(f'sim:{device}')).cpu())\n"
+        "print([torch.equal(it, found[0]) for it in found])",
+        SIM_DEVICES="3",
+    )
+    assert done.stdout == "[True, True, True]\n", done.stderr
 
 
 @pytest.mark.accelerator

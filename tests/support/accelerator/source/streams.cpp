@@ -34,12 +34,12 @@ Devices& devices() {
 thread_local int device_of_thread = 0;
 thread_local std::array<int, kMaxDevices> stream_of_thread{};
 
-// Operators on a stream use one thread, so that streams do not fight for cores; other threads keep their number.
+// Operators on a stream use one thread, so that streams do not fight for cores, and sums have one order on all of them;
+// other threads keep their number. MKL has another one for each thread, which torch sets with that of OpenMP.
 void use_one_thread() {
-  auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
-  if (!set) return;
-  at::get_num_threads();  // sets the number for this thread, once
-  set(1);
+  at::get_num_threads();  // sets the numbers for this thread, once
+  for (auto* name : {"omp_set_num_threads", "MKL_Set_Num_Threads_Local"})
+    if (auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, name))) set(1);
 }
 
 }  // namespace
