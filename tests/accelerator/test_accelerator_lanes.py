@@ -1,7 +1,7 @@
 """Lanes between the host and a simulated GPU: what overtakes what, who waits for what, and what fails.
 
-A stream is held while a test submits: nothing is copied, or computed, until the test lets it go on. What would wait
-there on the host hangs.
+A stream is held while a test submits: nothing is copied, or computed, until the test lets it go on. What waits there
+on the host fails.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def held(stream: Any) -> Iterator[None]:
     """``stream`` does nothing until the context ends."""
     with contextlib.ExitStack() as stack:
         with torch.sim.stream(stream):
-            hold = torch.sim.held()
-            stack.enter_context(hold)
+            stack.enter_context(torch.sim.held())
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_roundpipe.devices import pinned
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices import gpu_driver, pinned
+from lightning_roundpipe.devices.gpu_driver import GpuDriver
 from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration import overlap
@@ -45,9 +45,13 @@ def all_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
 
 
-def assert_nothing_is_locked() -> None:
-    host = driver_of("sim").host
-    assert (host.in_place_bytes, host.own_bytes) == (0, 0), "page-locked memory was left behind"
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
+    """Of the test alone: its page-locked memory goes with the last device of the test."""
+    made = GpuDriver("sim")
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
+    yield made
+    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
 
 
 @pytest.mark.parametrize("limit", [None, 64 * MIB])
@@ -68,7 +72,6 @@ def test_both_devices_of_a_gpu_work_and_its_allocator_keeps_to_their_limits(limi
     assert all(used), "a device of the pool had nothing to do"
     assert set(fractions) == ({1.0} if limit is None else {2 * limit / sim.mem_get_info(0)[1]})
     assert sim.get_per_process_memory_fraction(0) == 1.0
-    assert_nothing_is_locked()
 
 
 def test_micro_batches_have_one_thread_each_and_additions_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +105,7 @@ def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: py
     locked: list[list[bool]] = []
 
     def note(trainer: L.Trainer) -> None:
-        kept = trainer.strategy._overlap._stale._snapshots.values()  # type: ignore[attr-defined]
+        kept = list(trainer.strategy._overlap._stale._snapshots.values())  # type: ignore[attr-defined]
         locked.append([tensor.is_pinned() for k in kept for tensor in k.tensors.values()])
 
     options = {"optimizer_overlap": "stale"}
@@ -112,11 +115,10 @@ def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: py
     assert len(locked) == 8
     assert locked[-1]
     assert all(locked[-1])
-    assert_nothing_is_locked()
 
 
 @pytest.mark.usefixtures("all_is_locked")
-def test_masters_that_travel_as_low_copies_are_not_locked(sim: ModuleType) -> None:
+def test_masters_that_travel_as_low_copies_are_not_locked() -> None:
     """They travel in the steps that learn about their units: the first one after each switch to another mode."""
     pool = DevicePool([torch.device("sim", index) for index in range(2)])
     ours = Training(Model(), pool=pool)
@@ -131,4 +133,3 @@ def test_masters_that_travel_as_low_copies_are_not_locked(sim: ModuleType) -> No
     assert travels - low <= locked
     assert all(copy.data.is_pinned() for (_, dtype), copy in ours.weights._copies.items() if dtype is LOW)
     pool.dispose()
-    assert_nothing_is_locked()
