@@ -13,7 +13,7 @@ GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-accelerator test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,11 @@ test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their o
 
 ON_ACCELERATOR := SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator
 
-test-accelerator: $(STAMP)  ## Run the parity tests on a simulated accelerator, and its own tests (needs a C++ compiler)
-	$(ON_ACCELERATOR) tests/accelerator $(ARGS)
+test-simulated: $(STAMP)  ## Run the tests of devices on simulated GPUs (skipped without a C++ compiler)
+	$(ON_ACCELERATOR) tests/accelerator --ignore=tests/accelerator/simulation $(ARGS)
+
+test-accelerator: test-simulated  ## Also run the tests of the simulation, and the parity tests on it
+	$(ON_ACCELERATOR) tests/accelerator/simulation $(ARGS)
 	$(ON_ACCELERATOR) tests/parity --devices=accelerator $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
@@ -85,8 +88,9 @@ $(GPU_STAGES:%=gpu-%): gpu-%: $(STAMP)
 COVERED := planning engine autograd usercode optimizer weights devices common
 
 coverage: $(STAMP)  ## Run the tests; all below the integration with Lightning must be covered to 90 percent
-	$(BIN)/python -m pytest -q $(COVERED:%=--cov=lightning_roundpipe/%) \
-	    --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
+	$(BIN)/python -m pytest -q $(COVERED:%=--cov=lightning_roundpipe/%) --cov-report= $(ARGS)
+	$(MAKE) test-simulated ARGS='$(COVERED:%=--cov=lightning_roundpipe/%) --cov-append --cov-report='
+	$(BIN)/python -m coverage report --skip-covered --fail-under=90
 
 clean:  ## Remove the environment and everything that was built
 	rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu_driver import driver_of
+
 # Not the current device: so an operator is found out that forgets where its arguments are.
 _DEVICE = "sim:1"
 # What torch.sim counts, as far as an operator may be the reason.
@@ -37,6 +40,18 @@ def sim() -> Iterator[ModuleType]:
         yield module
         for index in range(module.device_count()):
             module.synchronize(index)
+
+
+@pytest.fixture
+def device(sim: ModuleType) -> Iterator[GpuDevice]:
+    """A device on the first GPU, in a step; the thread of the test works on it."""
+    made = GpuDevice(0, 0, driver=driver_of("sim"))
+    made.open()
+    made.enter(None)
+    yield made
+    made.close()
+    made.dispose()
+    assert sim.stats()["races"] == 0
 
 
 def _to(device: str, value: Any) -> Any:

@@ -41,16 +41,6 @@ def unlimited(sim: ModuleType) -> Iterator[ModuleType]:
         sim.set_memory_limit(NO_LIMIT, index)
 
 
-@pytest.fixture
-def device(unlimited: ModuleType) -> Iterator[GpuDevice]:
-    made = GpuDevice(0, 0, driver=driver_of("sim"))
-    made.open()
-    made.enter(None)
-    yield made
-    made.close()
-    made.dispose()
-
-
 def taken(num_bytes: int, index: int = 0) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=f"sim:{index}")
 

@@ -11,15 +11,75 @@ from torch import Tensor
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.devices.gpu_driver import GpuDriver, MemoryState, is_supported
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from tests.support.engine.gpu_stub import GIB, StubDriver
 
-MIB = 2**20
-JOIN_S = 60.0
+MIB, GIB = 2**20, 2**30
+GPU = torch.device("cuda", 0)
+
+
+class Recorder:
+    """Stands for a module or an object of torch: notes what is called, and returns what it is told to."""
+
+    Event: Any
+
+    def __init__(self, **returns: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._returns = returns
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._returns:
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, *args, *kwargs.items()))
+            return self._returns[name]
+
+        return call
+
+
+class Cuda(Recorder):
+    """Stands for ``torch.cuda``, as far as memory goes.
+
+    Attributes:
+        state: of the memory of every GPU.
+        fraction: of it that this process may use.
+    """
+
+    def __init__(self, **returns: Any) -> None:
+        super().__init__(Stream=None, default_stream=None, **returns)
+        self.state = MemoryState(free=20 * GIB, total=24 * GIB, allocated=0, reserved=0)
+        self.fraction: float | None = 1.0
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.state.free, self.state.total
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.state.allocated
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.state.reserved
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float | None:
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        self.fraction = fraction
+
+
+def use_module(module: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``module`` is what torch has for every type of accelerator."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
 
 
 @pytest.fixture
-def driver() -> StubDriver:
-    return StubDriver()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    module = Cuda(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0))
+    use_module(module, monkeypatch)
+    return module
+
+
+@pytest.fixture
+def driver(cuda: Cuda) -> GpuDriver:
+    return GpuDriver()
 
 
 # --- limits ------------------------------------------------------------------------------------------------------
@@ -39,34 +99,36 @@ def driver() -> StubDriver:
     ],
 )
 def test_the_default_limit(
-    driver: StubDriver, state: MemoryState, fraction: float | None, num_sharing: int, expected: int
+    cuda: Cuda, driver: GpuDriver, state: MemoryState, fraction: float | None, num_sharing: int, expected: int
 ) -> None:
-    driver.state, driver.user_fraction = state, fraction
+    cuda.state, cuda.fraction = state, fraction
     devices = [GpuDevice(i, 0, num_sharing=num_sharing, driver=driver) for i in range(num_sharing)]
     assert [device.memory.limit for device in devices] == [expected] * num_sharing
-    assert driver.user_fraction == fraction, "the user's setting stays"
+    assert cuda.fraction == fraction, "the user's setting stays"
     for device in devices:
         device.dispose()
 
 
-def test_a_full_gpu_is_refused(driver: StubDriver) -> None:
-    driver.state = MemoryState(GIB, 24 * GIB, 0, 0)
-    with pytest.raises(DeviceOutOfMemoryError, match="cpu has no memory left for a step") as caught:
+def test_a_full_gpu_is_refused(cuda: Cuda, driver: GpuDriver) -> None:
+    cuda.state = MemoryState(GIB, 24 * GIB, 0, 0)
+    with pytest.raises(DeviceOutOfMemoryError, match="cuda:0 has no memory left for a step") as caught:
         GpuDevice(0, 0, driver=driver)
     assert (
         "Of its 24.0 GiB this process may use 24.0 GiB. It has 0 B allocated already, 1.00 GiB are not in use by "
         "anybody, and 1.20 GiB are kept"
     ) in str(caught.value)
-    assert driver.user_fraction == 1.0, "nothing was limited"
+    assert cuda.fraction == 1.0, "nothing was limited"
 
 
-def test_an_explicit_limit_that_others_have_used_up_is_refused_with_what_is_there(driver: StubDriver) -> None:
-    driver.state = MemoryState(12 * GIB, 24 * GIB, 6 * GIB, 7 * GIB)
+def test_an_explicit_limit_that_others_have_used_up_is_refused_with_what_is_there(
+    cuda: Cuda, driver: GpuDriver
+) -> None:
+    cuda.state = MemoryState(12 * GIB, 24 * GIB, 6 * GIB, 7 * GIB)
     with pytest.raises(DeviceOutOfMemoryError, match=r"may use 6\.00 GiB\. It has 6\.00 GiB allocated") as caught:
         GpuDevice(0, 0, driver=driver, memory_limit=6 * GIB)
     assert "raise device_memory_limit" in str(caught.value)
     assert not caught.value.fits_if_split
-    assert driver.user_fraction == 1.0
+    assert cuda.fraction == 1.0
 
 
 @pytest.mark.parametrize(
@@ -84,118 +146,55 @@ def test_an_explicit_limit_that_others_have_used_up_is_refused_with_what_is_ther
     ],
 )
 def test_the_books_give_out_less_than_an_explicit_limit(
-    driver: StubDriver, state: MemoryState, num_sharing: int, limit: int, expected: int
+    cuda: Cuda, driver: GpuDriver, state: MemoryState, num_sharing: int, limit: int, expected: int
 ) -> None:
-    driver.state = state
+    cuda.state = state
     devices = [GpuDevice(i, 0, num_sharing=num_sharing, memory_limit=limit, driver=driver) for i in range(num_sharing)]
     assert [device.memory.limit for device in devices] == [expected] * num_sharing
-    assert driver.user_fraction == num_sharing * limit / state.total, "the allocator has all of it"
+    assert cuda.fraction == num_sharing * limit / state.total, "the allocator has all of it"
     for device in devices:
         device.dispose()
 
 
 @pytest.mark.parametrize("users", [1.0, 0.9, None])
-def test_an_explicit_limit_holds_for_the_allocator_until_the_end(driver: StubDriver, users: float | None) -> None:
-    driver.user_fraction = users
+def test_an_explicit_limit_holds_for_the_allocator_until_the_end(
+    cuda: Cuda, driver: GpuDriver, users: float | None
+) -> None:
+    cuda.fraction = users
     first, second = (GpuDevice(i, 0, num_sharing=2, memory_limit=6 * GIB, driver=driver) for i in range(2))
     assert first.memory.limit == second.memory.limit == (12 * GIB - int(0.05 * 12 * GIB)) // 2
-    assert driver.user_fraction == 0.5
+    assert cuda.fraction == 0.5
     first.dispose()
     first.dispose()
-    assert driver.user_fraction == 0.5, "another device needs it"
+    assert cuda.fraction == 0.5, "another device needs it"
     second.dispose()
-    assert driver.user_fraction == (1.0 if users is None else users)
+    assert cuda.fraction == (1.0 if users is None else users)
 
 
-def test_the_users_own_limit_is_kept_if_it_is_smaller(driver: StubDriver) -> None:
-    driver.user_fraction = 0.25
+def test_the_users_own_limit_is_kept_if_it_is_smaller(cuda: Cuda, driver: GpuDriver) -> None:
+    cuda.fraction = 0.25
     device = GpuDevice(0, 0, memory_limit=12 * GIB, driver=driver)
     assert device.memory.limit == 6 * GIB - GIB // 2
-    assert driver.user_fraction == 0.25
+    assert cuda.fraction == 0.25
     device.dispose()
-    assert driver.user_fraction == 0.25
-    driver.limit(torch.device("cpu"), 12 * GIB)
-    assert driver.user_fraction == 0.25
-    driver.unlimit(torch.device("cpu"))
+    assert cuda.fraction == 0.25
+    driver.limit(GPU, 12 * GIB)
+    assert cuda.fraction == 0.25
+    driver.unlimit(GPU)
 
 
-def test_page_locks_go_with_the_last_device(driver: StubDriver) -> None:
+def test_page_locks_go_with_the_last_device(cuda: Cuda, driver: GpuDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "is_page_locked", lambda tensor: False)  # asks CUDA
     devices = [GpuDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
-    weight = torch.randn(MIB)
-    driver.host.lock(weight)
+    driver.host.lock(torch.randn(MIB))
     devices[0].dispose()
-    assert driver.locked
+    assert driver.host.in_place_bytes
     devices[1].dispose()
-    assert not driver.locked
+    assert [call[0] for call in cuda.cudart().calls] == ["cudaHostRegister", "cudaHostUnregister"]
     assert devices[0].memory.name == "device 0 on GPU 0"
 
 
 # --- what it calls of torch --------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Stands for torch.cuda: notes what is called, and returns what it is told to."""
-
-    Event: Any
-
-    def __init__(self, **returns: Any) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self._returns = returns
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._returns:
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append((name, *args, *kwargs.items()))
-            return self._returns[name]
-
-        return call
-
-
-GPU = torch.device("cuda", 1)
-
-
-def use_module(module: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``module`` is what torch has for every type of accelerator."""
-    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
-
-
-def test_the_driver_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = Recorder(record=None)
-    made: list[dict[str, bool]] = []
-
-    def make_event(enable_timing: bool = False, blocking: bool = False) -> Recorder:
-        made.append({"enable_timing": enable_timing, "blocking": blocking})
-        return event
-
-    fake = Recorder(
-        set_device=None, default_stream="default", current_stream="current", Stream="new", stream="context",
-        mem_get_info=(3, 8), memory_allocated=1, memory_reserved=2, max_memory_allocated=7,
-        get_per_process_memory_fraction=0.5, set_per_process_memory_fraction=None, empty_cache=None,
-    )  # fmt: skip
-    fake.Event = make_event
-    use_module(fake, monkeypatch)
-    driver = GpuDriver()
-    assert driver.torch_device(1) == GPU
-    driver.set_device(GPU)
-    assert driver.default_stream(GPU) == "default"
-    assert driver.new_stream(GPU) == "new"
-    assert driver.on("stream") == "context"
-    assert driver.record("stream", is_timed=True) is event
-    assert event.calls == [("record", "stream")]
-    assert made == [{"enable_timing": True, "blocking": True}]
-    assert driver.memory(GPU) == MemoryState(free=3, total=8, allocated=1, reserved=2)
-    assert driver.peak_allocated(GPU) == 7
-    assert driver.fraction(GPU) == 0.5
-    driver.empty_cache()
-    assert fake.calls[-1] == ("empty_cache",)
-    driver.limit(GPU, 2)
-    driver.unlimit(GPU)
-    assert [call for call in fake.calls if call[0].startswith("set_per")] == [
-        ("set_per_process_memory_fraction", 0.25, GPU),
-        ("set_per_process_memory_fraction", 0.5, GPU),
-    ]
 
 
 def test_an_accelerator_may_have_less_than_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,21 +224,6 @@ def test_accelerators_with_streams_and_memory_are_supported(device_type: str, ex
 def test_older_versions_of_torch_cannot_tell_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     use_module(Recorder(), monkeypatch)
     assert GpuDriver().fraction(GPU) is None
-
-
-def test_the_driver_copies_and_tells_the_allocator() -> None:
-    class Noting(Tensor):
-        told: list[Any]
-
-        def record_stream(self, stream: Any) -> None:  # type: ignore[override]
-            self.told = [stream]
-
-    tensor = torch.zeros(3).as_subclass(Noting)
-    GpuDriver().copy(tensor, torch.ones(3))
-    assert tensor.eq(1).all()
-    GpuDriver().record_stream(tensor, "stream")
-    assert tensor.told == ["stream"]
-    assert not GpuDriver().is_page_locked(torch.zeros(3))
 
 
 def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,21 @@ from torch import Tensor
 from lightning_roundpipe.common.pages import HUGE_PAGE
 from lightning_roundpipe.devices.host_buffers import _bucket
 from lightning_roundpipe.devices.pinned import PageLockedMemory
-from tests.support.engine.gpu_stub import StubDriver
+from tests.support.page_locks import PageLocks
 
 MIB = 2**20
 
 
 @pytest.fixture
-def driver() -> Iterator[StubDriver]:
-    made = StubDriver()
+def driver() -> Iterator[PageLocks]:
+    made = PageLocks()
     yield made
     made.host.dispose()
     assert made.locked == {}, "memory was left page-locked"
 
 
 @pytest.fixture
-def memory(driver: StubDriver) -> PageLockedMemory:
+def memory(driver: PageLocks) -> PageLockedMemory:
     return driver.host
 
 
@@ -44,7 +44,7 @@ def sources() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_buffers_hold_any_type_and_shape(driver: StubDriver, memory: PageLockedMemory, dtype: torch.dtype) -> None:
+def test_buffers_hold_any_type_and_shape(driver: PageLocks, memory: PageLockedMemory, dtype: torch.dtype) -> None:
     """In the order of the source in memory, without its gaps; and longer than the memory is page-locked."""
     made: list[tuple[Tensor, Tensor]] = []
     for numbers in sources():
@@ -90,7 +90,7 @@ def test_a_buffer_that_a_graph_has_saved_is_not_used_again(memory: PageLockedMem
     assert memory.own_bytes == 16 * MIB
 
 
-def test_small_buffers_share_page_locks(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_small_buffers_share_page_locks(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensors = [memory.empty_like(torch.ones(1000))[0] for _ in range(100)]
     for i, tensor in enumerate(tensors):
         tensor.fill_(float(i))
@@ -110,7 +110,7 @@ def test_buffers_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(st.lists(st.integers(MIB // 4, 4 * MIB), min_size=1, max_size=30))
 def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
-    driver = StubDriver()
+    driver = PageLocks()
     most = 0
     for size in sizes:  # one after the other: at most one in use
         tensor, _ = driver.host.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
@@ -146,7 +146,7 @@ def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:
 def test_large_buffers_are_in_huge_pages_before_they_are_locked(num_bytes: int, is_huge: bool) -> None:
     advised: list[bool] = []
 
-    class Looks(StubDriver):
+    class Looks(PageLocks):
         def page_lock(self, address: int, num_bytes: int) -> int:
             advised.append("hg" in flags_of(address))
             return super().page_lock(address, num_bytes)
@@ -173,7 +173,7 @@ def flags_of(address: int) -> list[str]:
     return []
 
 
-def test_a_buffer_does_not_wait_until_others_are_locked(driver: StubDriver) -> None:
+def test_a_buffer_does_not_wait_until_others_are_locked(driver: PageLocks) -> None:
     """Neither until weights are, nor until buffers of another size are."""
     begun, may_go_on = threading.Event(), threading.Event()
     known = driver.host.empty_like(torch.ones(100))  # others of its size are there

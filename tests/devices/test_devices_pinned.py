@@ -19,21 +19,21 @@ from torch import Tensor
 from lightning_roundpipe.common.pages import PAGE
 from lightning_roundpipe.devices import pinned
 from lightning_roundpipe.devices.pinned import PageLockedMemory
-from tests.support.engine.gpu_stub import StubDriver
+from tests.support.page_locks import PageLocks
 
 MIB = 2**20
 
 
 @pytest.fixture
-def driver() -> Iterator[StubDriver]:
-    made = StubDriver()
+def driver() -> Iterator[PageLocks]:
+    made = PageLocks()
     yield made
     made.host.dispose()
     assert made.locked == {}, "memory was left page-locked"
 
 
 @pytest.fixture
-def memory(driver: StubDriver) -> PageLockedMemory:
+def memory(driver: PageLocks) -> PageLockedMemory:
     return driver.host
 
 
@@ -49,7 +49,7 @@ def whole_pages(tensor: Tensor) -> int:
 # --- in place ----------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_memory_of_others_is_locked_where_it_is_and_once(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
     assert not memory.lock(torch.ones(100)), "small memory is not worth it"
     assert memory.lock(tensor)
@@ -67,7 +67,7 @@ def test_memory_of_others_is_locked_where_it_is_and_once(driver: StubDriver, mem
     assert torch.equal(tensor, large()), "its values stay"
 
 
-def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
     address = tensor.data_ptr()
     memory.lock(tensor)
@@ -78,7 +78,7 @@ def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: StubDriver, me
     assert address not in {other.data_ptr() for other in others}, "the memory was given to another tensor"
 
 
-def test_memory_that_is_locked_already_is_left_alone(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_memory_that_is_locked_already_is_left_alone(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
     driver.page_lock(tensor.data_ptr(), 8 * MIB)
     assert memory.lock(tensor)
@@ -88,7 +88,7 @@ def test_memory_that_is_locked_already_is_left_alone(driver: StubDriver, memory:
     driver.page_unlock(tensor.data_ptr())
 
 
-def test_a_refusal_is_told_once_with_its_size(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_a_refusal_is_told_once_with_its_size(driver: PageLocks, memory: PageLockedMemory) -> None:
     driver.refuses = 2
     first, second = large(), large(torch.float64)
     with pytest.warns(
@@ -108,7 +108,7 @@ def test_a_refusal_is_told_once_with_its_size(driver: StubDriver, memory: PageLo
     assert memory.pageable_bytes == 0
 
 
-def test_many_threads_lock_it_once(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_many_threads_lock_it_once(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensors = [large() for _ in range(3)]
     results: list[bool] = []
     threads = [threading.Thread(target=lambda: results.extend(map(memory.lock, tensors))) for _ in range(4)]
@@ -134,11 +134,11 @@ def travel(memory: PageLockedMemory, *sources: Tensor) -> list[Tensor]:
     return [source for _, source in reads]
 
 
-def is_at(driver: StubDriver, address: int, num_bytes: int = 1) -> bool:
+def is_at(driver: PageLocks, address: int, num_bytes: int = 1) -> bool:
     return any(start <= address and address + num_bytes <= start + n for start, n in driver.locked.items())
 
 
-def is_locked(driver: StubDriver, tensor: Tensor) -> bool:
+def is_locked(driver: PageLocks, tensor: Tensor) -> bool:
     return is_at(driver, tensor.data_ptr(), tensor.nbytes)
 
 
@@ -147,7 +147,7 @@ def is_in(part: Tensor, whole: Tensor) -> bool:
 
 
 def test_weights_are_locked_in_place_when_they_travel_in_a_third_step(
-    driver: StubDriver, memory: PageLockedMemory
+    driver: PageLocks, memory: PageLockedMemory
 ) -> None:
     """Those of the steps in which units are learned, one of training and one of evaluation, may never travel again."""
     weight = large()
@@ -161,7 +161,7 @@ def test_weights_are_locked_in_place_when_they_travel_in_a_third_step(
     assert memory.in_place_bytes == whole_pages(weight)
 
 
-def test_weights_that_travel_now_and_then_are_not_locked(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_weights_that_travel_now_and_then_are_not_locked(driver: PageLocks, memory: PageLockedMemory) -> None:
     rare, others = large(), torch.ones(MIB)
     for step in range(12):
         travel(memory, others, *([rare] if step % 3 == 0 else []))
@@ -183,7 +183,7 @@ def test_weights_that_travel_now_and_then_are_not_locked(driver: StubDriver, mem
     ids=["small", "turned", "spread", "expanded", "scalar", "large and spread", "large and turned"],
 )
 def test_what_is_not_locked_is_staged_in_one_buffer(
-    driver: StubDriver, memory: PageLockedMemory, make: Callable[[], Tensor]
+    driver: PageLocks, memory: PageLockedMemory, make: Callable[[], Tensor]
 ) -> None:
     sources = [make() for _ in range(3)]
     reads = travel(memory, *sources)
@@ -194,7 +194,7 @@ def test_what_is_not_locked_is_staged_in_one_buffer(
     assert all(is_locked(driver, read) for read in reads)
 
 
-def test_memory_that_cannot_be_locked_is_read_where_it_is(driver: StubDriver, memory: PageLockedMemory) -> None:
+def test_memory_that_cannot_be_locked_is_read_where_it_is(driver: PageLocks, memory: PageLockedMemory) -> None:
     driver.refuses = 2
     weight = large()
     with pytest.warns(UserWarning, match="page-locked"):
@@ -206,7 +206,7 @@ def test_memory_that_cannot_be_locked_is_read_where_it_is(driver: StubDriver, me
 
 @pytest.mark.parametrize("replace", ["data", "gone"])
 def test_memory_that_was_replaced_is_let_go_when_the_next_step_begins(
-    driver: StubDriver, memory: PageLockedMemory, replace: str
+    driver: PageLocks, memory: PageLockedMemory, replace: str
 ) -> None:
     weights = [torch.nn.Parameter(large()) for _ in range(2)]
     goes, stays = (weight.data_ptr() + PAGE for weight in weights)  # the first page may be a neighbour's
@@ -228,7 +228,7 @@ def test_memory_that_was_replaced_is_let_go_when_the_next_step_begins(
 
 @pytest.mark.parametrize("hold", [lambda w: w[5:7], lambda w: w.untyped_storage(), lambda w: w.numpy()])
 def test_memory_that_something_holds_is_not_let_go(
-    driver: StubDriver, memory: PageLockedMemory, hold: Callable[[Tensor], Any]
+    driver: PageLocks, memory: PageLockedMemory, hold: Callable[[Tensor], Any]
 ) -> None:
     weight = large()
     address, held = weight.data_ptr(), hold(weight)
@@ -247,7 +247,7 @@ def test_memory_that_something_holds_is_not_let_go(
 # --- pages -------------------------------------------------------------------------------------------------------
 
 
-class Paged(StubDriver):
+class Paged(PageLocks):
     """Locks whole pages, and refuses those that are locked already, as a driver may."""
 
     def page_lock(self, address: int, num_bytes: int) -> int:
@@ -327,7 +327,7 @@ def _torch(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 @pytest.mark.parametrize("load", [_safetensors, _opened, _torch])
 def test_weights_in_a_mapped_file_are_never_locked_where_they_are(
-    driver: StubDriver, memory: PageLockedMemory, tmp_path: Path, load: Callable[..., dict[str, Tensor]]
+    driver: PageLocks, memory: PageLockedMemory, tmp_path: Path, load: Callable[..., dict[str, Tensor]]
 ) -> None:
     weights = load(tmp_path / "weights", {"a": torch.randn(2 * MIB), "b": torch.randn(2 * MIB)})
     for _ in range(4):

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import gpu_driver, pinned
 from lightning_roundpipe.reporting.host_memory import HostMemory
-from tests.support.engine.gpu_stub import StubDriver
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 pytestmark = pytest.mark.usefixtures("small_updates")
@@ -259,32 +257,6 @@ def test_a_step_that_is_run_again_computes_with_the_same_weights(
         states.append(module.state_dict())
         assert ("is run again" in caplog.text) is (limit is not None)
     torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-7)
-
-
-def test_snapshots_travel_to_gpus_from_page_locked_memory(
-    delayed: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = StubDriver()
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
-    monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
-    monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
-    trainer, module = make_trainer(options=STALE, num_microbatches=4), delayed()
-    trainer.strategy.parallel_devices = [torch.device("cuda", 0)] * 2
-    places: list[set[int]] = []
-
-    def on_train_batch_end(*_: Any) -> None:
-        # Small raw parameters do not travel as bulk, and not from page-locked memory, in any mode.
-        kept = [k for w, k in trainer.strategy._overlap._stale._snapshots.items() if w is not module.scale]
-        snapshots = [tensor for k in kept for tensor in k.tensors.values()]
-        places.append({tensor.untyped_storage().data_ptr() for tensor in snapshots} - set(driver.locked))
-
-    module.on_train_batch_end = on_train_batch_end
-    trainer.fit(module, make_loader(40, 5))
-    assert len(places) == 8
-    assert places[-1] == set()
-    assert driver.locked == {}
-    assert driver.violations == []
-    assert_close(module, plain_loop(delayed(), make_loader(40, 5))[-1])
 
 
 # --- what is refused, and said -------------------------------------------------------------------------------------

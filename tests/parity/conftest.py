@@ -7,8 +7,6 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 - ``lazy``: everything travels, and a copy is made when a reader waits for it and no sooner. Where a wait is missing,
   the test reads poison, in every run.
 - ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
-- ``gpus``: workers of one GPU, on a stub of the driver whose copies happen as late as events allow; see
-  :mod:`tests.support.engine.gpu_stub`.
 - ``accelerator``: GPUs that are simulated, see :mod:`tests.support.accelerator`; ``--accelerator`` makes them.
 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
@@ -18,7 +16,7 @@ one way, see ``_PIPELINES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +25,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import gpu_driver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
 from tests.support.accelerator.plain import on_simulated_gpu
-from tests.support.engine.gpu_stub import StubDriver
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.identical import assert_identical
 from tests.support.parity import Run, assert_alike, fit
@@ -54,7 +50,6 @@ _LINKS: dict[str, Callable[[], Link | None]] = {
     "aliases": lambda: None,
     "lazy": LazyLink,
     "copies": lambda: TimedLink(bytes_per_ms=25e6, latency_ms=0.01),
-    "gpus": lambda: None,
     "accelerator": lambda: None,
 }
 # Settings of the Trainer for pipelined runs, which a way to copy may add to.
@@ -153,22 +148,11 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         make(pool, *args, **{**kwargs, "link": link})
         made.append(pool)
 
-    def make_of_gpus(pool: DevicePool, devices: Sequence[torch.device], **kwargs: Any) -> None:
-        make(pool, [torch.device("cuda", 0)] * len(devices), memory_limit=kwargs.get("memory_limit"))
-        for device in pool.devices:  # a single worker as well: its memory is the host's
-            device.is_shared = True
-        made.append(pool)
-
-    driver = StubDriver()
     if link is not None:
         monkeypatch.setattr(DevicePool, "__init__", make_with_link)
-    elif request.param == "gpus":
-        monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
-        monkeypatch.setattr(DevicePool, "__init__", make_of_gpus)
     elif request.param == "accelerator":
         monkeypatch.setitem(_pipelined, "accelerator", "roundpipe")
     yield str(request.param)
-    assert driver.violations == []
     for device in (device for pool in made for device in pool.devices):
         assert device.h2d.num_bytes or not device.num_unit_runs, "units ran, and nothing had been copied for them"
 

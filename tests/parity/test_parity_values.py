@@ -214,8 +214,7 @@ class BufferThatLaterCallsRead(Regression):
         self.block = Rescaled()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.block(self.stem(x))
-        x = self.block(x, 0.5)
+        x = self.block(self.stem(x), 0.5)
         x = self.block(self.blocks[0](x))
         x = self.block(x, 2.0)
         for block in self.blocks[1:]:

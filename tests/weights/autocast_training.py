@@ -73,6 +73,7 @@ class Training:
         pool = pool or DevicePool(
             [torch.device("cpu")] * num_devices, link=LazyLink() if link else None, memory_limit=memory_limit
         )
+        self.device_type = pool.devices[0].torch_device.type
         self.engine = Engine(self.model, pool, self._plan, num_threads=1)
         self._num_devices = num_devices
         self.planner: Callable[[int, bool], Partition] | None = None
@@ -115,8 +116,9 @@ class Training:
             key,
             self.num_steps,
             loss_of=loss_of,
+            autocast_device=self.device_type,
         )
-        with torch.autocast("cpu", dtype=LOW, cache_enabled=False) if autocast else nullcontext():
+        with torch.autocast(self.device_type, dtype=LOW, cache_enabled=False) if autocast else nullcontext():
             return self.engine.run(request)
 
     def unit(self, name: str) -> Unit:

@@ -22,6 +22,14 @@ def test_event_behind_work_is_over_after_the_work(sim: ModuleType) -> None:
     assert event.query()
 
 
+def test_stream_that_is_held_goes_on_and_fails_when_the_host_waits_for_it(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.accelerator.streams._HELD_S", 0.0)
+    with pytest.raises(RuntimeError, match="waited for a stream that was held"), sim.held():
+        sim.synchronize(0)
+
+
 def test_events_with_timing_tell_the_time_between_them(sim: ModuleType) -> None:
     before, after = sim.Event(enable_timing=True), sim.Event(enable_timing=True)
     before.record()

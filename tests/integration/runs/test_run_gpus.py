@@ -1,8 +1,7 @@
-"""Trainers with GPUs, on a machine that has none: which devices are taken, and a run on a stub of the driver."""
+"""Trainers with GPUs, on a machine that has none: which devices are taken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator
 from lightning_roundpipe.devices import gpu_driver
-from lightning_roundpipe.devices.gpu import GpuDevice
-from tests.support.engine.gpu_stub import StubDriver
 
 
 @pytest.fixture
@@ -59,40 +56,3 @@ def test_gpus_that_lightning_does_not_look_for_are_named(
     with caplog.at_level("INFO"):
         make_trainer(max_steps=1).fit(small(), make_loader())
     assert ("accelerators of type 'xpu'" in caplog.text) is is_said
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
-    made = StubDriver()
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
-    yield made
-    assert made.violations == []
-
-
-@pytest.mark.parametrize("limit", [None, "1MiB"])
-def test_a_fit_on_a_gpu_that_is_in_the_pool_twice(
-    driver: StubDriver, small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, limit: str | None
-) -> None:
-    """Everything but the kernels is what runs on a GPU: lanes, streams, events, page-locked memory, books."""
-    trainer = make_trainer(num_microbatches=4, options={"device_memory_limit": limit})
-    strategy = trainer.strategy
-    strategy.parallel_devices = [torch.device("cuda", 0)] * 2
-    module = small()
-    fractions = []
-    used: list[int] = []
-
-    def on_train_batch_end(*args: Any) -> None:
-        fractions.append(driver.user_fraction)
-        assert all(isinstance(device, GpuDevice) for device in strategy.pool.devices)
-        used[:] = [device.num_unit_runs for device in strategy.pool.devices]
-
-    module.on_train_batch_end = on_train_batch_end
-    trainer.fit(module, make_loader())
-    assert len(used) == 2
-    assert all(used), "a device of the pool had nothing to do"
-    assert driver.locked == {}, "page-locked memory was left behind"
-    assert driver.user_fraction == 1.0
-    assert set(fractions) == ({1.0} if limit is None else {2 * 2**20 / driver.state.total})
-    reference = small()
-    make_trainer("plain").fit(reference, make_loader())
-    assert_alike(dict(module.state_dict()), dict(reference.state_dict()))

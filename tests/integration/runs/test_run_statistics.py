@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch.accelerators.cpu
@@ -15,10 +14,6 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor, device_stats_monitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.accelerator import pool_statistics
-from lightning_roundpipe.common.pages import PAGE
-from lightning_roundpipe.devices.gpu import GpuDevice
-from tests.support.engine.gpu_stub import StubDriver
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
@@ -73,21 +68,6 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"asked": device})
     gpu = torch.device("cuda", 0)
     assert accelerator.get_device_stats(gpu) == {"asked": gpu}, "about a GPU it answers as ever"
-
-
-def test_figures_of_gpus() -> None:
-    driver = StubDriver()
-    devices = [GpuDevice(i, 0, num_sharing=2, memory_limit=1000, driver=driver) for i in range(2)]
-    weight = torch.ones(2**20)
-    driver.host.lock(weight)
-    pool: Any = SimpleNamespace(devices=devices)
-    found = pool_statistics(pool)
-    assert found["device1.memory_limit_bytes"] == 750, "less a reserve"
-    assert found["device1.peak_memory_bytes"] == 123
-    assert found["host.page_locked_in_place_bytes"] == sum(driver.locked.values()) > 4 * 2**20 - PAGE
-    assert {name.split(".")[0] for name in found} == {"device0", "device1", "host"}
-    for device in devices:
-        device.dispose()
 
 
 def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, make_loader: Any) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, cast
 
 import pytest
 import torch
 
-from lightning_roundpipe.devices import gpu_driver
-from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
 from lightning_roundpipe.integration.pool import ThreadBudget
-from lightning_roundpipe.weights.gradients import GradientStore
-from tests.support.engine.gpu_stub import StubDriver
 
 
 class Pool:
@@ -46,33 +41,3 @@ def test_what_runs_beside_the_devices_leaves_cores_to_them(
     pool = cast(Any, Pool(num_devices, is_virtual))
     assert ThreadBudget.of(pool) == ThreadBudget(microbatch, updates=beside, additions=beside)
     assert ThreadBudget.of(pool, 3) == ThreadBudget(3, updates=beside, additions=beside)
-
-
-def test_micro_batches_on_gpus_have_one_thread_each_and_additions_the_rest(
-    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = StubDriver()
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: driver)
-    computing, adding = set(), set()
-    take_in = GradientStore._take_in
-
-    def noted(store: GradientStore, source: Any, part: Any) -> None:
-        if isinstance(part[1], GpuTransfer):
-            adding.add((threading.current_thread().name, torch.get_num_threads()))
-        take_in(store, source, part)
-
-    monkeypatch.setattr(GradientStore, "_take_in", noted)
-
-    class Model(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            computing.add(torch.get_num_threads())
-            return super().training_step(batch, batch_idx)
-
-    torch.set_num_threads(4)
-    trainer = make_trainer(options={"optimizer_overlap": "off"}, num_microbatches=8)
-    trainer.strategy.parallel_devices = [torch.device("cuda", 0)]
-    trainer.fit(Model(), make_loader(40, 5))
-    assert computing == {1}
-    assert adding == {("roundpipe-accumulation", 3)}
-    assert torch.get_num_threads() == 4
-    assert not any(thread.name == "roundpipe-accumulation" for thread in threading.enumerate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.accelerator import build
 
 _native = build.load()
 _PRIVATEUSE1 = 20  # c10::DeviceType
+_HELD_S = 60.0  # at most: no test works so long beside a stream that is held
 
 
 def index_of(device: Any = None) -> int:
@@ -101,9 +103,25 @@ _sleep = _native.sleep
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """The current stream does nothing until the context ends; who waits for it meanwhile waits for ever."""
-    let_go = _native.hold()
+    """The current stream does nothing until the context ends.
+
+    Raises:
+        RuntimeError: if something has waited for it on the host meanwhile: it goes on after a minute then.
+    """
+    let_go, has_gone_on = _native.hold(), threading.Lock()
+
+    def go_on() -> None:
+        if has_gone_on.acquire(blocking=False):
+            let_go()
+
+    patience = threading.Timer(_HELD_S, go_on)
+    patience.start()
     try:
         yield
     finally:
-        let_go()
+        is_late = has_gone_on.locked()
+        patience.cancel()
+        go_on()
+        patience.join()
+        if is_late:
+            raise RuntimeError("the host waited for a stream that was held")

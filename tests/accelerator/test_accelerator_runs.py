@@ -1,0 +1,135 @@
+"""Trainings on simulated GPUs: what is limited and page-locked meanwhile, and how many threads compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_roundpipe.devices import gpu_driver, pinned
+from lightning_roundpipe.devices.gpu_driver import GpuDriver
+from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.integration import overlap
+from lightning_roundpipe.optimizer import buckets
+from lightning_roundpipe.weights.gradients import GradientStore
+from tests.support.parity import assert_alike, fit, make_loader
+from tests.support.small import Small
+from tests.weights.autocast_training import LOW, Model, Training
+
+pytestmark = pytest.mark.accelerator
+
+MIB = 2**20
+TWICE: dict[str, Any] = {"accelerator": "roundpipe", "devices": [0, 0], "num_microbatches": 4}
+
+
+class AtEnd(L.Callback):
+    """Calls a function at the end of each step."""
+
+    def __init__(self, then: Callable[[L.Trainer], None]) -> None:
+        self.then = then
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.then(trainer)
+
+
+@pytest.fixture
+def all_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is."""
+    monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
+    monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
+    """Of the test alone: its page-locked memory goes with the last device of the test."""
+    made = GpuDriver("sim")
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
+    yield made
+    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
+
+
+@pytest.mark.parametrize("limit", [None, 64 * MIB])
+def test_both_devices_of_a_gpu_work_and_its_allocator_keeps_to_their_limits(limit: int | None, sim: ModuleType) -> None:
+    fractions: list[float] = []
+    used: list[int] = []
+
+    def note(trainer: L.Trainer) -> None:
+        fractions.append(sim.get_per_process_memory_fraction(0))
+        used[:] = [device.num_unit_runs for device in trainer.strategy.pool.devices]  # type: ignore[attr-defined]
+
+    expected = fit("plain", Small, make_loader())
+    found = fit(
+        "roundpipe", Small, make_loader(), callbacks=[AtEnd(note)], options={"device_memory_limit": limit}, **TWICE
+    )
+    assert_alike(found.results, expected.results)
+    assert len(used) == 2
+    assert all(used), "a device of the pool had nothing to do"
+    assert set(fractions) == ({1.0} if limit is None else {2 * limit / sim.mem_get_info(0)[1]})
+    assert sim.get_per_process_memory_fraction(0) == 1.0
+
+
+def test_micro_batches_have_one_thread_each_and_additions_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing, adding = set(), set()
+    take_in = GradientStore._take_in
+
+    def noted(store: GradientStore, source: Any, part: Any) -> None:
+        if isinstance(part[1], GpuTransfer):
+            adding.add((threading.current_thread().name, torch.get_num_threads()))
+        take_in(store, source, part)
+
+    class Noting(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            computing.add(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(GradientStore, "_take_in", noted)
+    torch.set_num_threads(4)
+    options = {"optimizer_overlap": "off", "threads_per_device": None}
+    fit("roundpipe", Noting, make_loader(), options=options, **{**TWICE, "devices": [0]})
+    assert computing == {1}
+    assert adding == {("roundpipe-accumulation", 3)}
+    assert torch.get_num_threads() == 4
+    assert not any(thread.name == "roundpipe-accumulation" for thread in threading.enumerate())
+
+
+@pytest.mark.usefixtures("all_is_locked")
+def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    locked: list[list[bool]] = []
+
+    def note(trainer: L.Trainer) -> None:
+        kept = list(trainer.strategy._overlap._stale._snapshots.values())  # type: ignore[attr-defined]
+        locked.append([tensor.is_pinned() for k in kept for tensor in k.tensors.values()])
+
+    options = {"optimizer_overlap": "stale"}
+    expected = fit("roundpipe", Small, make_loader(40, 5), options=options, num_microbatches=4)
+    found = fit("roundpipe", Small, make_loader(40, 5), callbacks=[AtEnd(note)], options=options, **TWICE)
+    assert_alike(found.state, expected.state)
+    assert len(locked) == 8
+    assert locked[-1]
+    assert all(locked[-1])
+
+
+@pytest.mark.usefixtures("all_is_locked")
+def test_masters_that_travel_as_low_copies_are_not_locked() -> None:
+    """They travel in the steps that learn about their units: the first one after each switch to another mode."""
+    pool = DevicePool([torch.device("sim", index) for index in range(2)])
+    ours = Training(Model(), pool=pool)
+    locked: set[str] = set()
+    for step in [ours.evaluate, *[ours.train] * 4] * 3:
+        step()
+        locked |= {name for name, parameter in ours.model.named_parameters() if parameter.is_pinned()}
+    low = {f"{unit}.{name}" for unit in ("head", *(f"blocks.{i}" for i in range(4))) for name in ours.low_names(unit)}
+    travels = {name for name, _ in ours.model.named_parameters() if not name.startswith("embedding")}
+    assert low
+    assert not low & locked
+    assert travels - low <= locked
+    assert all(copy.data.is_pinned() for (_, dtype), copy in ours.weights._copies.items() if dtype is LOW)
+    pool.dispose()
