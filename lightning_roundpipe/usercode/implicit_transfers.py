@@ -11,6 +11,7 @@ of the graph, so gradients find their way back, also to masters on the host::
     self.total (host).add_(loss)      self.total.add_(copy of loss on the host)
     labels.to(logits.device)          an upload that the GPU waits for, and the host does not
     loss.item(), h.cpu()              a download, which the host waits for without the user-code lock
+    h[mask], torch.nonzero(h)         a wait for the device, without that lock as well
 
 Moves go through the lanes: see [Note: moves] in :mod:`usercode.moves`. A copy that torch makes by itself would hold up
 the host until the GPU has computed all that it was given, and with it every micro-batch that wants the user-code lock.
@@ -45,8 +46,8 @@ from ..common import trees
 from ..common.attributes import attribute_set
 from ..common.fingerprints import version_of
 from ..devices.devices import Device
+from ..devices.memory import Passing
 from ..devices.offload import TravellingActivations
-from ..devices.transfer import Transfer
 from .gpu_draws import drawing, is_random
 from .lock import UserCodeState, current
 from .loose_gradients import LooseGradients
@@ -75,6 +76,8 @@ _WITH_LENGTHS = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
 _READS = frozenset({"item", "tolist", "numpy", "is_nonzero"}) | {
     f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "array", "format")
 }
+# The host has to know a value, or how many there are: torch waits for the device there.
+_NEED_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "equal", "allclose", "unique", "unique_consecutive"})
 # Arguments by name of what is left of a method after the move: of `cpu` and the like, and of `to`.
 _OF_TO = (frozenset({"memory_format"}), frozenset({"device", "dtype", "other", "memory_format"}))
 # They make a tensor on the host first.
@@ -143,6 +146,8 @@ class ImplicitTransfers(TorchFunctionMode):
         placed = tensors if name in _JOINS else [t for t in tensors if t is fixed or not _goes_anywhere(t)]
         if name in _WITH_LENGTHS:
             placed = [t for t in placed if t.dtype != torch.int64]
+        if place.torch_device.type != "cpu" and _needs_values(name, tensors):
+            self._await_place(place)
         homes = {_home(t, place) for t in placed}
         if len(homes) < 2 or name in _ANYWHERE:
             return _called(func, name, state, leaves, args, kwargs)
@@ -213,16 +218,21 @@ class ImplicitTransfers(TorchFunctionMode):
             return tensor.to(target)
         if not is_shared and target == place.torch_device and _parameter_of(tensor) is tensor:
             return self._move(tensor, target, place).clone()
-        return moved(tensor, target, self._activations, _WHAT, is_shared=is_shared, await_download=self._await_download)
+        return moved(tensor, target, self._activations, _WHAT, is_shared=is_shared, await_download=self._await_passing)
 
-    def _await_download(self, transfer: Transfer) -> None:
+    def _await_place(self, place: Device) -> None:
+        """Waits until a device has done all that it was given, so that torch need not."""
+        if (passing := place.free([])) is not None:
+            self._await_passing(passing)
+
+    def _await_passing(self, passing: Passing) -> None:
         """Waits, and lets other user code run meanwhile if it may."""
         state = current()
         if state is None or state.lock is None or not may_wait(state, self._gradients) or _is_logging():
-            transfer.await_done()
+            passing.await_done()
             return
         with state.lock.released(state):
-            transfer.await_done()
+            passing.await_done()
 
 
 @contextlib.contextmanager
@@ -245,6 +255,13 @@ def _mode_on_top() -> ImplicitTransfers | None:
     height = _height_of_stack()
     mode = torch._C._get_function_stack_at(height - 1) if height else None
     return mode if isinstance(mode, ImplicitTransfers) else None
+
+
+def _needs_values(name: str, tensors: list[Tensor]) -> bool:
+    """Whether torch waits in this function for what a device computes: also in a selection by a mask."""
+    if name == "__getitem__":
+        return any([index.dtype is torch.bool and index.device.type != "cpu" for index in tensors[1:]])
+    return name in _NEED_VALUES and any([tensor.device.type != "cpu" for tensor in tensors])
 
 
 def _called(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import threading
@@ -17,8 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
-from lightning_roundpipe.usercode.lock import current
+from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from tests.support.huggingface import Task, causal
 from tests.support.huggingface import batches as token_batches
 from tests.support.identical import assert_identical
@@ -294,24 +294,30 @@ class ReadsInAMessage(ReadsAValue):
         self.logger.warning("%.3f", value)
 
 
-@pytest.mark.parametrize("make", [ReadsAValue, ReadsInAMessage], ids=lambda make: make.__name__)
+class SelectsByAMask(ReadsAValue):
+    """The host has to know how many there are."""
+
+    def read(self, value: Tensor) -> None:
+        values = value.expand(3)
+        assert len(values[values == value]) == 3
+
+
+@pytest.mark.parametrize("make", [ReadsAValue, ReadsInAMessage, SelectsByAMask], ids=lambda make: make.__name__)
 def test_user_code_of_others_may_run_while_a_value_is_read(
     make: type[ReadsAValue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a thread that has a lock which they may want in their user code."""
-    has_lock: list[bool] = []
-    wait = GpuTransfer.await_done
+    num_released = [0]
+    released = UserCodeLock.released
 
-    def noting(transfer: GpuTransfer) -> None:
-        state = current()
-        if state is not None and state.lock is not None and getattr(ReadsAValue.reading, "now", False):
-            has_lock.append(state.lock.is_held_by(state))
-        wait(transfer)
+    def noting(lock: UserCodeLock, state: UserCodeState) -> contextlib.AbstractContextManager[None]:
+        num_released[0] += getattr(ReadsAValue.reading, "now", False)
+        return released(lock, state)
 
-    monkeypatch.setattr(GpuTransfer, "await_done", noting)
+    monkeypatch.setattr(UserCodeLock, "released", noting)
     monkeypatch.setattr(ReadsInAMessage.logger, "handlers", [logging.StreamHandler(io.StringIO())])
     train(make, "roundpipe")
-    assert set(has_lock) == {make is ReadsInAMessage}
+    assert num_released[0] == (0 if make is ReadsInAMessage else 3 * NUM_STEPS)
 
 
 def test_a_prefix_reaches_units_on_several_devices(watch: Watch) -> None:
