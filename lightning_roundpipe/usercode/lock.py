@@ -65,10 +65,6 @@ class NestedBackwards(Protocol):
         """Arguments are those of ``torch.autograd.backward``."""
 
 
-def _nothing() -> None:
-    """Until a step begins."""
-
-
 class UserCodeState:
     """What belongs to one micro-batch while it runs user code.
 
@@ -101,9 +97,9 @@ class UserCodeState:
         self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
         self.loose: NestedBackwards | None = None
-        self.on_module_hook: Callable[[], None] = _nothing
+        self.on_module_hook: Callable[[], None] = lambda: None
         self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
-        self.on_late_code: Callable[[], None] = _nothing
+        self.on_late_code: Callable[[], None] = lambda: None
 
 
 class UserCodeLock:
@@ -393,19 +389,10 @@ _tls: Any = torch._C
 _KEY = "roundpipe_microbatch"
 
 
-class _Own(threading.local):
-    """The same for the thread of a micro-batch itself, which asks often: costs a quarter."""
-
-    state: UserCodeState | None = None
-
-
-_own = _Own()
-
-
 def current() -> UserCodeState | None:
     """The micro-batch that the calling thread works for: its own thread, or one of autograd in a backward that it has
     begun. None on other threads."""
-    return _own.state or (_tls._get_obj_in_tls(_KEY) if _tls._is_key_in_tls(_KEY) else None)
+    return _tls._get_obj_in_tls(_KEY) if _tls._is_key_in_tls(_KEY) else None
 
 
 @contextlib.contextmanager
@@ -420,7 +407,6 @@ def entered(state: UserCodeState | None) -> Iterator[None]:
 
 
 def _set_current(state: UserCodeState | None) -> None:
-    _own.state = state
     # A thread that ends must have no object left there, not even None: its destructor would take the interpreter lock.
     if state is None and hasattr(_tls, "_remove_obj_from_tls"):
         if _tls._is_key_in_tls(_KEY):
