@@ -173,14 +173,27 @@ class Step:
 
 
 class Case:
-    """One model with one number of micro-batches and one round size."""
+    """One model with one number of micro-batches and one round size.
 
-    def __init__(self, profile: CostProfile, num_microbatches: int, round_size: int) -> None:
+    Args:
+        device: of torch, "cpu" for virtual devices; otherwise the type of the GPUs.
+        unit: makes a unit from what its call costs.
+    """
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        num_microbatches: int,
+        round_size: int,
+        *,
+        device: str = "cpu",
+        unit: Callable[[CallCost], nn.Module] = Wait,
+    ) -> None:
         self.profile = profile
         self._num_microbatches = num_microbatches
         self._round_size = round_size
-        self._model = Model(profile)
-        pool = DevicePool([torch.device("cpu")] * NUM_DEVICES)
+        self._model = Model(profile, unit)
+        pool = DevicePool([torch.device(device if device == "cpu" else f"{device}:{i}") for i in range(NUM_DEVICES)])
         self._engine = Engine(self._model, pool, self._plan, round_size=round_size, num_threads=1)
         self._engine.preset_costs(KEY, profile)
         self._weights = [1 / num_microbatches] * num_microbatches

@@ -1,0 +1,104 @@
+"""How much of a step the interpreter lock is held for: 8 devices that only wait, 16 micro-batches.
+
+One interpreter feeds all devices. Virtual devices wait on the threads of micro-batches; simulated GPUs (those of the
+tests) wait on streams of their own, while the host's threads issue work ahead, as they do for real ones.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import bubble
+from benchmarks._report import Report, num_cores, parser, progress
+from benchmarks.gpu.probes import LockSampler
+from lightning_roundpipe.planning import CallCost
+from tests.support import accelerator
+
+METHOD = """
+The small model of the benchmark bubble (28 layers and a head that wait), by its planner, in one round. virtual: units
+sleep on the thread of their micro-batch. simulated_gpus: units let the stream of their device do nothing for the same
+time, and the host goes on; devices have memory of their own, so weights, gradients and activations travel. taken: a
+thread of its own asks for the interpreter lock about every millisecond, and share_taken is how often it did not get it
+at once; with all cores busy that is more than the lock is held. cpu_share is the CPU time of the process over the
+wall-clock time, all threads: what the simulation itself computes (shapes, memory, streams, its detector of races) is in
+it, so for simulated GPUs it is no bound for real ones. The first steps (recording, planning) do not count.
+"""
+NUM_WARM_UP = 3
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.backward_ms = backward_ms
+        _wait_on(x, forward_ms)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        _wait_on(gradient, ctx.backward_ms)
+        return gradient, gradient, None, None
+
+
+def _wait_on(x: Tensor, ms: float) -> None:
+    with torch.get_device_module(x.device).device(x.device):
+        torch.get_device_module(x.device)._sleep(int(ms * 1e3))
+
+
+class Late(bubble.Wait):
+    """A unit whose device is busy for a modelled duration; the host is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        waited: Tensor = _Late.apply(x, self.weight, self.forward_ms, self.backward_ms)
+        return waited
+
+
+def measured(speed: str, num_steps: int, device: str, unit: type[nn.Module]) -> dict[str, Any]:
+    """Figures of one kind of device."""
+
+    def made(call: CallCost) -> nn.Module:
+        return unit(call)
+
+    case = bubble.Case(bubble.small_profile(speed), 16, 16, device=device, unit=made)
+    for _ in range(NUM_WARM_UP):
+        case.run(store=False)
+    sampler = LockSampler()
+    sampler.start()
+    for _ in range(num_steps):
+        case.run(store=True)
+    taken = sampler.stop()
+    figures = case.summary()
+    return {"taken": taken, **{name: figures[name] for name in ("step_ms", "ideal_ms", "over_ideal", "cpu_share")}}
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = parser(__doc__, repeats=10).parse_args()
+    num_steps = 2 if args.quick else args.repeats
+    reason = accelerator.why_not()
+    if reason is None:
+        os.environ["SIM_DEVICES"] = str(bubble.NUM_DEVICES)
+        accelerator.install()
+    parameters = {
+        "devices": bubble.NUM_DEVICES,
+        "microbatches": 16,
+        "repeats": num_steps,
+        "minimal_timer_slack": bubble.sharpen_timers(),
+        "cores_used": num_cores(),
+    }
+    report = Report("interpreter_lock", METHOD, parameters)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for speed in ["fast"] if args.quick else list(bubble.SPEEDS):
+        results[speed] = {"virtual": measured(speed, num_steps, "cpu", bubble.Wait)}
+        progress(f"virtual, {speed}")
+        results[speed]["simulated_gpus"] = reason or measured(speed, num_steps, "sim", Late)
+        progress(f"simulated GPUs, {speed}")
+    report.emit(results)
+
+
+if __name__ == "__main__":
+    main()
