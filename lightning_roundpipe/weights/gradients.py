@@ -99,27 +99,25 @@ class GradientStore:
         with self._lock:
             queue = self._queues.setdefault(source, _Queue())
             queue.waiting[ordinal] = (masters, arriving)
-            begins = not queue.is_busy and queue.next in queue.waiting
-            queue.is_busy = queue.is_busy or begins
-        if begins:
-            self._add_up(source, queue, may_wait=self._adder is None)
+            part = None if queue.is_busy else queue.waiting.get(queue.next)
+            queue.is_busy = queue.is_busy or part is not None
+        self._add_up(source, queue, part, may_wait=self._adder is None)
         if queue.is_busy and queue.next < ordinal:
             with self._changed:
                 self._changed.wait_for(lambda: not queue.is_busy or queue.next >= ordinal)
 
-    def _add_up(self, source: Source, queue: _Queue, *, may_wait: bool) -> None:
-        """Adds the parts whose turn it is.
+    def _add_up(self, source: Source, queue: _Queue, part: _Part | None, *, may_wait: bool) -> None:
+        """Adds ``part``, whose turn it is, and those that follow.
 
         Args:
             may_wait: False leaves the first one that has to be waited for, and those behind it, to the accumulation
                 thread.
         """
-        part = self._following(queue, num_done=0)
         while part is not None:
             if not (may_wait or isinstance(part[1], Done | None)):
                 assert self._adder is not None
                 self._adder.begin(
-                    functools.partial(self._add_up, source, queue, may_wait=True), "roundpipe-accumulation"
+                    functools.partial(self._add_up, source, queue, part, may_wait=True), "roundpipe-accumulation"
                 )
                 return
             try:
@@ -127,18 +125,12 @@ class GradientStore:
                     self._take_in(source, part)
             except BaseException as error:  # must reach the thread that runs the step
                 self._error = error
-            part = self._following(queue, num_done=1)
-
-    def _following(self, queue: _Queue, num_done: int) -> _Part | None:
-        """The part whose turn it is after ``num_done`` more have been added; if it is not there, nothing is busy."""
-        with self._lock:
-            for _ in range(num_done):
+            with self._lock:
                 queue.waiting.pop(queue.next, None)
                 queue.next += 1
-            part = queue.waiting.get(queue.next)
-            queue.is_busy = part is not None
-            self._changed.notify_all()
-            return part
+                part = queue.waiting.get(queue.next)
+                queue.is_busy = part is not None
+                self._changed.notify_all()
 
     def _take_in(self, source: Source, part: _Part) -> None:
         masters, arriving = part
