@@ -196,6 +196,7 @@ class Case:
         pool = DevicePool([torch.device(device if device == "cpu" else f"{device}:{i}") for i in range(NUM_DEVICES)])
         self._engine = Engine(self._model, pool, self._plan, round_size=round_size, num_threads=1)
         self._engine.preset_costs(KEY, profile)
+        self._engine.open()  # as a Trainer does for a fit
         self._weights = [1 / num_microbatches] * num_microbatches
         self._num_steps = 0
         self._last: StepResult | None = None

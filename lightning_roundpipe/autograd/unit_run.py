@@ -20,7 +20,6 @@ from ..common.attributes import UnitWrites, assign, read
 from ..common.seeds import derive_seed
 from ..devices.offload import TravellingActivations
 from ..usercode.gpu_draws import gpu_generator_seeded
-from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
@@ -84,14 +83,14 @@ class UnitContext:
 
 class InsideUnit:
     """While open, its micro-batch is inside a unit: on the calling thread, and on those of autograd that work for it
-    meanwhile. There is no function mode, and what is written on modules is noted. May be entered again afterwards.
+    meanwhile: what is written on modules is noted. May be entered again afterwards.
 
     Attributes:
         is_recomputing: whether the unit runs again for its backward, or runs its backward.
         written: plain attributes that were written the last time: (copy or other module, name, value).
     """
 
-    __slots__ = ("_mode", "_state", "_writes", "is_recomputing", "written")
+    __slots__ = ("_state", "_writes", "is_recomputing", "written")
 
     def __init__(self, state: UserCodeState) -> None:
         self._state = state
@@ -102,14 +101,11 @@ class InsideUnit:
     def __enter__(self) -> None:
         state = self._state
         state.unit_writes, state.is_recomputing = self._writes, self.is_recomputing
-        self._mode = state.mode = take_off_mode()
         self.written = []
 
     def __exit__(self, *exc: object) -> None:
         state = self._state
-        if self._mode is not None:
-            put_on_mode(self._mode)
-        state.mode = state.unit_writes = None
+        state.unit_writes = None
         state.is_recomputing = False
         if self._writes.before:
             self.written = [one for one in self._writes.take_back() if not _is_list_of_weights(*one[:2])]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,27 @@ from ..common.sizes import num_bytes_of
 Pair = tuple[Tensor, Tensor]
 
 
-@contextlib.contextmanager
-def plain_mode() -> Iterator[None]:
+class plain_mode:
     """Tensors made here can be written by any thread, which those of inference mode could not; and no function mode of
-    user code sees what is done."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
+    user code sees what is done. A context manager that is entered several times per unit call: no generator."""
+
+    __slots__ = ("_functions", "_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference: Any = None
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.__exit__(*exc)
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*exc)
 
 
 def poison(tensor: Tensor) -> None:

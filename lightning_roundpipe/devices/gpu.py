@@ -54,6 +54,11 @@ class _Freed:
         self._let_go()
         return True
 
+    def has_computed(self) -> bool:
+        """Whether the compute stream has passed."""
+        event = self._event
+        return event is None or bool(event.query())
+
     def await_done(self) -> None:
         """Waits until they have."""
         event, after = self._event, self._after
@@ -148,10 +153,16 @@ class GpuDevice(Device):
         return freed
 
     def _collect(self) -> None:
-        """Lets go of what has passed."""
+        """Lets go of what has passed. The compute stream passes one after the other: behind the first that it has not
+        reached nothing is asked for."""
         with self._lock:
             leaving = list(self._leaving)
-        passed = {id(freed) for freed in leaving if freed.is_done()}
+        passed = set()
+        for freed in leaving:
+            if freed.is_done():
+                passed.add(id(freed))
+            elif not freed.has_computed():
+                break
         if passed:
             with self._lock:
                 self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)

@@ -46,6 +46,8 @@ from .gpu_driver import GpuDriver
 from .transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
 
 MAX_CHUNKS_IN_FLIGHT = 2
+_GOES_ON = threading.Event()
+_GOES_ON.set()
 
 
 class GpuTransfer(Transfer):
@@ -65,6 +67,8 @@ class GpuTransfer(Transfer):
         self.is_page_locked = is_page_locked
         self._lane = lane
         self._event: Any = None
+        if not is_bulk:
+            self._may_go_on = _GOES_ON  # nobody sees it before it is issued, by the thread that submits it
 
     def issued(self, event: Any) -> None:
         """All copies are in the stream, with ``event`` behind them."""

@@ -39,6 +39,7 @@ from ..devices.runs import Run
 from ..devices.transfer import Edge
 from ..planning.partition import StageKind
 from ..planning.schedule import Action
+from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState
 from ..usercode.loose_gradients import LooseGradients, node_of
 from ..usercode.places import UserCodePlace
@@ -175,6 +176,7 @@ class Microbatch:
         is_training = unit.module.training
         # From here on nothing is shared with other micro-batches until the results are written down.
         self._lock.release(self.state)
+        take_off_mode(self.state)
         try:
             leaves: list[Any] = []
             call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
@@ -187,6 +189,7 @@ class Microbatch:
                 cut(self._context, call, done, leaves)
                 self._calls.append(call)
         finally:
+            put_on_mode(self.state)
             self._lock.acquire(self.state)
         result, outputs, passed = done.unit, done.outputs, done.passed_through
         for order, (home, name, value) in enumerate(result.written):
@@ -325,12 +328,14 @@ class Microbatch:
                 self._lock.acquire(state)
             started = device.stamp()
             state.loose, self._has_lane = self._loose, runs_code
+            put_on_mode(state)
             try:
                 if roots is None:
                     self.pending.flush()
                 else:
                     self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
             finally:
+                take_off_mode(state)
                 state.loose, self._has_lane = None, False
                 self._lock.release(state)
         what = "user code" if roots is None else "loss"

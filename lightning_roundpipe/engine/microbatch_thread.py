@@ -20,12 +20,13 @@ from torch import Tensor
 
 from ..autograd.escape import check_escape
 from ..autograd.recompute import Call, versions_of
+from ..autograd.unit_run import UnitResult
 from ..common import trees
 from ..common.threads import Worker
 from ..devices.devices import Device
 from ..devices.runs import Run
 from ..planning.schedule import Action
-from ..usercode.implicit_transfers import ImplicitTransfers
+from ..usercode.implicit_transfers import ImplicitTransfers, put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState, entered
 from ..usercode.outputs import Results
 from ..weights.units import Unit
@@ -131,19 +132,31 @@ class MicrobatchThread(Microbatch):
         leaves: list[Any] = []
         call.structure = trees.flatten_call(args, kwargs, [], leaves)
         lane = contextlib.nullcontext() if self._has_lane else self.device.computing()
-        with self._lock.released(self.state), lane:
-            replica = self._replica(call)
-            self._loose.own.update(replica.leaves)
-            started = self.device.stamp()
-            homes = [self._homes[i] for i in made] or [self.device]
-            result = run_replayed(self._context, call, replica, leaves, homes)
-            self.place.leave_unit(homes[-1])
-            self.record.runs.append(Run(self.device, "F", unit.name, started, self.device.stamp(), self._stage))
+        take_off_mode(self.state)
+        try:
+            with self._lock.released(self.state), lane:
+                result = self._run_replayed(call, leaves, made)
+        finally:
+            put_on_mode(self.state)
         return trees.unflatten(result.structure, result.leaves)
+
+    def _run_replayed(self, call: Call, leaves: list[Any], made: list[int]) -> UnitResult:
+        replica = self._replica(call)
+        self._loose.own.update(replica.leaves)
+        started = self.device.stamp()
+        homes = [self._homes[i] for i in made] or [self.device]
+        result = run_replayed(self._context, call, replica, leaves, homes)
+        self.place.leave_unit(homes[-1])
+        self.record.runs.append(Run(self.device, "F", call.unit.name, started, self.device.stamp(), self._stage))
+        return result
 
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
         self.state.call_unit = self._replay  # what user code calls from now on, it has called before
-        super().backward(roots, retain_graph=retain_graph)
+        take_off_mode(self.state)
+        try:
+            super().backward(roots, retain_graph=retain_graph)
+        finally:
+            put_on_mode(self.state)
 
     @property
     def saved_bytes(self) -> int:

@@ -17,9 +17,10 @@ Moves go through the lanes: see [Note: moves] in :mod:`usercode.moves`. A copy t
 the host until the GPU has computed all that it was given, and with it every micro-batch that wants the user-code lock.
 While ``logging`` formats a message, it has a lock of its own, which others may want: there the wait keeps both locks.
 
-The engine knows where its tensors are: in it the mode does nothing. In a unit everything is on one device already, and
-each function that the mode sees costs time on the host's thread, much beside the operators of a small layer: so the
-mode is taken off in units, except for hooks of the user (``UserCodeLock.in_user_code``).
+The engine knows where its tensors are, and in a unit everything is on one device already. Each function that the mode
+sees costs time on the host's thread, much beside the operators of a small layer: so the mode is taken off where a
+micro-batch calls a unit, and for its backward, except for user code in there: hooks inside a unit
+(``UserCodeLock.in_user_code``), and the graph between units. Elsewhere in the engine it does nothing.
 
 On virtual devices that have copies of their own no tensor tells where it is. There the rule for raw parameters is the
 same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
@@ -274,19 +275,20 @@ def _called(
         return func(*args, **kwargs)
 
 
-def take_off_mode() -> TorchFunctionMode | None:
-    """Takes the mode off the stack of the calling thread, which enters a unit; returns what :func:`put_on_mode` takes.
+def take_off_mode(state: UserCodeState) -> None:
+    """The calling thread goes from user code into the engine: takes the mode off its stack, until :func:`put_on_mode`.
 
     Nothing is taken off if the user has entered a mode around the unit, which comes first.
     """
-    if not _height_of_stack() or _mode_on_top() is None:
-        return None
-    return cast(TorchFunctionMode, torch._C._pop_torch_function_stack())
+    if _height_of_stack() and _mode_on_top() is not None:
+        state.mode = cast(TorchFunctionMode, torch._C._pop_torch_function_stack())
 
 
-def put_on_mode(mode: TorchFunctionMode) -> None:
+def put_on_mode(state: UserCodeState) -> None:
     """The thread is in user code again."""
-    torch._C._push_on_torch_function_stack(mode)
+    mode, state.mode = state.mode, None
+    if mode is not None:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 def _is_user_code(state: UserCodeState) -> bool:

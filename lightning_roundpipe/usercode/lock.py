@@ -75,7 +75,7 @@ class UserCodeState:
             been done.
         lock: of the step; None when no step runs.
         call_unit: runs a unit; None while the thread is inside one.
-        mode: what brings operands of user code to one device, see [Note: implicit transfers]; None outside units, where
+        mode: what brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where
             it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.

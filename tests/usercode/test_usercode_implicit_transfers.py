@@ -161,14 +161,13 @@ def test_in_a_unit_the_mode_is_on_for_hooks_alone(
     lock, state = user_code.lock, user_code.state
     state.unit_writes = UnitWrites()
     with lock.released(state), lock.exclusive() if is_exclusive else contextlib.nullcontext():
-        mode = state.mode = take_off_mode()
-        assert mode is user_code.mode
-        assert take_off_mode() is None
+        take_off_mode(state)
+        assert state.mode is user_code.mode
         with lock.in_user_code(state):
             assert F.mse_loss(on_host, on_stage).device == STAGE
         assert torch._C._len_torch_function_stack() == 0
-        put_on_mode(mode)
-    state.unit_writes = state.mode = None
+        put_on_mode(state)
+    state.unit_writes = None
     assert F.mse_loss(on_host, on_stage).device == STAGE
 
 
@@ -176,10 +175,13 @@ def test_the_mode_stays_under_modes_of_the_user(user_code: UserCode) -> None:
     class OfTheUser(TorchFunctionMode):
         pass
 
+    state = user_code.state
     with OfTheUser():
-        assert take_off_mode() is None
-    assert take_off_mode() is user_code.mode
-    put_on_mode(user_code.mode)
+        take_off_mode(state)
+        assert state.mode is None
+    take_off_mode(state)
+    assert state.mode is user_code.mode
+    put_on_mode(state)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
