@@ -52,6 +52,7 @@ from torch.overrides import TorchFunctionMode
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
 from ..common.seeds import derive_seed
+from ..common.thread_locals import AutogradLocal
 from .collected_lists import content, follow
 from .outputs import without_graph
 
@@ -383,33 +384,21 @@ class UserCodeLock:
 # --- the micro-batch of a thread -------------------------------------------------------------------------------------
 
 
-# Autograd runs what is on a GPU on a thread of that GPU, which serves all backwards there. For the time of a node it
-# takes over the thread-local objects of the thread that has begun the backward, and with them the micro-batch.
-_tls: Any = torch._C
-_KEY = "roundpipe_microbatch"
+_microbatch: AutogradLocal[UserCodeState] = AutogradLocal("roundpipe_microbatch")
 
 
 def current() -> UserCodeState | None:
     """The micro-batch that the calling thread works for: its own thread, or one of autograd in a backward that it has
     begun. None on other threads."""
-    return _tls._get_obj_in_tls(_KEY) if _tls._is_key_in_tls(_KEY) else None
+    return _microbatch.get()
 
 
 @contextlib.contextmanager
 def entered(state: UserCodeState | None) -> Iterator[None]:
     """Makes ``state`` the micro-batch of the calling thread; with None what it writes on modules is not noted."""
     before = current()
-    _set_current(state)
+    _microbatch.set(state)
     try:
         yield
     finally:
-        _set_current(before)
-
-
-def _set_current(state: UserCodeState | None) -> None:
-    # A thread that ends must have no object left there, not even None: its destructor would take the interpreter lock.
-    if state is None and hasattr(_tls, "_remove_obj_from_tls"):
-        if _tls._is_key_in_tls(_KEY):
-            _tls._remove_obj_from_tls(_KEY)
-    else:
-        _tls._stash_obj_in_tls(_KEY, state)
+        _microbatch.set(before)
