@@ -202,7 +202,7 @@ class Rescaled(Block):
 
     def forward(self, x: Tensor, factor: float | None = None) -> Tensor:
         if factor is not None:
-            self.factor = torch.full((WIDTH,), factor)
+            self.factor = torch.full_like(self.factor, factor)
         return super().forward(x) * self.factor
 
 
