@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,19 +18,6 @@ from lightning_roundpipe.devices.pinned import PageLockedMemory
 from tests.support.page_locks import PageLocks
 
 MIB = 2**20
-
-
-@pytest.fixture
-def driver() -> Iterator[PageLocks]:
-    made = PageLocks()
-    yield made
-    made.host.dispose()
-    assert made.locked == {}, "memory was left page-locked"
-
-
-@pytest.fixture
-def memory(driver: PageLocks) -> PageLockedMemory:
-    return driver.host
 
 
 def large() -> Tensor:

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,6 @@ from lightning_roundpipe.devices.pinned import PageLockedMemory
 from tests.support.page_locks import PageLocks
 
 MIB = 2**20
-
-
-@pytest.fixture
-def driver() -> Iterator[PageLocks]:
-    made = PageLocks()
-    yield made
-    made.host.dispose()
-    assert made.locked == {}, "memory was left page-locked"
-
-
-@pytest.fixture
-def memory(driver: PageLocks) -> PageLockedMemory:
-    return driver.host
 
 
 def large(dtype: torch.dtype = torch.float32) -> Tensor:
