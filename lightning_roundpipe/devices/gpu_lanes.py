@@ -68,7 +68,7 @@ class GpuTransfer(Transfer):
         self._lane = lane
         self._event: Any = None
         if not is_bulk:
-            self._may_go_on = _GOES_ON  # nobody sees it before it is issued, by the thread that submits it
+            self._may_go_on = _GOES_ON  # no other thread sees it before the one that submits it has issued it
 
     def issued(self, event: Any) -> None:
         """All copies are in the stream, with ``event`` behind them."""

@@ -56,7 +56,6 @@ from .loose_parameters import LooseParameters, may_wait
 from .moves import moved
 
 _HOST = torch.device("cpu")
-_height_of_stack = torch._C._len_torch_function_stack
 _WHAT = "operand in user code"
 # Between a function of torch and what has called it, if that is `logging`.
 _MAX_FRAMES = 12
@@ -253,7 +252,7 @@ def functions_followed() -> Iterator[None]:
 
 
 def _mode_on_top() -> ImplicitTransfers | None:
-    height = _height_of_stack()
+    height = torch._C._len_torch_function_stack()
     mode = torch._C._get_function_stack_at(height - 1) if height else None
     return mode if isinstance(mode, ImplicitTransfers) else None
 
@@ -280,7 +279,7 @@ def take_off_mode(state: UserCodeState) -> None:
 
     Nothing is taken off if the user has entered a mode around the unit, which comes first.
     """
-    if _height_of_stack() and _mode_on_top() is not None:
+    if _mode_on_top() is not None:
         state.mode = cast(TorchFunctionMode, torch._C._pop_torch_function_stack())
 
 
