@@ -15,6 +15,7 @@ first), to the end of the second epoch: ``ddp-6.ckpt``, ``full-6.ckpt``.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -30,6 +31,7 @@ from torch import Tensor
 from tests.support.small import CLASSES, WIDTH, Small
 
 ROWS, BATCH, PROCESSES = 24, 8, 2
+_PATIENCE_S = 200.0  # less than that of the tests, more than ten times what it takes
 
 
 class Migrating(Small):
@@ -145,7 +147,8 @@ def fit(module: Migrating, strategy: Strategy, patterns: list[str], rank: int, b
 
 
 def process(rank: int, folder: str, port: int) -> None:
-    """What one process does; a launcher would set these variables."""
+    """What one process does; a launcher would set these variables. If it does not end, its stacks tell where it is."""
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
     place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
