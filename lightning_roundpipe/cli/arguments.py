@@ -127,7 +127,9 @@ _MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...]
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that the arguments of `add_pipeline` describe."""
-    return Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
+    known = {field.name for field in fields(Machine)}
+    names = ["num_devices", *(name for _, name, *_ in _MACHINE if name in known)]
+    return Machine(**{name: getattr(args, name) for name in names})
 
 
 def round_size_of(args: argparse.Namespace) -> int:

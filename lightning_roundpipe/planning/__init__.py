@@ -18,7 +18,7 @@ arXiv 2604.27085.
 from __future__ import annotations
 
 from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, next_first_device, one_f_one_b, round_robin
-from .costs import CallCost, CostProfile, Machine
+from .costs import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
 from .cuts import balanced_cuts
 from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
 from .plan import StageMemoryError, plan_evaluation, plan_training
@@ -32,11 +32,13 @@ __all__ = [
     "Action",
     "CallCost",
     "CostProfile",
+    "DeviceTraits",
     "Machine",
     "Mark",
     "Partition",
     "Schedule",
     "ScheduleError",
+    "SharedLink",
     "Simulation",
     "Span",
     "Stage",

@@ -176,6 +176,55 @@ def _parse_call(position: int, entry: Any) -> CallCost:
 
 
 @dataclass(frozen=True)
+class DeviceTraits:
+    """How one device differs from what its `Machine` says of all.
+
+    Args:
+        speed: How fast it computes: a call takes its time in the profile divided by this.
+        memory_bytes: Bytes that the engine may use on it; None for the machine's.
+        h2d_bytes_per_ms, d2h_bytes_per_ms: Bandwidth of its lanes; None for the machine's.
+
+    Raises:
+        ValueError: If a number is out of range; the message names the field.
+    """
+
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    h2d_bytes_per_ms: float | None = None
+    d2h_bytes_per_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise ValueError(f"speed of a device must be a finite number > 0, got {self.speed}: 1.0 is as the profile.")
+        _check_memory("memory_bytes", self.memory_bytes)
+        for name in ("h2d_bytes_per_ms", "d2h_bytes_per_ms"):
+            if getattr(self, name) is not None:
+                _check_bandwidth(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """A part of the way to the host that several devices share, such as the uplink of a PCIe switch.
+
+    Args:
+        devices: Their indices; at least two.
+        bytes_per_ms: What goes through it in each direction, for all of them together.
+
+    Raises:
+        ValueError: If there are fewer than two devices, or the bandwidth is not above 0.
+    """
+
+    devices: tuple[int, ...]
+    bytes_per_ms: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        if len(set(self.devices)) < 2:
+            raise ValueError(f"A shared link has at least two devices, got {self.devices}: leave it out.")
+        _check_bandwidth("bytes_per_ms", self.bytes_per_ms)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Devices with one upload and one download lane each, all of them fed from one host memory.
 
@@ -187,8 +236,11 @@ class Machine:
         h2d_bytes_per_ms: Bandwidth of a device's upload lane (PCIe 4.0 x16 in practice: 25 GB/s = 25e6 bytes/ms).
         d2h_bytes_per_ms: Bandwidth of a device's download lane.
         transfer_latency_ms: Time in ms until a copy begins to move.
-        host_bytes_per_ms: Bandwidth of the host memory, shared by the lanes of all devices in both directions.
+        host_bytes_per_ms: Bandwidth of the host memory, shared by the lanes of all devices in both directions, and by
+            the additions of gradients on the host.
         optimizer_bytes_per_ms: Speed of the optimizer on the host: bytes of gradients that it consumes per ms.
+        devices: What is particular to each device; empty if all are alike.
+        shared_links: Parts of the ways to the host that several devices share.
 
     Raises:
         ValueError: If a number is out of range; the message names the field.
@@ -201,19 +253,52 @@ class Machine:
     transfer_latency_ms: float = 0.0
     host_bytes_per_ms: float = math.inf
     optimizer_bytes_per_ms: float = math.inf
+    devices: tuple[DeviceTraits, ...] = ()
+    shared_links: tuple[SharedLink, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "shared_links", tuple(self.shared_links))
         if self.num_devices < 1:
             raise ValueError(f"num_devices must be >= 1, got {self.num_devices}: pass how many there are.")
-        if self.device_memory_bytes is not None and self.device_memory_bytes < 0:
+        if len(self.devices) not in (0, self.num_devices):
             raise ValueError(
-                f"device_memory_bytes must be >= 0, got {self.device_memory_bytes}: pass None for no limit."
+                f"devices has {len(self.devices)} entries for num_devices={self.num_devices}: pass one for each, or "
+                "none if all are alike."
             )
+        for link in self.shared_links:
+            if not all(0 <= device < self.num_devices for device in link.devices):
+                raise ValueError(f"{link} names a device that is not one of {self.num_devices}: correct its devices.")
+        _check_memory("device_memory_bytes", self.device_memory_bytes)
         if not (math.isfinite(self.transfer_latency_ms) and self.transfer_latency_ms >= 0):
             raise ValueError(
                 f"transfer_latency_ms must be a finite number of ms >= 0, got {self.transfer_latency_ms}: pass 0.01 "
                 "for 10 microseconds."
             )
         for name in (field.name for field in fields(self) if field.name.endswith("_per_ms")):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0 bytes per ms, got {getattr(self, name)}: pass inf for no limit.")
+            _check_bandwidth(name, getattr(self, name))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices compute equally fast, over equal links, in equal memory."""
+        return len(set(self.devices)) <= 1
+
+    def of_device(self, index: int) -> DeviceTraits:
+        """Return what is known of one device, without gaps: what it does not say itself, the machine does."""
+        own = self.devices[index] if self.devices else DeviceTraits()
+        return DeviceTraits(
+            own.speed,
+            self.device_memory_bytes if own.memory_bytes is None else own.memory_bytes,
+            self.h2d_bytes_per_ms if own.h2d_bytes_per_ms is None else own.h2d_bytes_per_ms,
+            self.d2h_bytes_per_ms if own.d2h_bytes_per_ms is None else own.d2h_bytes_per_ms,
+        )
+
+
+def _check_memory(name: str, value: int | None) -> None:
+    if value is not None and value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value}: pass None for no limit.")
+
+
+def _check_bandwidth(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be > 0 bytes per ms, got {value}: pass inf for no limit.")
