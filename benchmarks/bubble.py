@@ -202,7 +202,7 @@ class Case:
         self._last: StepResult | None = None
         self._steps: list[Step] = []
 
-    def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def _plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         machine = Machine(NUM_DEVICES)
         return plan_training(costs, machine, num_microbatches=num_microbatches, round_size=self._round_size)
 

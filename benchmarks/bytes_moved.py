@@ -18,7 +18,7 @@ from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition
+from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.plain_loop import cut_at
 
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     """The embedding goes with the first block, and the head is fused with the last."""
     count = len(costs.calls)
     return cut_at(count, training, range(3, count - 2, 2), range(2, count - 2), count - 2)

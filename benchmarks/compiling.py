@@ -14,7 +14,7 @@ from benchmarks._report import Report, parser, progress, rounded, spread
 from benchmarks.cpu_throughput import Llama
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CallCost, CostProfile, Partition, partition
+from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, partition
 
 METHOD = """
 Training steps (forward and backward, no optimizer) of a Llama-like model in fp32 on 2 virtual devices with 1 thread
@@ -34,7 +34,7 @@ WARMUP = 2
 def make_engine(model: Llama, compile_units: dict[str, Any] | None) -> Engine:
     """Two virtual devices, and a plan that does not depend on measured times: the same for both engines."""
 
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         alike = CostProfile(tuple(CallCost(call.name, forward_ms=1.0, backward_ms=2.0) for call in costs.calls))
         return partition(alike, num_devices=2, num_microbatches=num_microbatches)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks._report import Report, median, parser, progress, rounded, spread
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind
 
 METHOD = """
 Difference of wall-clock time between a step of the engine (one virtual device, torch on one thread) and the same
@@ -69,12 +69,12 @@ class Chain(nn.Module):
 UNITS: dict[str, Callable[[], nn.Module]] = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "block": Block}
 
 
-def kept_planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def kept_planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     """Everything in the fused stage."""
     return Partition(len(costs.calls), (Stage(0, StageKind.FUSED, 0, len(costs.calls)),))
 
 
-def recomputed_planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def recomputed_planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     """Everything but the last call is recomputed."""
     count, last = len(costs.calls), len(costs.calls) - 1
     fused = Stage(1, StageKind.FUSED, last, count)

@@ -313,7 +313,7 @@ class Case:
         }
         return TimedLink(**{**settings, **kwargs})
 
-    def plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         """What the engine asks for, for the real number of micro-batches."""
         return plan_training(self.profile, self.machine, num_microbatches=self.num_microbatches)
 

@@ -80,6 +80,7 @@ class RoundPipeOptions:
     threads_per_device: int | None = None
     device_memory_limit: int | str | None = None
     virtual_copies: bool | VirtualLink = False
+    virtual_speeds: Sequence[float] | None = None
     compile_units: bool | Mapping[str, Any] = False
     cost_profile: CostProfile | None = None
     save_profile: str | Path | None = None
@@ -147,6 +148,14 @@ class RoundPipeOptions:
             raise TypeError(
                 f"virtual_copies={self.virtual_copies!r}: use True, False, or VirtualLink(gb_per_s=..., latency_us=...)"
             )
+        speeds = self.virtual_speeds
+        if speeds is not None and (
+            isinstance(speeds, str) or not speeds or not all(_is_number(speed) and 0 < speed <= 1 for speed in speeds)
+        ):
+            raise ValueError(
+                f"virtual_speeds={speeds!r}: pass a number above 0 and at most 1 for each virtual device, for instance "
+                "[1.0, 0.5], or None (all are alike)"
+            )
         if self.device_memory_bytes is not None and self.device_memory_bytes < _LEAST_MEMORY_BYTES:
             raise ValueError(
                 f"device_memory_limit={self.device_memory_limit!r} is {self.device_memory_bytes} bytes, on which "
@@ -203,9 +212,16 @@ class RoundPipeOptions:
         """The wanted number of micro-batches on a pool of ``num_devices``."""
         return 2 * num_devices if isinstance(self.num_microbatches, str) else self.num_microbatches
 
-    def round_size_for(self, num_devices: int) -> int:
-        """Micro-batches per round on a pool of ``num_devices``."""
-        return 2 * num_devices if self.round_size is None else self.round_size
+    def round_sizes_for(self, num_devices: int, num_microbatches: int) -> list[int]:
+        """Micro-batches per round on a pool of ``num_devices``: what the user wants, or what the planner may choose.
+
+        By default at most two per device, also in rounds that are as equal as they can be, or one per device.
+        """
+        if self.round_size is not None:
+            return [self.round_size]
+        most = 2 * num_devices
+        num_rounds = -(-num_microbatches // most)
+        return list(dict.fromkeys([most, -(-num_microbatches // num_rounds), num_devices]))
 
 
 def _is_number(value: object) -> bool:

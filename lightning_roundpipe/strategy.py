@@ -70,6 +70,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
             which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
             take as long as over a link of that speed.
+        virtual_speeds: lets virtual devices differ as GPUs may, one number for each, at most 1: a device of speed 0.5
+            is busy for twice as long as the host computes. The slower ones get fewer micro-batches.
         compile_units: compile units with ``torch.compile``, once for all of the same structure. A dict holds arguments
             of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``. Units that cannot be compiled run as
             they are, with a warning.
@@ -109,6 +111,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         threads_per_device: int | None = None,
         device_memory_limit: int | str | None = None,
         virtual_copies: bool | VirtualLink = False,
+        virtual_speeds: Sequence[float] | None = None,
         compile_units: bool | dict[str, Any] = False,
         cost_profile: str | Path | CostProfile | None = None,
         save_profile: str | Path | None = None,
@@ -129,6 +132,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             threads_per_device=threads_per_device,
             device_memory_limit=device_memory_limit,
             virtual_copies=virtual_copies,
+            virtual_speeds=virtual_speeds,
             compile_units=compile_units,
             cost_profile=read_profile(cost_profile),
             save_profile=save_profile,

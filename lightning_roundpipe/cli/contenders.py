@@ -12,6 +12,7 @@ from lightning_roundpipe.planning import (
     Partition,
     Schedule,
     Simulation,
+    StepPlan,
     bound_stage_costs,
     gpipe,
     interleaved_one_f_one_b,
@@ -150,7 +151,7 @@ def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
     plan for one; which, the simulator tells.
     """
     num_steps = case.num_steps if optimizer == "asynchronous" else 1
-    partitions = dict.fromkeys(
+    plans = dict.fromkeys(
         plan_training(
             case.profile,
             case.machine,
@@ -160,24 +161,25 @@ def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
         )
         for planned in range(1, min(num_steps, _MAX_PLANNED_STEPS) + 1)
     )
-    results = [(partition, _simulate_steps(case, partition, num_steps, optimizer)) for partition in partitions]
-    partition, simulation = min(results, key=lambda result: result[1].timeline.makespan_ms)
+    results = [(plan, _simulate_steps(case, plan, num_steps, optimizer)) for plan in plans]
+    plan, simulation = min(results, key=lambda result: result[1].timeline.makespan_ms)
     timeline = simulation.timeline
     bubble_ratio = timeline.bubble_ratio if optimizer == "synchronous" else timeline.bubble_parts["inside"]
-    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, partition)
+    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, plan.partition)
 
 
-def _simulate_steps(case: Case, partition: Partition, num_steps: int, optimizer: Optimizer) -> Simulation:
+def _simulate_steps(case: Case, plan: StepPlan, num_steps: int, optimizer: Optimizer) -> Simulation:
     schedule = round_robin(
-        partition.num_stages,
+        plan.partition.num_stages,
         case.num_microbatches,
         case.machine.num_devices,
         round_size=case.round_size,
+        splits=plan.splits,
         num_steps=num_steps,
     )
     return simulate(
         schedule,
-        stage_costs(partition, case.profile),
+        stage_costs(plan.partition, case.profile),
         case.machine,
         hop_ms=case.hop_ms,
         microbatches_per_step=case.num_microbatches,

@@ -9,11 +9,10 @@ from typing import Any
 
 from lightning_roundpipe.planning import (
     CostProfile,
-    Partition,
     Simulation,
     StageCost,
+    StepPlan,
     plan_training,
-    round_robin,
     simulate,
     stage_costs,
 )
@@ -68,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
     check_picture_path(args.png)
     profile, machine, round_size = load_profile(args.profile), machine_of(args), round_size_of(args)
     counts = {"num_microbatches": args.microbatches, "round_size": round_size}
-    partition = plan_training(profile, machine, hop_ms=args.hop_ms, **counts)
-    schedule = round_robin(partition.num_stages, num_devices=args.num_devices, **counts)
+    plan = plan_training(profile, machine, hop_ms=args.hop_ms, **counts)
+    partition = plan.partition
+    schedule = plan.schedule(profile, machine, args.microbatches, hop_ms=args.hop_ms)
     costs = stage_costs(partition, profile)
     simulation = simulate(schedule, costs, machine, hop_ms=args.hop_ms)
     if args.timeline:
@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         "machine": {**asdict(machine), "hop_ms": args.hop_ms},
         **counts,
         "partition": partition.format(),
-        "stages": _stages(partition, profile, costs),
+        "splits": plan.splits,
+        "reason": plan.reason,
+        "stages": _stages(plan, profile, costs),
         "step_ms": simulation.step_ms,
         "optimizer_ms": simulation.optimizer_ms,
         "bubble_ratio": simulation.timeline.bubble_ratio,
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stages(partition: Partition, profile: CostProfile, costs: tuple[StageCost, ...]) -> list[dict[str, Any]]:
+def _stages(plan: StepPlan, profile: CostProfile, costs: tuple[StageCost, ...]) -> list[dict[str, Any]]:
     figures = ("duration_ms", "recompute_ms", *_STAGE_SIZES)
     return [
         {
@@ -108,9 +110,10 @@ def _stages(partition: Partition, profile: CostProfile, costs: tuple[StageCost, 
             "first_call": stage.start,
             "last_call": stage.stop - 1,
             "units": [call.name for call in profile.calls[stage.start : stage.stop]],
+            "devices_at_a_time": count,
             **{figure: getattr(cost, figure) for figure in figures},
         }
-        for stage, cost in zip(partition.stages, costs, strict=True)
+        for stage, cost, count in zip(plan.partition.stages, costs, plan.splits, strict=True)
     ]
 
 
@@ -137,7 +140,8 @@ def _report(document: dict[str, Any]) -> list[str | Table]:
         f"{len(document['stages'])} stages on {len(document['devices'])} devices, {document['num_microbatches']} "
         f"micro-batches in {num_rounds} round{'s' if num_rounds > 1 else ''} of {round_size}\n"
         f"Step time   {format_ms(step_ms)}, bound by {document['bound_by']}\n"
-        f"Bubble      {format_share(document['bubble_ratio'])}: {parts}"
+        f"Bubble      {format_share(document['bubble_ratio'])}: {parts}\n"
+        f"Dispatch    {document['reason']}"
     )
     bounds = [
         (name, format_ms(ms), format_share(ms / step_ms) if step_ms else "-")
@@ -158,9 +162,10 @@ def _stage_table(stages: list[dict[str, Any]]) -> Table:
     rows = []
     for stage in stages:
         numbers = (format_ms(stage["duration_ms"]), *(format_bytes(stage[size]) for size in _STAGE_SIZES))
-        rows.append((str(stage["index"]), stage["kind"], compress_names(stage["units"]), *numbers))
-    columns = ("stage", "kind", "units", "time", "weights", "gradients", "up", "down", "workspace")
-    title = "Stages (time, activations up and down, and workspace: per micro-batch)"
+        count = str(stage["devices_at_a_time"])
+        rows.append((str(stage["index"]), stage["kind"], compress_names(stage["units"]), count, *numbers))
+    columns = ("stage", "kind", "units", "on", "time", "weights", "gradients", "up", "down", "workspace")
+    title = "Stages (on: devices at a time; time, activations up and down, and workspace: per micro-batch)"
     return Table(title, columns, rows, num_text=3)
 
 

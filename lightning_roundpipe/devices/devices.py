@@ -45,6 +45,7 @@ class Device(ABC):
         is_shared: whether tensors of other devices, or of the host, live on the same torch device; see
             [Note: local tensors].
         counts_activations: whether the engine books activations; a GPU has an allocator that does.
+        has_own_speed: whether it may compute faster or slower than other devices of the pool.
         memory: the books.
         h2d, d2h: transfer lanes.
         num_unit_runs: runs of units so far.
@@ -53,6 +54,7 @@ class Device(ABC):
     aliases_host: bool = False
     is_shared: bool = False
     counts_activations: bool = False
+    has_own_speed: bool = True
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
         self.index = index
@@ -90,6 +92,10 @@ class Device(ABC):
     @abstractmethod
     def stamp(self) -> Any:
         """A mark behind the work that the calling thread has given to the device; see [Note: stamps]."""
+
+    def end(self, started: Any) -> Any:
+        """A mark behind the run of a unit that began at the mark ``started``."""
+        return self.stamp()
 
     @abstractmethod
     def elapsed_ms(self, start: Any, end: Any) -> float | None:

@@ -22,6 +22,7 @@ class DevicePool:
             has several devices, each with streams and a part of the memory of its own.
         link: over which virtual devices are reached; None if they share the host's memory.
         memory_limit: bytes that each device may use; None for what there is.
+        speeds: of virtual devices, one each, above 0 and at most 1; None for devices that are all alike.
 
     Raises:
         ValueError: if the list is empty, holds devices of different types, or one that is neither ``cpu`` nor a GPU of
@@ -29,15 +30,23 @@ class DevicePool:
     """
 
     def __init__(
-        self, torch_devices: Sequence[torch.device], *, link: Link | None = None, memory_limit: int | None = None
+        self,
+        torch_devices: Sequence[torch.device],
+        *,
+        link: Link | None = None,
+        memory_limit: int | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         if not torch_devices:
             raise ValueError("the device pool is empty: pass at least one device, for instance Trainer(devices=2)")
         if len({device.type for device in torch_devices}) > 1:
             raise ValueError(f"one pool cannot have devices of different types: {', '.join(map(str, torch_devices))}")
+        if speeds is not None and len(speeds) != len(torch_devices):
+            raise ValueError(f"speeds={list(speeds)} for {len(torch_devices)} devices: pass one number for each")
         counts = Counter(torch_devices)
         self.devices: tuple[Device, ...] = tuple(
-            _make_device(i, d, counts[d], link, memory_limit) for i, d in enumerate(torch_devices)
+            _make_device(i, d, counts[d], link, memory_limit, None if speeds is None else speeds[i])
+            for i, d in enumerate(torch_devices)
         )
 
     def __len__(self) -> int:
@@ -85,16 +94,28 @@ class DevicePool:
         return min(limits) if limits else None
 
     @property
+    def has_own_speeds(self) -> bool:
+        """Whether one device may compute faster than another: not if they are all the same cores of the host."""
+        return len(self) > 1 and any(device.has_own_speed for device in self.devices)
+
+    @property
     def is_virtual(self) -> bool:
         """Whether all devices are on the host's cores."""
         return all(isinstance(device, VirtualDevice) for device in self.devices)
 
 
 def _make_device(
-    index: int, torch_device: torch.device, num_sharing: int, link: Link | None, memory_limit: int | None
+    index: int,
+    torch_device: torch.device,
+    num_sharing: int,
+    link: Link | None,
+    memory_limit: int | None,
+    speed: float | None,
 ) -> Device:
     if torch_device.type == "cpu":
-        return VirtualDevice(index, link=link, memory_limit=memory_limit)
+        return VirtualDevice(index, link=link, memory_limit=memory_limit, speed=speed)
+    if speed is not None:
+        raise ValueError(f"device {torch_device} has a speed of its own: only virtual devices can be given one")
     if gpu_driver.is_supported(torch_device.type):
         ordinal = torch_device.index if torch_device.index is not None else index
         driver = gpu_driver.driver_of(torch_device.type)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -271,18 +272,36 @@ class VirtualDevice(Device):
         index: position in the pool.
         link: how copies travel; None for the fast mode, in which replicas alias the masters.
         memory_limit: bytes that may be on the device at a time; None for no limit.
+        speed: at most 1; a device of speed 0.5 is busy for twice as long as the host computes. None for devices that
+            are all alike.
     """
 
-    def __init__(self, index: int, *, link: Link | None = None, memory_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        *,
+        link: Link | None = None,
+        memory_limit: int | None = None,
+        speed: float | None = None,
+    ) -> None:
         name = f"virtual device {index}"
         host = torch.device("cpu")
         h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = link is not None
+        self.has_own_speed = speed is not None
+        self._speed = 1.0 if speed is None else speed
 
     def stamp(self) -> float:
         return perf_counter()
+
+    def end(self, started: float) -> float:
+        if self._speed < 1:
+            until = started + (perf_counter() - started) / self._speed
+            while (left := until - perf_counter()) > 0:
+                time.sleep(left)
+        return self.stamp()
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3

@@ -13,21 +13,29 @@ counts.
 - A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
 - Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.
 - Sizes are known after the first run.
+
+[Note: speeds of devices]
+Where devices may differ, each run is also noted by its device. The time of a call on a device is taken for the product
+of what the call costs and how slow the device is: both are found in turns, as medians over the other, from calls that
+have run on several devices. Plans split stages, and devices take turns from step to step, so that they do. Times count
+at speed 1, which is that of the median device; within 10 % of it a device has that speed, so that noise does not tell
+devices apart that are alike.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..common.sizes import num_bytes_of
 from ..devices.runs import Run
-from ..planning.costs import CallCost, CostProfile
+from ..planning.costs import CallCost, CostProfile, Machine
 from ..weights.units import Unit
 
 # Backward without recomputation over forward, of matrix products: two products instead of one.
@@ -35,6 +43,9 @@ _BACKWARD_RATIO = 2.0
 _MS_PER_WEIGHT = 1e-6
 # Steps that an estimate looks back on.
 _WINDOW = 15
+# Devices whose speeds differ by less are taken for alike.
+_ALIKE = 0.1
+_NUM_TURNS = 4
 # Steps whose stamps have not all been reached; older ones are given up.
 _MAX_PENDING = 4
 
@@ -65,6 +76,51 @@ class _RunningMedian:
         return statistics.median(self._values) if self._values else None
 
 
+class DeviceSpeeds:
+    """How fast the devices of a pool compute; see [Note: speeds of devices].
+
+    Args:
+        num_devices: how many there are.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._times: dict[Hashable, list[_RunningMedian | None]] = {}
+        self._num_devices = num_devices
+        self.known = (1.0,) * num_devices
+
+    def note(self, call: Hashable, device: int, ms: float, learned: bool) -> None:
+        """A call, in one direction, has taken this time on a device."""
+        row = self._times.setdefault(call, [None] * self._num_devices)
+        median = row[device]
+        if median is None:
+            median = row[device] = _RunningMedian()
+        median.add(ms, learned)
+
+    def changed(self, machine: Machine) -> tuple[float, ...] | None:
+        """The speeds of all devices, if they are others than those of ``machine``."""
+        self.known = self._measured()
+        believed = [traits.speed for traits in machine.traits]
+        pairs = zip(self.known, believed, strict=True)
+        return self.known if any(abs(speed / old - 1) > _ALIKE for speed, old in pairs) else None
+
+    def _measured(self) -> tuple[float, ...]:
+        rows = []
+        for row in self._times.values():
+            found = {device: math.log(m.value) for device, m in enumerate(row) if m is not None and m.value}
+            if len(found) > 1:
+                rows.append(found)
+        slowness = [0.0] * self._num_devices
+        for _ in range(_NUM_TURNS):
+            costs = [statistics.median(ms - slowness[device] for device, ms in row.items()) for row in rows]
+            for device in range(self._num_devices):
+                over = [row[device] - cost for row, cost in zip(rows, costs, strict=True) if device in row]
+                if over:
+                    slowness[device] = statistics.median(over)
+        middle = statistics.median_high(slowness)
+        speeds = (math.exp(middle - own) for own in slowness)
+        return tuple(1.0 if abs(speed - 1) <= _ALIKE else speed for speed in speeds)
+
+
 @dataclass(slots=True)
 class _Estimate:
     """What is known about one call; times in ms, sizes are the largest of the last steps."""
@@ -81,10 +137,12 @@ class CallEstimates:
     Args:
         sequence: the calls, in order.
         is_training: whether there is a backward.
+        speeds: are told of every run; None where all devices are alike.
     """
 
-    def __init__(self, sequence: Sequence[Unit], is_training: bool) -> None:
+    def __init__(self, sequence: Sequence[Unit], is_training: bool, speeds: DeviceSpeeds | None = None) -> None:
         self._is_training = is_training
+        self._speeds = speeds
         self._calls: dict[Key, _Estimate] = {}
         self._preset: dict[Key, CallCost] = {}
         self._pending: deque[_Measured] = deque(maxlen=_MAX_PENDING)
@@ -131,6 +189,8 @@ class CallEstimates:
     def _take(self, measured: _Measured) -> None:
         for key, samples in measured.by_call().items():
             estimate = self._calls[key]
+            if self._speeds is not None:
+                samples.tell(self._speeds, key)
             estimate.sizes.append(samples.sizes)
             if (forward := samples.reduced("F")) is not None:
                 estimate.forward_ms.add(*forward)
@@ -179,6 +239,14 @@ class _Samples:
 
     def add(self, run: Run, ms: float) -> None:
         self._runs.append((run, ms))
+
+    def tell(self, speeds: DeviceSpeeds, key: Key) -> None:
+        """Tells the times of the largest micro-batches on each device, and takes them at speed 1 from now on."""
+        size = max(run.input_bytes for run, _ in self._runs)
+        for run, ms in self._runs:
+            if run.input_bytes == size:
+                speeds.note((*key, run.kind, run.kept), run.device.index, ms, run.learned)
+        self._runs = [(run, ms * speeds.known[run.device.index]) for run, ms in self._runs]
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -248,7 +248,7 @@ class Microbatch:
                 replica.load_buffers(own=call.kept, is_loaded=True)
             started = device.stamp()
             done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
-            ended = device.stamp()
+            ended = device.end(started)
             replica = done.replica
             if learns and call.buffer_values:
                 for earlier in self._calls:  # they have read what this call has found
@@ -378,7 +378,7 @@ class Microbatch:
                 activations.send(coming, "saved inputs")
             started = device.stamp()
             run_unit_backward(self._context, call, replica, gradients, leaves, self._loose)
-            ended = device.stamp()
+            ended = device.end(started)
             if not device.aliases_host:
                 activations.settle()
             elif call.unit in self._segment.repeated and (found := replica.harvest()):

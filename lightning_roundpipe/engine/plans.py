@@ -16,22 +16,26 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from ..devices.runs import Run
-from ..planning.builders import next_first_device, round_robin
+from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
-from ..planning.partition import Partition, Stage, StageKind, keep_together
+from ..planning.partition import Partition, Stage, StageKind
+from ..planning.plan import StepPlan
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
 from ..weights.placement import StageRun
 from ..weights.units import Unit
 from .barrier import Segment
-from .costs import CallEstimates
+from .costs import CallEstimates, DeviceSpeeds
 
-# (costs of the calls, num_microbatches, training) -> partition of the calls.
-Planner = Callable[[CostProfile, int, bool], Partition]
+# (costs of the calls, machine, num_microbatches, training) -> plan of a step; of a partition alone, every stage runs on
+# one device at a time.
+Planner = Callable[[CostProfile, Machine, int, bool], StepPlan | Partition]
 # (num_stages, num_microbatches, num_devices, first_device) -> schedule of a step, first device of the step after.
 Scheduler = Callable[[int, int, int, int], tuple[Schedule, int]]
 
@@ -47,6 +51,8 @@ class Plan:
     """Which unit calls are expected in which order, and the stages they were cut into.
 
     Attributes:
+        step: how the stages run; None while the calls are recorded.
+        costs, machine: what the plan was made from.
         carried: indices of calls of earlier segments whose backward runs in this one: the first positions.
         activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
     """
@@ -54,8 +60,12 @@ class Plan:
     sequence: tuple[Unit, ...]
     partition: Partition
     recording: bool = False
+    step: StepPlan | None = None
+    costs: CostProfile | None = None
+    machine: Machine | None = None
     carried: tuple[int, ...] = ()
     activation_bytes: tuple[tuple[int, int], ...] = ()
+    _schedules: dict[tuple[int, int], tuple[Schedule, int]] = field(default_factory=dict, compare=False, repr=False)
     _stage_runs: dict[int, tuple[Schedule, list[list[StageRun]]]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -65,6 +75,17 @@ class Plan:
         if id(schedule) not in self._stage_runs:
             self._stage_runs[id(schedule)] = schedule, stage_runs_of(self, schedule)
         return self._stage_runs[id(schedule)][1]
+
+    def schedule(self, num_microbatches: int, first_device: int) -> tuple[Schedule, int]:
+        """The schedule of a step that begins with a device, and the device with which the step after begins."""
+        assert self.step is not None
+        assert self.costs is not None
+        assert self.machine is not None
+        key = num_microbatches, first_device
+        if key not in self._schedules:
+            made = self.step.schedule(self.costs, self.machine, num_microbatches, first_device=first_device)
+            self._schedules[key] = made, self.step.next_first_device(self.machine, num_microbatches, first_device)
+        return self._schedules[key]
 
     @functools.cached_property
     def stages_of(self) -> list[tuple[int, int | None]]:
@@ -160,19 +181,30 @@ class Plans:
     """The plans of one engine, by key; see [Note: re-planning].
 
     Args:
-        planner, scheduler, machine: as for :class:`runner.Engine`.
-        num_devices: how many devices there are.
+        planner, round_size, scheduler: as for :class:`runner.Engine`.
+        machine: what the devices are like, as far as it is known.
+        speeds: of the devices, as they are measured; None where they are alike by construction.
     """
 
-    def __init__(self, planner: Planner, scheduler: Scheduler, num_devices: int, machine: Machine | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        machine: Machine,
+        *,
+        round_size: int | None = None,
+        scheduler: Scheduler | None = None,
+        speeds: DeviceSpeeds | None = None,
+    ) -> None:
         self._planner = planner
+        self._round_size = round_size
         self._scheduler = scheduler
-        self._num_devices = num_devices
+        self._num_devices = machine.num_devices
         self._machine = machine
+        self._speeds = speeds
         self._known: dict[Hashable, _Known] = {}
         self._apart: set[Hashable] = set()  # segments that once went another way than other rounds of their loop
         self._presets: dict[Hashable, CostProfile] = {}
-        self._schedules: dict[tuple[int, int, int], tuple[Schedule, int]] = {}
+        self._schedules: dict[tuple[int, int, int, int], tuple[Schedule, int]] = {}
         self._first_device = 0
 
     def of(self, key: Hashable) -> Plan | None:
@@ -196,7 +228,7 @@ class Plans:
         if twin is not None:
             self._known[key] = twin
             return twin.plan
-        estimates = CallEstimates(sequence, is_training)
+        estimates = CallEstimates(sequence, is_training, self._speeds)
         if key in self._presets:
             estimates.preset(self._presets[key])
         estimates.add_sizes(recorded.runs)
@@ -250,9 +282,19 @@ class Plans:
             costs = known.estimates.profile
             known.plan = self._make(sequence, carried, costs, known.num_microbatches, known.is_training)
             return True
-        if key in self._presets or known.num_steps < 2 or known.num_steps.bit_count() > 1:
+        if torch.are_deterministic_algorithms_enabled():
             return False
-        return self._improve(known)
+        is_due = known.num_steps >= 2 and known.num_steps.bit_count() == 1 and key not in self._presets
+        return (self._note_speeds() or is_due) and self._improve(known)
+
+    def _note_speeds(self) -> bool:
+        """Whether devices have turned out to be faster or slower than the plans believe."""
+        speeds = None if self._speeds is None else self._speeds.changed(self._machine)
+        if speeds is None:
+            return False
+        pairs = zip(self._machine.traits, speeds, strict=True)
+        self._machine = replace(self._machine, devices=tuple(replace(traits, speed=speed) for traits, speed in pairs))
+        return True
 
     def _improve(self, known: _Known) -> bool:
         """Takes a better plan, if there is one; whether it did."""
@@ -264,17 +306,17 @@ class Plans:
                 f"no new plan could be made from the measured costs, the present one stays: {error}", stacklevel=2
             )
             return False
-        if plan.partition == known.plan.partition:
+        if plan.step == known.plan.step and self._machine.is_uniform:
             return False
-        before_ms, after_ms = (self._simulated_ms(p.partition, costs, known) for p in (known.plan, plan))
+        before_ms, after_ms = (self._simulated_ms(made, costs, known) for made in (known.plan, plan))
         if after_ms >= (1 - _MIN_GAIN) * before_ms:
             return False
         known.plan = plan
         return True
 
-    def _simulated_ms(self, partition: Partition, costs: CostProfile, known: _Known) -> float:
-        schedule, _ = self._scheduler(partition.num_stages, known.num_microbatches, self._num_devices, 0)
-        return simulate(schedule, stage_costs(partition, costs), self._machine).step_ms
+    def _simulated_ms(self, plan: Plan, costs: CostProfile, known: _Known) -> float:
+        schedule, _ = self._schedule(plan, known.num_microbatches, 0)
+        return simulate(schedule, stage_costs(plan.partition, costs), self._machine).step_ms
 
     def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
         plan = known.plan
@@ -289,9 +331,22 @@ class Plans:
         is_training: bool,
     ) -> Plan:
         if not sequence:  # a segment without units
-            return Plan((), self.recording(is_training)[0].partition)
-        partition = keep_together(self._planner(costs, num_microbatches, is_training), ordered_spans(sequence))
-        return Plan(sequence, partition, carried=carried, activation_bytes=_activations(partition, costs))
+            partition = self.recording(is_training)[0].partition
+            return Plan((), partition, step=StepPlan(partition, (1,)), costs=costs, machine=self._machine)
+        made = self._planner(costs, self._machine, num_microbatches, is_training)
+        step = made if isinstance(made, StepPlan) else StepPlan(made, (1,) * made.num_stages, self._round_size)
+        written = [position for position, unit in enumerate(sequence) if unit.written]
+        step = step.with_order(ordered_spans(sequence), written)
+        needed = _activations(step.partition, costs)
+        return Plan(
+            sequence,
+            step.partition,
+            step=step,
+            costs=costs,
+            machine=self._machine,
+            carried=carried,
+            activation_bytes=needed,
+        )
 
     def costs(self, key: Hashable) -> CostProfile | None:
         """The costs of the calls of steps with this key, as they are known now; None if nothing is known."""
@@ -310,14 +365,19 @@ class Plans:
             known.plan = self._make_again(known, profile)
         self._presets[key] = profile
 
-    def schedule(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """The schedule of the next step."""
-        key = (num_stages, num_microbatches, self._first_device)
-        known = self._schedules.get(key)
-        if known is None:
-            known = self._schedules[key] = self._scheduler(*key[:2], self._num_devices, self._first_device)
-        schedule, self._first_device = known
+    def schedule(self, plan: Plan, num_microbatches: int) -> Schedule:
+        """The schedule of the next step; devices take turns from step to step."""
+        schedule, self._first_device = self._schedule(plan, num_microbatches, self._first_device)
         return schedule
+
+    def _schedule(self, plan: Plan, num_microbatches: int, first_device: int) -> tuple[Schedule, int]:
+        """The schedule of a step that begins with a device, and the device with which the step after begins."""
+        if self._scheduler is None:
+            return plan.schedule(num_microbatches, first_device)
+        key = plan.partition.num_stages, num_microbatches, self._num_devices, first_device
+        if key not in self._schedules:
+            self._schedules[key] = self._scheduler(*key)
+        return self._schedules[key]
 
     def forget(self, key: Hashable) -> None:
         """Forgets the plan of a key and what was measured for it; not costs that were preset. Of a step, the plans of
@@ -334,21 +394,6 @@ class Plans:
 
 def _activations(partition: Partition, costs: CostProfile) -> tuple[tuple[int, int], ...]:
     return tuple((cost.workspace_bytes, cost.handover_bytes) for cost in stage_costs(partition, costs))
-
-
-def round_robin_scheduler(
-    round_size: int | None, num_stages: int, num_microbatches: int, num_devices: int, first_device: int
-) -> tuple[Schedule, int]:
-    """The :data:`Scheduler` of RoundPipe: in every step the ring continues where the step before has left it."""
-    size = min(round_size or num_microbatches, num_microbatches)
-    counts = (num_stages, num_microbatches, num_devices)
-    schedule = round_robin(*counts, round_size=size, first_device=first_device)
-    return schedule, next_first_device(*counts, round_size=size, first_device=first_device)
-
-
-def scheduler_of(scheduler: Scheduler | None, round_size: int | None) -> Scheduler:
-    """``scheduler``, or by default that of RoundPipe."""
-    return scheduler or functools.partial(round_robin_scheduler, round_size)
 
 
 def ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:

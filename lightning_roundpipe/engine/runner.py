@@ -26,8 +26,9 @@ from ..planning.costs import CostProfile, Machine
 from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable
 from .context import Resources
+from .costs import DeviceSpeeds
 from .patches import classes_patched, modules_of
-from .plans import Plan, Planner, Plans, Scheduler, scheduler_of
+from .plans import Plan, Planner, Plans, Scheduler
 from .requests import StepRequest, StepResult
 from .step import Step
 from .tracing import Trace
@@ -41,10 +42,11 @@ class Engine:
     Args:
         root: the user's model; its parameters are the master weights.
         pool: the devices.
-        planner: makes a partition from costs: (costs of the calls, num_microbatches, training) -> partition.
-        round_size: micro-batches per round of the schedule; None for one round.
-        scheduler: builds other schedules than round-robin ones, of any form that :class:`Schedule` accepts.
-        machine: on which plans are compared; None for devices that share the host's memory.
+        planner: makes the plan of a step: (costs of the calls, machine, num_microbatches, training) -> plan, or a
+            partition alone.
+        round_size: micro-batches per round, where the planner returns a partition alone; None for one round.
+        scheduler: builds other schedules than those of plans, of any form that :class:`Schedule` accepts.
+        machine: what the devices are like, as far as it is known; None for devices that share the host's memory.
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
@@ -74,7 +76,13 @@ class Engine:
     ) -> None:
         self._root = root
         self._pool = pool
-        self._plans = Plans(planner, scheduler_of(scheduler, round_size), len(pool), machine)
+        self._plans = Plans(
+            planner,
+            machine or Machine(len(pool)),
+            round_size=round_size,
+            scheduler=scheduler,
+            speeds=DeviceSpeeds(len(pool)) if pool.has_own_speeds else None,
+        )
         self._unit_classes = unit_classes
         self._exempt = exempt
         self._table: UnitTable | None = None

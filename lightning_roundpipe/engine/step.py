@@ -190,7 +190,7 @@ class Step:
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []
             if first < count:
-                schedule = plans.schedule(plan.partition.num_stages, count - first)
+                schedule = plans.schedule(plan, count - first)
                 records = self._run_schedule(plan, schedule, range(first, count))
             if request.meets:
                 self._shared.loose_parameters.send_sums()

@@ -15,8 +15,7 @@ from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
 from ..options import RoundPipeOptions, VirtualLink
 from ..planning.costs import CostProfile, Machine
-from ..planning.partition import Partition
-from ..planning.plan import plan_evaluation, plan_training
+from ..planning.plan import StepPlan, plan_evaluation, plan_training
 from ..reporting.host_report import HostReport
 
 
@@ -38,7 +37,7 @@ def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) 
         link = TimedLink(options.virtual_copies.bytes_per_ms, options.virtual_copies.latency_ms)
     elif options.virtual_copies:
         link = TimedLink()
-    return DevicePool(torch_devices, link=link, memory_limit=limit)
+    return DevicePool(torch_devices, link=link, memory_limit=limit, speeds=options.virtual_speeds)
 
 
 def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
@@ -61,22 +60,21 @@ def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, re
     Args:
         report: that is to know of plans for training.
     """
-    machine, round_size = machine_of(pool, options), options.round_size_for(len(pool))
 
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
         search = plan_training if training else plan_evaluation
-        partition = search(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
+        sizes = options.round_sizes_for(len(pool), num_microbatches)
+        made = search(costs, machine, num_microbatches=num_microbatches, round_size=sizes)
         if training and report is not None:
-            report.note_plan(partition, costs, num_microbatches, round_size)
-        return partition
+            report.note_plan(made.partition, costs, num_microbatches, made.round_size or num_microbatches)
+        return made
 
     threads = ThreadBudget.of(pool, options.threads_per_device)
     engine = Engine(
         root,
         pool,
         plan,
-        round_size=round_size,
-        machine=machine,
+        machine=machine_of(pool, options),
         unit_classes=options.units,
         exempt=(Metric,),
         num_threads=threads.microbatch,

@@ -21,12 +21,12 @@ from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, next_first_dev
 from .costs import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
 from .cuts import balanced_cuts
 from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
-from .plan import StageMemoryError, plan_evaluation, plan_training
+from .plan import StageMemoryError, StepPlan, plan_evaluation, plan_training
 from .schedule import Action, Schedule, ScheduleError, parse_schedule
-from .simulate import Simulation, simulate
+from .simulate import simulate
 from .spans import Mark, Span
 from .stages import StageCost, bound_stage_costs, stage_costs, stage_durations
-from .timeline import Timeline
+from .timeline import Simulation, Timeline
 
 __all__ = [
     "Action",
@@ -45,6 +45,7 @@ __all__ = [
     "StageCost",
     "StageKind",
     "StageMemoryError",
+    "StepPlan",
     "Timeline",
     "balanced_cuts",
     "bound_stage_costs",

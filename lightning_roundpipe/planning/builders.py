@@ -1,4 +1,4 @@
-"""Builders: RoundPipe's schedule, with a fast clock for it, and for comparison those that bind stages to devices.
+"""Builders: RoundPipe's schedule, and for comparison those that bind stages to devices.
 
 ```
 round_robin(6, 4, 2)    device 0: stages 0 2 4             one chain of stages, any stage on any device
@@ -22,9 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from .costs import Machine
 from .schedule import Action, Schedule
-from .stages import StageCost
 
 
 def round_robin(
@@ -33,6 +31,7 @@ def round_robin(
     num_devices: int,
     *,
     round_size: int | None = None,
+    splits: int | Sequence[int] = 1,
     first_device: int = 0,
     num_steps: int = 1,
 ) -> Schedule:
@@ -40,8 +39,11 @@ def round_robin(
 
     The micro-batches are worked off in rounds. The stage runs, counted over all rounds and within a round over the
     stages, go to the devices in turn: number i is on device ``(first_device + i) % num_devices``, which runs all
-    micro-batches of the round before it turns to its next stage run. The ring keeps rotating from one round to the
+    its micro-batches before it turns to its next stage run. The ring keeps rotating from one round to the
     next, and from one step to the next.
+
+    With ``splits=r`` the micro-batches of a round are r neighbouring groups, as equal as they can be, and each group
+    has stage runs of its own: r rings of ``num_devices / r`` devices, if r divides the number of devices.
 
     Args:
         num_stages: Number of stages, at least 1.
@@ -51,20 +53,26 @@ def round_robin(
             with all. Each round uploads the weights of each stage once more, and evens out the load where the number of
             stages is not a multiple of the number of devices. Below `num_devices` a device is back at its turn before
             the micro-batches have left the stage before, and waits: allowed, but less efficient.
+        splits: Stage runs of a stage in a round, at least 1; for all stages, or one number for each. No more than there
+            are micro-batches in the round.
         first_device: Device of the first stage run; see `next_first_device`.
         num_steps: Steps one after the other, at least 1. Micro-batch i of step t has the index
             ``t * num_microbatches + i``; the schedule has ``num_steps * num_microbatches`` micro-batches.
 
     Raises:
-        ValueError: If a count is below 1 or `first_device` is not one of the devices.
+        ValueError: If a count is below 1, `first_device` is not one of the devices, or `splits` has not one entry per
+            stage.
     """
+    row = _row_of(splits, num_stages)
     rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, num_steps))
     devices: list[list[Action]] = [[] for _ in range(num_devices)]
     device = first_device
     for microbatches in rounds:
-        for stage in range(num_stages):
-            devices[device].extend(Action(stage, microbatch) for microbatch in microbatches)
-            device = (device + 1) % num_devices
+        for stage, most in enumerate(row):
+            count = min(most, len(microbatches))
+            for index in range(count):
+                devices[device].extend(Action(stage, m) for m in neighbours(microbatches, count, index))
+                device = (device + 1) % num_devices
     return Schedule(num_stages, num_steps * num_microbatches, tuple(map(tuple, devices)))
 
 
@@ -74,6 +82,7 @@ def next_first_device(
     num_devices: int,
     *,
     round_size: int | None = None,
+    splits: int | Sequence[int] = 1,
     first_device: int = 0,
     num_steps: int = 1,
 ) -> int:
@@ -83,59 +92,15 @@ def next_first_device(
         ValueError: As `round_robin`.
     """
     rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, num_steps))
-    return (first_device + num_stages * len(rounds)) % num_devices
+    row = _row_of(splits, num_stages)
+    num_runs = sum(min(most, len(microbatches)) for microbatches in rounds for most in row)
+    return (first_device + num_runs) % num_devices
 
 
-def ring_ms(
-    costs: Sequence[StageCost],
-    machine: Machine,
-    *,
-    num_microbatches: int,
-    round_size: int | None = None,
-    hop_ms: float = 0.0,
-) -> float:
-    """Return the time in ms of one step of `round_robin`, with a synchronous optimizer.
-
-    It is the `step_ms` of `simulate`, as long as the host memory's bandwidth has no limit (otherwise a lower one), in
-    the time that it takes to add up the actions: fast enough for a search. Stage runs can be processed one after the
-    other because the ring is a common order of all of them.
-
-    Args:
-        costs: One cost per stage.
-        machine, hop_ms: As for `simulate`.
-        num_microbatches, round_size: As for `round_robin`.
-    """
-    devices = [_RingDevice() for _ in range(machine.num_devices)]
-    size = round_size or num_microbatches
-    durations = [cost.streamed_ms(machine) for cost in costs]
-    hops = [0.0, *(hop_ms + cost.handover_ms(machine) for cost in costs[:-1])]
-    if machine.num_devices == 1:
-        hops = [0.0] * len(costs)
-    ends = [0.0] * num_microbatches
-    index = 0
-    for first in range(0, num_microbatches, size):
-        microbatches = range(first, min(first + size, num_microbatches))
-        for stage, duration in enumerate(durations):
-            device = devices[index]
-            if device.stage != stage:
-                _change_stage(device, stage, costs[stage], machine)
-            device.num_actions += len(microbatches)
-            hop = hops[stage]
-            free = start = max(device.free, ends[first] + hop)
-            for microbatch in microbatches:
-                arrival = ends[microbatch] + hop
-                if arrival > free:
-                    free = arrival
-                free += duration
-                ends[microbatch] = free
-            if device.num_actions == len(microbatches):
-                device.starts_at = start
-            device.free = free
-            index += 1
-            if index == machine.num_devices:
-                index = 0
-    done = max(max(_leave(device, machine), device.down_free) for device in devices)
-    return done + sum(cost.gradient_bytes for cost in costs) / machine.optimizer_bytes_per_ms
+def neighbours(microbatches: range, num_groups: int, index: int) -> range:
+    """Return one of the groups of neighbouring micro-batches, as equal as they can be, of a round."""
+    count = len(microbatches)
+    return microbatches[count * index // num_groups : count * (index + 1) // num_groups]
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -231,46 +196,13 @@ def looped_bfs(num_stages: int, num_microbatches: int, num_devices: int) -> Sche
     return Schedule(2 * num_stages, num_microbatches, tuple(devices))
 
 
-class _RingDevice:
-    """What the next stage run on a device has to know about those before."""
-
-    __slots__ = ("cost", "down_free", "free", "freed_before", "num_actions", "stage", "starts_at", "up_free")
-
-    def __init__(self) -> None:
-        self.free = self.up_free = self.down_free = self.starts_at = self.freed_before = 0.0
-        self.stage = -1
-        self.num_actions = 0
-        self.cost = StageCost(0.0)
-
-
-def _leave(device: _RingDevice, machine: Machine) -> float:
-    """The time at which the device's current stage run has left it."""
-    num_bytes = device.cost.gradient_bytes
-    if not num_bytes:
-        return device.free
-    begin = max(device.free, device.down_free)
-    device.down_free = begin + machine.transfer_latency_ms + num_bytes / machine.d2h_bytes_per_ms
-    return device.down_free
-
-
-def _change_stage(device: _RingDevice, stage: int, cost: StageCost, machine: Machine) -> None:
-    """Let the weights of the next stage run arrive before it can start."""
-    last = device.cost
-    freed = _leave(device, machine)
-    travelling = cost.weight_bytes
-    if device.stage < 0:
-        gate = 0.0
-    elif last.fits_beside(cost, machine):
-        gate = max(device.starts_at, device.freed_before)
-        travelling += device.num_actions * last.input_bytes
-    else:
-        gate = freed
-    if cost.weight_bytes:
-        gate = max(gate, device.up_free) + machine.transfer_latency_ms + travelling / machine.h2d_bytes_per_ms
-        device.up_free = gate
-    device.free = max(device.free, gate)
-    device.freed_before = freed
-    device.stage, device.cost, device.num_actions = stage, cost, 0
+def _row_of(splits: int | Sequence[int], num_stages: int) -> list[int]:
+    """Check `splits` and return one number per stage."""
+    row = [splits] * num_stages if isinstance(splits, int) else list(splits)
+    if len(row) != num_stages:
+        raise ValueError(f"splits has {len(row)} entries and there are {num_stages} stages: pass one for each.")
+    _check_counts(splits=min(row, default=1))
+    return row
 
 
 def _rounds(

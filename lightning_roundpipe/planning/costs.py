@@ -11,6 +11,7 @@ A profile is measured by the engine or written by hand, and travels as JSON.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -177,12 +178,12 @@ def _parse_call(position: int, entry: Any) -> CallCost:
 
 @dataclass(frozen=True)
 class DeviceTraits:
-    """How one device differs from what its `Machine` says of all.
+    """One device, where not all are alike. The defaults describe a virtual device.
 
     Args:
         speed: How fast it computes: a call takes its time in the profile divided by this.
-        memory_bytes: Bytes that the engine may use on it; None for the machine's.
-        h2d_bytes_per_ms, d2h_bytes_per_ms: Bandwidth of its lanes; None for the machine's.
+        memory_bytes: Bytes that the engine may use on it; None for no limit.
+        h2d_bytes_per_ms, d2h_bytes_per_ms: Bandwidth of its lanes.
 
     Raises:
         ValueError: If a number is out of range; the message names the field.
@@ -190,16 +191,15 @@ class DeviceTraits:
 
     speed: float = 1.0
     memory_bytes: int | None = None
-    h2d_bytes_per_ms: float | None = None
-    d2h_bytes_per_ms: float | None = None
+    h2d_bytes_per_ms: float = math.inf
+    d2h_bytes_per_ms: float = math.inf
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise ValueError(f"speed of a device must be a finite number > 0, got {self.speed}: 1.0 is as the profile.")
         _check_memory("memory_bytes", self.memory_bytes)
         for name in ("h2d_bytes_per_ms", "d2h_bytes_per_ms"):
-            if getattr(self, name) is not None:
-                _check_bandwidth(name, getattr(self, name))
+            _check_bandwidth(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Machine:
         host_bytes_per_ms: Bandwidth of the host memory, shared by the lanes of all devices in both directions, and by
             the additions of gradients on the host.
         optimizer_bytes_per_ms: Speed of the optimizer on the host: bytes of gradients that it consumes per ms.
-        devices: What is particular to each device; empty if all are alike.
+        devices: What holds for each device, instead of the memory and the bandwidths above; empty if all are alike.
         shared_links: Parts of the ways to the host that several devices share.
 
     Raises:
@@ -278,20 +278,22 @@ class Machine:
         for name in (field.name for field in fields(self) if field.name.endswith("_per_ms")):
             _check_bandwidth(name, getattr(self, name))
 
-    @property
+    @functools.cached_property
     def is_uniform(self) -> bool:
         """Whether all devices compute equally fast, over equal links, in equal memory."""
         return len(set(self.devices)) <= 1
 
-    def of_device(self, index: int) -> DeviceTraits:
-        """Return what is known of one device, without gaps: what it does not say itself, the machine does."""
-        own = self.devices[index] if self.devices else DeviceTraits()
-        return DeviceTraits(
-            own.speed,
-            self.device_memory_bytes if own.memory_bytes is None else own.memory_bytes,
-            self.h2d_bytes_per_ms if own.h2d_bytes_per_ms is None else own.h2d_bytes_per_ms,
-            self.d2h_bytes_per_ms if own.d2h_bytes_per_ms is None else own.d2h_bytes_per_ms,
-        )
+    @functools.cached_property
+    def traits(self) -> tuple[DeviceTraits, ...]:
+        """What holds for each device."""
+        alike = DeviceTraits(1.0, self.device_memory_bytes, self.h2d_bytes_per_ms, self.d2h_bytes_per_ms)
+        return self.devices or (alike,) * self.num_devices
+
+    @functools.cached_property
+    def memories(self) -> tuple[int, ...]:
+        """The limits of the devices that have one, in bytes, each once, ascending."""
+        limits = {device.memory_bytes for device in self.traits}
+        return tuple(sorted(limit for limit in limits if limit is not None))
 
 
 def _check_memory(name: str, value: int | None) -> None:

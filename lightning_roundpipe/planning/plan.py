@@ -1,57 +1,114 @@
-"""The plan of a run: the partition with the shortest simulated step.
+"""The plan of a run: what runs in which stage, on how many devices at a time, in the shortest simulated step.
 
 ```
-limits on a stage's time -> greedy cuts -> with tapers -> neighbours of the best
-                                 |              |                 |
-                                 +--------------+-----------------+--> ring_ms: the fastest, the fewest stages of those
+profile + machine -> memory for a stage -> search: stages, splits, rounds -> StepPlan -> a schedule for any batch
 ```
-
-[Note: how the plan is found]
-The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
-full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
-filling of `partition` for a row of limits on the time of a stage, from a single call to the whole model; then with
-tapers, that is, shorter stages near the first call, with which the ring fills (forward) and drains (backward) in less
-time; then by moving, splitting and joining stages of the best one. Whatever `ring_ms` finds fastest wins, the fewest
-stages among equals. The formula's own partition is one of the candidates, so the result is never worse than it. A host
-memory that is shared by all lanes is known to `simulate` alone: then the fastest few are run there.
 
 Memory: the weights and gradients of a stage may take half of what the activations leave of a device, so that the next
 stage can be uploaded meanwhile. A single call may take all of it, at the price of that overlap. Activations are those
 of the micro-batch that is in the stage, and what the last calls of a stage gave: until a micro-batch has its turn in
-the next stage, that waits on the device that made it, for as many micro-batches as are in a round.
+the next stage, that waits on the device that made it, for as many micro-batches as are in a round. Where devices have
+unequal memory, stages are made for the smallest one; if a call does not fit there, for the smallest one on which all
+calls fit, and devices with less get the stages that fit on them.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
-from .builders import ring_ms, round_robin
+from .builders import next_first_device
 from .costs import CallCost, CostProfile, Machine
 from .cuts import StageSearch
-from .partition import Partition, assemble, no_calls, pieces
-from .quantities import format_bytes
-from .simulate import simulate
-from .stages import StageCost, StageTable
+from .dispatch import dispatch
+from .partition import Partition, StageKind, keep_together, no_calls
+from .quantities import format_bytes, format_ms, format_share
+from .schedule import Schedule
+from .search import Score, explore
+from .stages import stage_costs
 
-_NUM_LIMITS = 24
-_NUM_VARIED = 16
-_NUM_VARIATIONS = 200
-_NUM_NEIGHBOURS = 2_000
-_NUM_SIMULATED = 4
-_NUM_FAILURES = 60
-_NUM_EVENED = 6
-# How much is tried in all: simulated actions, which take about 0.2 microseconds each. The last attempts get at least
-# their share of it.
-_NUM_ACTIONS = 90_000
-_NUM_ACTIONS_PER_CALL = 800
-_LEAST_SHARE = 0.2
 
-Cuts = tuple[Sequence[int], Sequence[int]]
-_Key = tuple[tuple[int, ...], tuple[int, ...]]
+@dataclass(frozen=True)
+class StepPlan:
+    """How a step runs.
+
+    Attributes:
+        partition: The stages.
+        splits: For each stage, on how many devices at a time it runs, on micro-batches of their own.
+        round_size: Micro-batches that walk through the stages together; None for all.
+        reason: Why `splits` are what they are, in words.
+    """
+
+    partition: Partition
+    splits: tuple[int, ...]
+    round_size: int | None = None
+    reason: str = ""
+
+    def schedule(
+        self,
+        profile: CostProfile,
+        machine: Machine,
+        num_microbatches: int,
+        *,
+        hop_ms: float = 0.0,
+        first_device: int = 0,
+    ) -> Schedule:
+        """Return the schedule of a step; see [Note: dispatch] in ``dispatch``.
+
+        Args:
+            profile: The costs of the calls, which decide where devices are not all alike.
+            machine: What it runs on.
+            num_microbatches: Micro-batches of this step, which may be others than those planned for.
+            hop_ms: As for `plan_training`.
+            first_device: Where devices that are alike begin to take turns.
+        """
+        return dispatch(
+            stage_costs(self.partition, profile),
+            machine,
+            num_microbatches=num_microbatches,
+            splits=self.splits,
+            round_size=self.round_size,
+            hop_ms=hop_ms,
+            first_device=first_device,
+        )
+
+    def next_first_device(self, machine: Machine, num_microbatches: int, first_device: int) -> int:
+        """Return the device with which the step after one that began with `first_device` goes on with the turns."""
+        return next_first_device(
+            self.partition.num_stages,
+            num_microbatches,
+            machine.num_devices,
+            round_size=self.round_size,
+            splits=self.splits,
+            first_device=first_device,
+        )
+
+    def with_order(self, spans: Sequence[tuple[int, int]], single: Collection[int]) -> StepPlan:
+        """Return the plan with what micro-batches must pass one after the other on one device at a time.
+
+        Args:
+            spans: Call positions ``[start, stop)`` that one forward stage must run.
+            single: Call positions whose forward must run on one device at a time.
+        """
+        partition = keep_together(self.partition, spans)
+        splits = []
+        for stage in partition.stages:
+            is_backward = stage.kind is StageKind.BACKWARD
+            over = [
+                count
+                for old, count in zip(self.partition.stages, self.splits, strict=True)
+                if (old.kind is not (StageKind.FORWARD if is_backward else StageKind.BACKWARD))
+                and old.start < stage.stop
+                and old.stop > stage.start
+            ]
+            has_single = not is_backward and any(stage.start <= position < stage.stop for position in single)
+            splits.append(1 if has_single else min(over, default=1))
+        return replace(self, partition=partition, splits=tuple(splits))
+
+    def format(self) -> str:
+        """Return the stages, with ``x4`` behind those that run on up to four devices at a time."""
+        stages = zip(self.partition.stages, self.splits, strict=True)
+        return " | ".join(stage.format() + (f" x{count}" if count > 1 else "") for stage, count in stages)
 
 
 class StageMemoryError(ValueError):
@@ -71,10 +128,11 @@ def plan_training(
     machine: Machine,
     *,
     num_microbatches: int,
-    round_size: int | None = None,
+    round_size: int | Sequence[int] | None = None,
     hop_ms: float = 0.0,
-) -> Partition:
-    """Return the training partition with the shortest simulated step; see [Note: how the plan is found].
+    may_split: bool = True,
+) -> StepPlan:
+    """Return the plan with the shortest simulated step; see [Note: how the plan is found] in ``search``.
 
     Deterministic. Takes a fraction of a millisecond per call of the model.
 
@@ -82,14 +140,16 @@ def plan_training(
         profile: The costs of the calls of one micro-batch, in call order.
         machine: What it runs on.
         num_microbatches: M, the micro-batches of a step, at least 1.
-        round_size: Micro-batches that walk through the stages together; None for all.
+        round_size: Micro-batches that walk through the stages together; None for all. Of several numbers, the first
+            one is planned for as far as the memory allows, and the others are tried.
         hop_ms: Time in ms of an activation's way to another device, besides the machine's links.
+        may_split: Whether a stage may run on several devices at a time.
 
     Raises:
         ValueError: If a number is out of range.
         StageMemoryError: If a call needs more memory than a device has; the message says how much, and what helps.
     """
-    return _plan(profile, machine, num_microbatches, round_size, hop_ms, is_training=True)
+    return _plan(profile, machine, num_microbatches, round_size, hop_ms, may_split, is_training=True)
 
 
 def plan_evaluation(
@@ -97,47 +157,96 @@ def plan_evaluation(
     machine: Machine,
     *,
     num_microbatches: int,
-    round_size: int | None = None,
+    round_size: int | Sequence[int] | None = None,
     hop_ms: float = 0.0,
-) -> Partition:
-    """Return the forward-only partition with the shortest simulated step; arguments and errors as `plan_training`."""
-    return _plan(profile, machine, num_microbatches, round_size, hop_ms, is_training=False)
+    may_split: bool = True,
+) -> StepPlan:
+    """Return the forward-only plan with the shortest simulated step; arguments and errors as `plan_training`."""
+    return _plan(profile, machine, num_microbatches, round_size, hop_ms, may_split, is_training=False)
 
 
 def _plan(
     profile: CostProfile,
     machine: Machine,
     num_microbatches: int,
-    round_size: int | None,
+    round_size: int | Sequence[int] | None,
     hop_ms: float,
+    may_split: bool,
     *,
     is_training: bool,
-) -> Partition:
+) -> StepPlan:
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be >= 1, got {num_microbatches}: pass how many there are.")
+    sizes = [round_size] if isinstance(round_size, int | None) else list(round_size)
+    if any(size is not None and size < 1 for size in sizes):
+        raise ValueError(f"round_size must be >= 1, got {round_size}: pass None for one round.")
     if not profile.calls:
-        return no_calls(is_training=is_training)
-    waiting = waiting_bytes(profile, num_microbatches, round_size)
-    limit = stage_memory_limit(profile, machine, is_training=is_training, waiting_bytes=waiting)
-    if machine.device_memory_bytes is not None:
-        machine = replace(machine, device_memory_bytes=max(0, machine.device_memory_bytes - waiting))
+        return StepPlan(no_calls(is_training=is_training), (1,), sizes[0])
+    rounds = list(dict.fromkeys(min(size or num_microbatches, num_microbatches) for size in sizes))
+    while True:
+        try:
+            limit, left = _stage_memory(profile, machine, num_microbatches, rounds[0], is_training=is_training)
+            break
+        except StageMemoryError:
+            if len(rounds) == 1:
+                raise
+            del rounds[0]
     search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
-    return _explore(search, _Score(profile, machine, num_microbatches, round_size, hop_ms, is_training=is_training))
+    score = Score(profile, left, num_microbatches, hop_ms, is_training=is_training, may_split=may_split)
+    best, single_ms = explore(search, score, rounds)
+    partition, splits = score.partition(best), score.splits(best)
+    return StepPlan(partition, splits, best.round_size, _reason(splits, score.of(best), single_ms))
+
+
+def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float) -> str:
+    """Why the stages are split as they are."""
+    most = max(splits)
+    if most == 1:
+        return "r=1: every stage on one device at a time is fastest"
+    which = f"r={most}" if min(splits) == most else f"r={min(splits)} to {most}"
+    saved = format_share(1 - step_ms / single_ms) if single_ms else "0.0%"
+    text = f"{which}: {format_ms(step_ms)} a step, {saved} less than with every stage on one device at a time"
+    if min(splits) < most:
+        text += "; stages whose weights travel longer than they compute are on fewer devices"
+    return text
+
+
+def _stage_memory(
+    profile: CostProfile, machine: Machine, num_microbatches: int, round_size: int, *, is_training: bool
+) -> tuple[int | None, Machine]:
+    """What a stage may take, and the machine without what waits on its devices."""
+    waiting = waiting_bytes(profile, num_microbatches, round_size)
+    memories: list[int | None] = [*machine.memories] or [None]
+    for memory in memories:
+        try:
+            limit = stage_memory_limit(profile, memory, is_training=is_training, waiting_bytes=waiting)
+        except StageMemoryError:
+            if memory == memories[-1]:
+                raise
+        else:
+            break
+
+    def left(memory_bytes: int | None) -> int | None:
+        return None if memory_bytes is None else max(0, memory_bytes - waiting)
+
+    devices = tuple(replace(traits, memory_bytes=left(traits.memory_bytes)) for traits in machine.devices)
+    return limit, replace(machine, device_memory_bytes=left(machine.device_memory_bytes), devices=devices)
 
 
 def stage_memory_limit(
-    profile: CostProfile, machine: Machine, *, is_training: bool, waiting_bytes: int = 0
+    profile: CostProfile, memory: int | None, *, is_training: bool, waiting_bytes: int = 0
 ) -> int | None:
     """Bytes that the weights and gradients of a stage should take at most on a device; None for no limit.
 
     Args:
         profile: The costs of the calls of one micro-batch.
-        machine: What it runs on.
+        memory: Bytes that the engine may use on a device; None for no limit.
         is_training: Whether there is a backward.
         waiting_bytes: Activations on a device that wait for their next stage.
 
     Raises:
         StageMemoryError: If a single call does not fit.
     """
-    memory = machine.device_memory_bytes
     if memory is None:
         return None
     for position, call in enumerate(profile.calls):
@@ -156,7 +265,7 @@ def stage_memory_limit(
 
 
 def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:
-    """Return the bytes of activations on a device that wait for their next stage; see [Note: how the plan is found]."""
+    """Return the bytes of activations on a device that wait for their next stage; see the top of this file."""
     largest = max((call.output_bytes for call in profile.calls[:-1]), default=0)  # the loss follows the last one
     return largest * min(num_microbatches, round_size or num_microbatches)
 
@@ -174,175 +283,3 @@ def describe_need(call: CallCost, *, is_training: bool) -> str:
         f"{format_bytes(call.weight_bytes)}, {gradients}activations of one micro-batch "
         f"{format_bytes(call.activation_bytes(is_training=is_training))}"
     )
-
-
-class _Score:
-    """Simulated times of candidates, which are cuts as `pieces` takes them."""
-
-    def __init__(
-        self,
-        profile: CostProfile,
-        machine: Machine,
-        num_microbatches: int,
-        round_size: int | None,
-        hop_ms: float,
-        *,
-        is_training: bool,
-    ) -> None:
-        if num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be >= 1, got {num_microbatches}: pass how many there are.")
-        if round_size is not None and round_size < 1:
-            raise ValueError(f"round_size must be >= 1, got {round_size}: pass None for one round.")
-        self.num_calls, self.num_devices = len(profile.calls), machine.num_devices
-        self.num_actions = 0
-        self.is_training = is_training
-        self._machine, self._hop_ms = machine, hop_ms
-        self.num_microbatches, self._round_size = num_microbatches, round_size
-        self._table = StageTable(profile, is_training=is_training)
-        self._known: dict[_Key, float] = {}
-
-    def of(self, cuts: Cuts) -> float:
-        """The simulated time of a step with these cuts, in ms."""
-        key = (tuple(cuts[0]), tuple(cuts[1]))
-        time_ms = self._known.get(key)
-        if time_ms is None:
-            costs = self._costs(key)
-            self.num_actions += len(costs) * self.num_microbatches
-            ms = ring_ms(
-                costs,
-                self._machine,
-                num_microbatches=self.num_microbatches,
-                round_size=self._round_size,
-                hop_ms=self._hop_ms,
-            )
-            time_ms = self._known[key] = max(ms, self._host_ms(costs))
-        return time_ms
-
-    def _host_ms(self, costs: Sequence[StageCost]) -> float:
-        """The least time in ms that the host memory needs for a step."""
-        num_rounds = -(-self.num_microbatches // (self._round_size or self.num_microbatches))
-        # Where every device comes back to its own stage, its weights stay there.
-        num_uploads = num_rounds
-        if self.num_devices % len(costs) == 0:
-            num_uploads = min(num_rounds, self.num_devices // len(costs))
-        moved = (
-            num_uploads * cost.resident_bytes + self.num_microbatches * (cost.input_bytes + cost.output_bytes)
-            for cost in costs
-        )
-        return sum(moved) / self._machine.host_bytes_per_ms
-
-    def budget(self, num_tries: int, share: float) -> Iterator[None]:
-        """Yield until so many have been tried, or simulating has taken this share of the time that is left for it."""
-        total = max(_NUM_ACTIONS, _NUM_ACTIONS_PER_CALL * self.num_calls)
-        stop = self.num_actions + share * max(total - self.num_actions, _LEAST_SHARE * total)
-        for _ in range(num_tries):
-            if self.num_actions >= stop:
-                return
-            yield
-
-    def fits(self, cuts: Cuts) -> bool:
-        """Whether every stage of several calls keeps within the memory: two of its kind, and its activations."""
-        memory = self._machine.device_memory_bytes
-        if memory is None:
-            return True
-        for kind, start, stop in pieces(self.num_calls, *cuts):
-            cost = self._table.cost(kind, start, stop)
-            if stop - start > 1 and 2 * cost.resident_bytes + cost.workspace_bytes > memory:
-                return False
-        return True
-
-    def ranked(self) -> list[_Key]:
-        """The candidates, the fastest first, the fewest stages among equals."""
-        return sorted(self._known, key=lambda key: (self._known[key], len(key[0]) + len(key[1]), key))
-
-    def best(self) -> Partition:
-        """The fastest candidate."""
-        ranked = self.ranked()
-        if self._machine.host_bytes_per_ms == math.inf:
-            return assemble(self.num_calls, *ranked[0])
-        (first, *_), (formula, *_) = ranked, self._known
-        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._costs(first)) * self.num_microbatches))
-        finalists = dict.fromkeys((first, *ranked[1:num_simulated], formula))
-        return assemble(self.num_calls, *min(finalists, key=self._simulated_ms))
-
-    def _costs(self, cuts: Cuts) -> list[StageCost]:
-        return [self._table.cost(*piece) for piece in pieces(self.num_calls, *cuts)]
-
-    def _simulated_ms(self, cuts: Cuts) -> float:
-        costs = self._costs(cuts)
-        schedule = round_robin(
-            len(costs), self.num_microbatches, self._machine.num_devices, round_size=self._round_size
-        )
-        return simulate(schedule, costs, self._machine, hop_ms=self._hop_ms).step_ms
-
-
-def _explore(search: StageSearch, score: _Score) -> Partition:
-    """The best of the formula's partition, those for a row of limits, random variations of them, and neighbours."""
-    score.of(search.best(score.num_devices, score.num_microbatches))
-    limits = search.limits_between(_NUM_LIMITS)
-    times = {limit: score.of(search.cuts(limit)) for limit in limits}
-    good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
-    rng = random.Random(0)
-    if score.is_training:
-        for limit in good[:_NUM_EVENED]:
-            if score.fits(even := search.evened(search.cuts(limit))):
-                score.of(even)
-        for _ in score.budget(_NUM_VARIATIONS, share=0.5):
-            longest_taper = 2 * score.num_devices
-            score.of(
-                search.cuts(
-                    rng.choice(good),
-                    forward_taper=rng.randrange(longest_taper),
-                    backward_taper=rng.randrange(longest_taper),
-                )
-            )
-    starts = iter(score.ranked())
-    now, num_failures = next(starts), 0
-    for _ in score.budget(_NUM_NEIGHBOURS, share=1.0):
-        if num_failures == _NUM_FAILURES:
-            now, num_failures = next(starts, now), 0
-        cuts = _neighbour([list(row) for row in now], rng, score.num_calls, score.is_training)
-        num_failures += 1
-        if cuts is not None and score.fits(cuts) and score.of(cuts) <= score.of(now):
-            num_failures *= score.of(cuts) == score.of(now)
-            now = tuple(cuts[0]), tuple(cuts[1])
-    return score.best()
-
-
-def _neighbour(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:
-    """Change cuts a little; None where the random choice cannot be made."""
-    choice = rng.random()
-    if choice < 0.1 and is_training:
-        return _move_fused_stage(rows, rows[0][-1] + rng.choice((-1, 1)), num_calls)
-    row = rows[rng.randrange(2)] if is_training else rows[0]
-    if len(row) < 2:
-        return None
-    if choice < 0.8:  # one call less for a stage, one more for another: the cuts between them move
-        first, last = sorted(rng.choices(range(1, len(row)), k=2))
-        step = rng.choice((-1, 1))
-        row[first:last] = [cut + step for cut in row[first:last]]
-        return None if any(a >= b for a, b in pairwise(row)) else (rows[0], rows[1])
-    index = rng.randrange(len(row) - 1)
-    if choice < 0.9:
-        if row[index + 1] - row[index] < 2:
-            return None
-        row.insert(index + 1, rng.randrange(row[index] + 1, row[index + 1]))
-    elif index == 0:
-        return None
-    else:
-        del row[index]
-    return rows[0], rows[1]
-
-
-def _move_fused_stage(rows: list[list[int]], start: int, num_calls: int) -> Cuts | None:
-    """Let the fused stage begin at call `start`, next to where it begins now."""
-    if not 0 <= start < num_calls:
-        return None
-    for row in rows:
-        if len(row) == 1:
-            row.append(start)
-        elif row[-2] == start:
-            row.pop()
-        else:
-            row[-1] = start
-    return rows[0], rows[1]

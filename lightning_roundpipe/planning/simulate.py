@@ -17,7 +17,9 @@ arrived and the weights of its stage are there.
   before it starts to compute, if both fit into the device's memory beside the activations, else when that one has left
   the device. It shares the lane with the activations of the stage run before, which go first.
 - Gradients come down after the stage run, and its memory is free when they have arrived.
-- The host memory is one server for all weights and gradients under way, in the order in which they set off.
+- The host memory is one server for all weights and gradients under way, in the order in which they set off, and so is
+  each link that devices share, in each direction. Where a stage has several stage runs in a step, their gradients are
+  added up on the host: from the second one on, that reads the sum and the part, and writes the sum.
 - The optimizer runs on the host after the last gradient of a step. A synchronous one holds up the next step. Behind an
   asynchronous one, step t waits for the update after step t - 2 only (staleness 1; RoundPipe paper, arXiv 2604.27085,
   section on the consistency protocol).
@@ -29,60 +31,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, product
 from typing import Literal, get_args
 
-from .costs import Machine
+from .costs import DeviceTraits, Machine
 from .schedule import Action, Schedule
 from .spans import Span
-from .stages import StageCost
-from .timeline import Timeline
+from .stages import ADDITION_PASSES, StageCost
+from .timeline import Simulation, Timeline
 
 Optimizer = Literal["synchronous", "asynchronous"]
 Costs = Sequence[StageCost] | Callable[[Action], float]
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What came out.
-
-    Attributes:
-        timeline: One "compute" span per action, device by device in list order, and "h2d" and "d2h" spans for weights
-            and gradients; times in ms from the begin.
-        step_ms: Time of a step in ms. Synchronous optimizer: with the optimizer. Asynchronous: the mean distance from
-            the end of one step to the end of the next; the makespan if only one step was simulated. Never less than one
-            of `lower_bounds_ms`.
-        optimizer_ms: Time of the optimizer for one step, in ms.
-        memory_bytes: Peak per device: weights and gradients of the stage runs that are there, and the activations.
-        h2d_bytes, d2h_bytes: Bytes that travelled per device, all steps together.
-        late_upload_ms: How long devices waited for weights and for nothing else, all together, after their first stage
-        run. lower_bounds_ms: What each resource alone would need for a step, in ms: "compute", "h2d", "d2h",
-            "host memory", "optimizer".
-    """
-
-    timeline: Timeline
-    step_ms: float
-    optimizer_ms: float
-    memory_bytes: tuple[int, ...]
-    h2d_bytes: tuple[int, ...]
-    d2h_bytes: tuple[int, ...]
-    late_upload_ms: float
-    lower_bounds_ms: dict[str, float]
-
-    @property
-    def bound_by(self) -> str:
-        """What to improve first, in words: a resource that is busy nearly all the time, or where most time is lost."""
-        bounds = self.lower_bounds_ms
-        name = max(bounds, key=bounds.__getitem__)
-        if bounds[name] >= 0.9 * self.step_ms or bounds[name] > bounds["compute"]:
-            return name
-        parts = self.timeline.bubble_parts
-        if self.step_ms - self.timeline.makespan_ms > self.timeline.bubble_ratio * self.timeline.makespan_ms:
-            return "optimizer"
-        if parts["fill"] + parts["drain"] >= parts["inside"]:
-            return "fill and drain of the pipeline"
-        inside_ms = parts["inside"] * self.timeline.makespan_ms * self.timeline.num_devices
-        return "uploads that come late" if self.late_upload_ms > 0.5 * inside_ms else "waiting inside the step"
 
 
 def simulate(
@@ -153,12 +112,27 @@ class _StageRun:
     freed_at: float = 0.0
 
 
+class _Server:
+    """Bandwidth that several devices share: it serves them in the order in which they ask."""
+
+    def __init__(self, bytes_per_ms: float) -> None:
+        self.bytes_per_ms = bytes_per_ms
+        self.free = 0.0
+
+    def serve(self, now: float, num_bytes: int) -> float:
+        """Take bytes, behind those before; returns when they are through."""
+        self.free = max(self.free, now) + num_bytes / self.bytes_per_ms
+        return self.free
+
+
 @dataclass
 class _Device:
     """A device: its stage runs, how far it has come, when it and its lanes are free, and what it took."""
 
     index: int
     runs: list[_StageRun]
+    traits: DeviceTraits
+    servers: dict[str, list[_Server]]  # of each lane, what others use as well
     run_index: int = 0
     position: int = 0  # of the next action in its stage run
     free: float = 0.0
@@ -190,8 +164,20 @@ class _Run:
         # Gradients come down once per stage run, but every parameter is updated once per step.
         num_gradient_bytes = 0 if callable(self.costs) else sum(cost.gradient_bytes for cost in self.costs)
         self.optimizer_ms = num_gradient_bytes / self.machine.optimizer_bytes_per_ms
-        self.devices = [_Device(index, self._stage_runs(actions)) for index, actions in enumerate(schedule.devices)]
-        self.now, self.host_free, self.late_ms = 0.0, 0.0, 0.0
+        self.host = _Server(self.machine.host_bytes_per_ms)
+        shared = [self.host] if math.isfinite(self.machine.host_bytes_per_ms) else []
+        lanes = [{"h2d": [*shared], "d2h": [*shared]} for _ in schedule.devices]
+        for link, lane in product(self.machine.shared_links, ("h2d", "d2h")):
+            server = _Server(link.bytes_per_ms)
+            for device in link.devices:
+                lanes[device][lane].append(server)
+        self.devices = [
+            _Device(index, self._stage_runs(actions), self.machine.traits[index], lanes[index])
+            for index, actions in enumerate(schedule.devices)
+        ]
+        self.has_gradients_of: set[tuple[int, int]] = set()  # stages and steps of which some are on the host
+        self.added_bytes = 0
+        self.now, self.late_ms = 0.0, 0.0
         self.transfers: list[Span] = []
         # Per micro-batch: the end of its last action, the end of its last forward, its next stage.
         self.ends, self.forward_ends = [0.0] * num_microbatches, [0.0] * num_microbatches
@@ -246,7 +232,7 @@ class _Run:
         cost = self.cost_of[action]
         arrival = self._arrival(action, device)
         if self.recompute_ahead and cost.recompute_ms:
-            arrival = max(arrival - cost.recompute_ms, self.forward_ends[microbatch])
+            arrival = max(arrival - cost.recompute_ms / device.traits.speed, self.forward_ends[microbatch])
         return max(device.free, weights_at, arrival)
 
     def _arrival(self, action: Action, device: _Device) -> float:
@@ -256,7 +242,9 @@ class _Run:
         before = Action(action.stage_index - 1, action.microbatch_index)
         if self.schedule.device_of(before) == device.index:
             return end
-        return end + self.hop_ms + self.cost_of[before].handover_ms(self.machine)
+        source = self.devices[self.schedule.device_of(before)].traits
+        way_ms = self.cost_of[before].handover_ms(self.machine.transfer_latency_ms, source, device.traits)
+        return end + self.hop_ms + way_ms
 
     def _weights_at(self, device: _Device, index: int) -> float | None:
         """When the weights of a stage run are on the device; books the upload when it is asked for the first time.
@@ -271,7 +259,7 @@ class _Run:
             return None
         gate = self.updated[needed] if needed >= 0 else 0.0
         travelling, resident, workspace = cost.weight_bytes, cost.resident_bytes, cost.workspace_bytes
-        if index and self._overlap(device.runs[index - 1], run):
+        if index and self._overlap(device, device.runs[index - 1], run):
             previous = device.runs[index - 1]
             gate = max(gate, previous.starts_at, device.runs[index - 2].freed_at if index > 1 else 0.0)
             travelling += len(previous.actions) * previous.cost.input_bytes
@@ -280,13 +268,13 @@ class _Run:
         elif index:
             gate = max(gate, device.runs[index - 1].freed_at)
         device.peak_bytes = max(device.peak_bytes, resident + workspace)
-        lane_ms = travelling / self.machine.h2d_bytes_per_ms
+        lane_ms = travelling / device.traits.h2d_bytes_per_ms
         run.weights_at = self._move(device, "h2d", gate, run, cost.weight_bytes, lane_ms)
         return run.weights_at
 
-    def _overlap(self, previous: _StageRun, run: _StageRun) -> bool:
+    def _overlap(self, device: _Device, previous: _StageRun, run: _StageRun) -> bool:
         """Whether the weights of a stage run are uploaded while the one before it is on the device."""
-        return self.prefetch and previous.cost.fits_beside(run.cost, self.machine)
+        return self.prefetch and previous.cost.fits_beside(run.cost, device.traits.memory_bytes)
 
     def _move(self, device: _Device, lane: str, begin: float, run: _StageRun, num_bytes: int, lane_ms: float) -> float:
         """Book weights or gradients on a lane and on the host memory; returns when they have arrived."""
@@ -294,9 +282,7 @@ class _Run:
             return begin
         begin = max(begin, device.lane_free[lane])
         end = begin + self.machine.transfer_latency_ms + lane_ms
-        if self.machine.host_bytes_per_ms < math.inf:
-            self.host_free = max(self.host_free, self.now) + num_bytes / self.machine.host_bytes_per_ms
-            end = max(end, self.host_free)
+        end = max([end, *(server.serve(self.now, num_bytes) for server in device.servers[lane])])
         device.lane_free[lane] = end
         if end > begin:
             what = "weights" if lane == "h2d" else "gradients"
@@ -312,12 +298,14 @@ class _Run:
         self.now = start
         if device.position == 0:
             self._begin(device, run, start)
-        duration = cost.duration_ms
+        speed = device.traits.speed
+        duration = cost.duration_ms / speed
         if self.recompute_ahead and cost.recompute_ms:
             # Held back by the forward instead of the gradient, the recompute may end before the gradient is there.
             arrival = self._arrival(action, device)
-            duration = max(duration, max(start + cost.recompute_ms, arrival) + cost.compute_ms - start)
-        end = start + max(duration, cost.streamed_ms(self.machine))
+            recomputed = max(start + cost.recompute_ms / speed, arrival)
+            duration = max(duration, recomputed + cost.compute_ms / speed - start)
+        end = start + max(duration, cost.streamed_ms(device.traits))
         span = Span(device.index, "compute", start, start + duration, run.stage, microbatch, cost.label)
         device.spans.append(span)
         device.free = self.ends[microbatch] = end
@@ -325,7 +313,9 @@ class _Run:
             self.forward_ends[microbatch] = start  # of the fused stage: what the B stages need is older
         device.up_bytes += cost.input_bytes
         device.down_bytes += cost.output_bytes
-        self.host_free += (cost.input_bytes + cost.output_bytes) / self.machine.host_bytes_per_ms
+        for lane, num_bytes in (("h2d", cost.input_bytes), ("d2h", cost.output_bytes)):
+            for server in device.servers[lane]:
+                server.free += num_bytes / server.bytes_per_ms
         self.next_stage[microbatch] += 1
         device.position += 1
         if device.position == len(run.actions):
@@ -336,17 +326,28 @@ class _Run:
         run.starts_at, following = start, device.run_index + 1
         if device.run_index:
             self.late_ms += max(0.0, start - max(device.free, self._arrival(run.actions[0], device)))
-        if following < len(device.runs) and self._overlap(run, device.runs[following]):
+        if following < len(device.runs) and self._overlap(device, run, device.runs[following]):
             # Booked as soon as it can begin, so that the host memory serves it in its turn.
             self._weights_at(device, following)
 
     def _end(self, device: _Device, run: _StageRun, end: float) -> None:
         num_bytes = run.cost.gradient_bytes
-        run.freed_at = self._move(device, "d2h", end, run, num_bytes, num_bytes / self.machine.d2h_bytes_per_ms)
+        run.freed_at = self._move(device, "d2h", end, run, num_bytes, num_bytes / device.traits.d2h_bytes_per_ms)
         device.up_bytes += run.cost.weight_bytes
         device.down_bytes += num_bytes
-        self.done[run.step] = max(self.done[run.step], run.freed_at)
+        self.done[run.step] = max(self.done[run.step], self._added_at(run))
         device.run_index, device.position = device.run_index + 1, 0
+
+    def _added_at(self, run: _StageRun) -> float:
+        """When the gradients of a stage run are in the sum on the host."""
+        key = run.stage, run.step
+        if key not in self.has_gradients_of:
+            self.has_gradients_of.add(key)
+            return run.freed_at
+        num_bytes = ADDITION_PASSES * run.cost.gradient_bytes
+        self.added_bytes += num_bytes
+        adding_ms = num_bytes / self.machine.host_bytes_per_ms
+        return max(run.freed_at + adding_ms, self.host.serve(self.now, num_bytes))
 
     def _woken(self, device: _Device, action: Action, step: int) -> Iterable[int]:
         self.left[step] -= 1
@@ -387,13 +388,13 @@ class _Run:
         return (self.done[-1] - self.done[0]) / (self.num_steps - 1)
 
     def _lower_bounds(self) -> dict[str, float]:
-        machine, steps = self.machine, self.num_steps
+        machine, steps, devices = self.machine, self.num_steps, self.devices
         work_ms = math.fsum(self.cost_of[action].duration_ms for row in self.schedule.devices for action in row)
-        up, down = [device.up_bytes for device in self.devices], [device.down_bytes for device in self.devices]
+        moved = sum(device.up_bytes + device.down_bytes for device in devices)
         return {
-            "compute": work_ms / machine.num_devices / steps,
-            "h2d": max(up) / machine.h2d_bytes_per_ms / steps,
-            "d2h": max(down) / machine.d2h_bytes_per_ms / steps,
-            "host memory": (sum(up) + sum(down)) / machine.host_bytes_per_ms / steps,
+            "compute": work_ms / math.fsum(device.traits.speed for device in devices) / steps,
+            "h2d": max(device.up_bytes / device.traits.h2d_bytes_per_ms for device in devices) / steps,
+            "d2h": max(device.down_bytes / device.traits.d2h_bytes_per_ms for device in devices) / steps,
+            "host memory": (moved + self.added_bytes) / machine.host_bytes_per_ms / steps,
             "optimizer": self.optimizer_ms,
         }

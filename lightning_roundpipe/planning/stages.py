@@ -17,8 +17,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .costs import CallCost, CostProfile, Machine
+from .costs import CallCost, CostProfile, DeviceTraits
 from .partition import Partition, Stage, StageKind
+
+# An addition of gradients on the host reads the sum and the part, and writes the sum.
+ADDITION_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,20 @@ class StageCost:
         """Bytes that stay on the device for a stage run: weights and gradients."""
         return self.weight_bytes + self.gradient_bytes
 
-    def streamed_ms(self, machine: Machine) -> float:
+    def streamed_ms(self, device: DeviceTraits) -> float:
         """Return the time in ms on one micro-batch: compute, or activations on a lane if they take longer."""
-        up_ms, down_ms = self.input_bytes / machine.h2d_bytes_per_ms, self.output_bytes / machine.d2h_bytes_per_ms
-        return max(self.duration_ms, up_ms, down_ms)
+        up_ms, down_ms = self.input_bytes / device.h2d_bytes_per_ms, self.output_bytes / device.d2h_bytes_per_ms
+        return max(self.duration_ms / device.speed, up_ms, down_ms)
 
-    def handover_ms(self, machine: Machine) -> float:
-        """Return the time in ms from the end of the stage to the arrival of its boundary tensor on another device."""
+    def handover_ms(self, latency_ms: float, before: DeviceTraits, after: DeviceTraits) -> float:
+        """Return the time in ms from the end of the stage on one device until its boundary tensor is on another one."""
         num_bytes = self.handover_bytes
-        travel_ms = num_bytes / machine.d2h_bytes_per_ms + num_bytes / machine.h2d_bytes_per_ms
-        return travel_ms + 2 * machine.transfer_latency_ms
+        return num_bytes / before.d2h_bytes_per_ms + num_bytes / after.h2d_bytes_per_ms + 2 * latency_ms
 
-    def fits_beside(self, other: StageCost, machine: Machine) -> bool:
-        """Return whether both stages can be on a device at the same time, one of them computing."""
-        limit = machine.device_memory_bytes
+    def fits_beside(self, other: StageCost, memory_bytes: int | None) -> bool:
+        """Return whether both stages can be on a device with this limit at the same time, one of them computing."""
         workspace = max(self.workspace_bytes, other.workspace_bytes)
-        return limit is None or self.resident_bytes + other.resident_bytes + workspace <= limit
+        return memory_bytes is None or self.resident_bytes + other.resident_bytes + workspace <= memory_bytes
 
 
 def stage_costs(partition: Partition, profile: CostProfile) -> tuple[StageCost, ...]:
@@ -100,18 +101,20 @@ class StageTable:
     def __init__(self, profile: CostProfile, *, is_training: bool) -> None:
         self._calls = profile.calls
         self._is_training = is_training
-        self._known: dict[tuple[StageKind, int, int], StageCost] = {}
+        self._known: dict[tuple[str, int, int], StageCost] = {}
 
     def cost(self, kind: StageKind, start: int, stop: int) -> StageCost:
         """Return the cost of a stage over the calls ``[start, stop)``."""
-        key = (kind, start, stop)
-        if key not in self._known:
-            stage, calls = Stage(0, *key), self._calls[start:stop]
+        key = (kind.value, start, stop)  # the hash of a member of an enum is slow
+        cost = self._known.get(key)
+        if cost is None:
+            stage, calls = Stage(0, kind, start, stop), self._calls[start:stop]
             if kind is StageKind.FORWARD:
-                self._known[key] = _forward_cost(stage, calls, is_training=self._is_training)
+                cost = _forward_cost(stage, calls, is_training=self._is_training)
             else:
-                self._known[key] = _backward_cost(stage, calls)
-        return self._known[key]
+                cost = _backward_cost(stage, calls)
+            self._known[key] = cost
+        return cost
 
 
 def stage_durations(partition: Partition, profile: CostProfile) -> tuple[float, ...]:

@@ -187,3 +187,46 @@ class Timeline:
 
 def _symbol(stage_index: int) -> str:
     return _SYMBOLS[stage_index] if 0 <= stage_index < len(_SYMBOLS) else "#"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out.
+
+    Attributes:
+        timeline: One "compute" span per action, device by device in list order, and "h2d" and "d2h" spans for weights
+            and gradients; times in ms from the begin.
+        step_ms: Time of a step in ms. Synchronous optimizer: with the optimizer. Asynchronous: the mean distance from
+            the end of one step to the end of the next; the makespan if only one step was simulated. Never less than one
+            of `lower_bounds_ms`.
+        optimizer_ms: Time of the optimizer for one step, in ms.
+        memory_bytes: Peak per device: weights and gradients of the stage runs that are there, and the activations.
+        h2d_bytes, d2h_bytes: Bytes that travelled per device, all steps together.
+        late_upload_ms: How long devices waited for weights and for nothing else, all together, after their first stage
+        run. lower_bounds_ms: What each resource alone would need for a step, in ms: "compute", "h2d", "d2h",
+            "host memory", "optimizer".
+    """
+
+    timeline: Timeline
+    step_ms: float
+    optimizer_ms: float
+    memory_bytes: tuple[int, ...]
+    h2d_bytes: tuple[int, ...]
+    d2h_bytes: tuple[int, ...]
+    late_upload_ms: float
+    lower_bounds_ms: dict[str, float]
+
+    @property
+    def bound_by(self) -> str:
+        """What to improve first, in words: a resource that is busy nearly all the time, or where most time is lost."""
+        bounds = self.lower_bounds_ms
+        name = max(bounds, key=bounds.__getitem__)
+        if bounds[name] >= 0.9 * self.step_ms or bounds[name] > bounds["compute"]:
+            return name
+        parts = self.timeline.bubble_parts
+        if self.step_ms - self.timeline.makespan_ms > self.timeline.bubble_ratio * self.timeline.makespan_ms:
+            return "optimizer"
+        if parts["fill"] + parts["drain"] >= parts["inside"]:
+            return "fill and drain of the pipeline"
+        inside_ms = parts["inside"] * self.timeline.makespan_ms * self.timeline.num_devices
+        return "uploads that come late" if self.late_upload_ms > 0.5 * inside_ms else "waiting inside the step"

@@ -260,9 +260,9 @@ def test_rounds_of_a_loop_share_a_plan_as_long_as_they_are_alike() -> None:
     chain = Chain()
     made: list[int] = []
 
-    def plan(costs: Any, count: int, training: bool) -> Any:
+    def plan(costs: Any, machine: Any, count: int, training: bool) -> Any:
         made.append(len(costs.calls))
-        return everything_recomputed(costs, count, training)
+        return everything_recomputed(costs, machine, count, training)
 
     engine = engine_of(chain, plan=plan)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition
+from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import cut_at
 from tests.support.engine.taps import Tap
@@ -123,7 +123,7 @@ def functional(model: Model, batch: Any) -> Any:
         return F.cross_entropy(F.linear(x, model.head.weight), y)
 
 
-def stages(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def stages(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     """The last block and, where it is a unit, the head are fused."""
     return cut_at(len(costs.calls), training, range(1, 2), range(1, 2), 2)
 

@@ -88,7 +88,7 @@ def test_what_is_planned_fits(
     def run_within(limit: int | None) -> CostProfile | None:
         """A few steps; the costs if they have succeeded."""
 
-        def plan(costs: CostProfile, num_microbatches: int, is_training: bool) -> Partition:
+        def plan(costs: CostProfile, machine: Machine, num_microbatches: int, is_training: bool) -> Partition:
             return plan_training(costs, machine, num_microbatches=num_microbatches, round_size=round_size)
 
         machine = Machine(num_devices, limit)

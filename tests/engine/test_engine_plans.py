@@ -40,7 +40,7 @@ def test_a_plan_is_taken_if_it_saves_more_than_two_percent(share: float, is_take
     model = Model([Work(forward_ms, rest_ms / 2), Work(rest_ms / 4, rest_ms / 4)])
     proposed: list[Partition] = []
 
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         proposed.append((kept if proposed else recomputed)(costs))
         return proposed[-1]
 
@@ -57,7 +57,7 @@ def test_a_plan_is_taken_if_it_saves_more_than_two_percent(share: float, is_take
 def test_plans_are_made_after_steps_that_are_powers_of_two() -> None:
     calls: list[tuple[int, bool]] = []
 
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         calls.append((num_microbatches, training))
         return kept(costs)
 
@@ -76,7 +76,7 @@ def test_the_real_planner_finds_what_the_guess_could_not_know() -> None:
     """Equal weights, so equal guesses; the first units take all the time."""
     model = Model([Work(ms, 2 * ms) for ms in (8.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
 
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         return plan_training(costs, Machine(2), num_microbatches=num_microbatches)
 
     engine = Engine(model, modelled_pool(2), planner, num_threads=1)
@@ -95,7 +95,7 @@ def test_the_real_planner_finds_what_the_guess_could_not_know() -> None:
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_present_one() -> None:
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         if costs.calls[0].forward_ms == 1.0:  # as measured; guesses are much smaller
             raise ValueError("too large by 3 bytes")
         return kept(costs)
@@ -164,7 +164,7 @@ def test_new_plans_change_no_bit_of_the_results(
     reference = copy.deepcopy(model)
     planned: list[Partition] = []
 
-    def always_another(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def always_another(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         candidate = any_partition(len(costs.calls), training, rng)
         while planned and candidate == planned[-1]:
             candidate = any_partition(len(costs.calls), training, rng)
@@ -216,7 +216,7 @@ PROFILE = CostProfile(tuple(CallCost(f"works.{i}", 10.0 - i, 20.0) for i in rang
 
 
 def noting(seen: list[CostProfile]) -> plans.Planner:
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         seen.append(costs)
         return recomputed(costs)
 
@@ -271,7 +271,7 @@ def test_preset_costs_of_other_calls_are_refused(names: list[str], message: str,
 def test_the_first_plan_knows_the_sizes_of_the_calls_but_no_times() -> None:
     seen: list[CostProfile] = []
 
-    def planner(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         seen.append(costs)
         return kept(costs)
 

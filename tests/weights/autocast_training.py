@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
 from tests.support.engine.lazy_link import LazyLink
@@ -83,7 +83,7 @@ class Training:
         self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=lr)
         self.num_steps = 0
 
-    def _plan(self, costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def _plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         if self.planner is not None:
             return self.planner(len(costs.calls), training)
         make: Any = partition if training else partition_forward

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind
 from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.parameters import Replica
 from tests.support.engine.lazy_link import LazyLink
@@ -31,7 +31,7 @@ class Model(nn.Module):
         return self.blocks[1](x).square().mean()
 
 
-def one_forward_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def one_forward_stage(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     kinds = [(StageKind.FORWARD, 0, 1), (StageKind.FUSED, 1, 2), (StageKind.BACKWARD, 0, 1)]
     return Partition(2, tuple(Stage(i, *kind) for i, kind in enumerate(kinds)))
 

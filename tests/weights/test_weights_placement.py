@@ -14,7 +14,7 @@ from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind, round_robin
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.units import UnitTable
 from tests.support.engine.lazy_link import LazyLink
@@ -50,7 +50,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def each_call_its_stage(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+def each_call_its_stage(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
     """The last call is fused, every other one has a stage for its forward and one for its backward."""
     last = len(costs.calls) - 1
     if not training:

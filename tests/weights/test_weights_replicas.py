@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
 from lightning_roundpipe.weights.parameters import GradientStore
 from tests.support.engine.lazy_link import LazyLink
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def make_engine(model: nn.Module, copies: bool, num_devices: int = 2) -> Engine:
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         make: Callable[..., Partition] = partition if training else partition_forward
         return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
 

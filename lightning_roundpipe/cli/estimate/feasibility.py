@@ -139,7 +139,8 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
     machine = _machine(workload, cluster, pace)
     count = cluster.num_microbatches(microbatch_size)
     size = min(cluster.round_size, count)
-    partition = plan_training(profile, machine, num_microbatches=count, round_size=size)
+    plan = plan_training(profile, machine, num_microbatches=count, round_size=size)
+    partition = plan.partition
     costs = stage_costs(partition, profile)
     # Every weight is updated once, also where a tied table counts in two stages.
     optimizer_ms = workload.num_trained * pace.optimizer_bytes / pace.host_bytes_per_ms
@@ -147,7 +148,9 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
     machine = replace(machine, optimizer_bytes_per_ms=num_gradient_bytes / optimizer_ms)
     is_asynchronous = cluster.optimizer == "asynchronous"
     num_steps = _ASYNCHRONOUS_STEPS if is_asynchronous else 1
-    schedule = round_robin(partition.num_stages, count, cluster.num_devices, round_size=size, num_steps=num_steps)
+    schedule = round_robin(
+        partition.num_stages, count, cluster.num_devices, round_size=size, splits=plan.splits, num_steps=num_steps
+    )
     simulation = simulate(schedule, costs, machine, microbatches_per_step=count, optimizer=cluster.optimizer)
     return {
         "tokens_per_s": cluster.batch_size * workload.seq_len / simulation.step_ms * 1e3,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition
+from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from tests.support.engine.partitions import cut_at, everything_kept
 from tests.support.engine.taps import Tap
 
@@ -92,7 +92,9 @@ def run(engine: Engine, model: Model, rows: int, num_microbatches: int, **kwargs
 kept = everything_kept
 
 
-def recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+def recomputed(
+    costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
+) -> Partition:
     """Everything but the last call is recomputed, in one stage."""
     count = len(costs.calls)
     return cut_at(count, training, (), (), count - 1)

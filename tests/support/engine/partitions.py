@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_roundpipe.engine.runner import Planner
-from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind
 
 
 def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:
@@ -25,19 +25,25 @@ def _pieces(cuts: Sequence[int], stop: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *(c for c in cuts if c < stop), stop])) if stop else []
 
 
-def everything_kept(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+def everything_kept(
+    costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
+) -> Partition:
     """One stage, fused."""
     count = len(costs.calls)
     return Partition(count, (Stage(0, StageKind.FUSED, 0, count),))
 
 
-def everything_recomputed(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+def everything_recomputed(
+    costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
+) -> Partition:
     """The last call is fused, every other one has a stage for its forward and one for its backward."""
     count = len(costs.calls)
     return cut_at(count, training, range(1, count), range(1, count), max(0, count - 1))
 
 
-def two_calls_fused(costs: CostProfile, num_microbatches: int = 1, training: bool = True) -> Partition:
+def two_calls_fused(
+    costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
+) -> Partition:
     """The last two calls are fused, every other one has a stage for its forward and one for its backward."""
     count = len(costs.calls)
     return cut_at(count, training, range(1, count), range(1, count), count - 2)
@@ -58,7 +64,7 @@ def any_partition(num_calls: int, training: bool, rng: random.Random) -> Partiti
 def planner(seed: int) -> Planner:
     """The same stages, cut anywhere, for every number of micro-batches."""
 
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         return any_partition(len(costs.calls), training, random.Random(seed))
 
     return plan

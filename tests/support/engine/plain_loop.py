@@ -111,7 +111,7 @@ class Case:
         self.engine = Engine(
             self.model,
             cpu_pool(num_devices, copies=copies),
-            lambda profile, num_microbatches, training: self.planner(len(profile.calls), training),
+            lambda profile, machine, num_microbatches, training: self.planner(len(profile.calls), training),
             scheduler=lambda num_stages, num_microbatches, *_: (scheduler(num_stages, num_microbatches), 0),
             num_threads=1,
         )

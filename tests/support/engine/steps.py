@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Partition, partition, partition_forward
+from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import recomputed
 
 Parts = Sequence[Tensor]
 
 
-def balanced(num_devices: int) -> Callable[[CostProfile, int, bool], Partition]:
+def balanced(num_devices: int) -> Planner:
     """The planner of the package, for so many devices."""
 
-    def plan(costs: CostProfile, num_microbatches: int, training: bool) -> Partition:
+    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         make: Callable[..., Partition] = partition if training else partition_forward
         return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
 

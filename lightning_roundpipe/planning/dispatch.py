@@ -1,0 +1,264 @@
+"""Dispatch: which device gets which stage run, and how long a step takes then.
+
+```
+splits = 1, 1, 1                        splits = 4, 2, 1                     8 micro-batches, 4 devices
+device 0: 0:0 ... 0:7 ............      device 0: 0:0 0:1 | 1:4 ... 1:7
+device 1: ... 1:0 ... 1:7 ........      device 1: 0:2 0:3 | 2:0 ... 2:7
+device 2: ...... 2:0 ... 2:7 .....      device 2: 0:4 0:5 |
+device 3: ........................      device 3: 0:6 0:7 | 1:0 ... 1:3
+```
+
+[Note: dispatch]
+The micro-batches of a round go through the stages together. Stage s cuts them into ``splits[s]`` neighbouring groups,
+as equal as they can be, and each group is a stage run of its own: its weights travel to its device, its gradients come
+home, and the host adds those of all groups. With r = 1 that is the ring of the RoundPipe paper; with r everywhere it is
+r rings of N / r devices, in which the pipeline fills and drains r times as fast; with r = N nothing waits for another
+device. r may differ from stage to stage, and need not divide anything.
+
+- *Devices that are alike* get the stage runs in turn, in the order of the stages and of the groups.
+- *Devices that differ* get micro-batches one by one, in the order in which they arrive: each goes to the device that
+  would end it first, upload of the weights included (list scheduling). A stage is on ``splits[s]`` devices at most.
+
+Either way the stage runs have one order that the lists of all devices are parts of, so that no schedule made here can
+deadlock, and the clock below can process them one after the other: [Note: the simulated machine] in ``simulate``, as
+long as the host's memory has no limit. That is fast enough for a search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from .builders import neighbours, round_robin
+from .costs import Machine
+from .schedule import Action, Schedule
+from .stages import ADDITION_PASSES, StageCost
+
+
+def dispatch(
+    costs: Sequence[StageCost],
+    machine: Machine,
+    *,
+    num_microbatches: int,
+    splits: Sequence[int],
+    round_size: int | None = None,
+    hop_ms: float = 0.0,
+    first_device: int = 0,
+) -> Schedule:
+    """Build the schedule of one step; see [Note: dispatch].
+
+    Args:
+        costs: One cost per stage. Where all devices are alike they have no influence.
+        machine, hop_ms: As for `simulate`.
+        num_microbatches, round_size: As for `round_robin`.
+        splits: For each stage the most devices that it is on at a time, at least 1.
+        first_device: Where devices that are alike begin to take turns.
+
+    Raises:
+        ValueError: If a count is below 1, or `splits` has not one entry per stage.
+    """
+    if machine.is_uniform:
+        counts = len(costs), num_microbatches, machine.num_devices
+        return round_robin(*counts, round_size=round_size, splits=splits, first_device=first_device)
+    clock = _ListClock(costs, machine, hop_ms, num_microbatches)
+    clock.run(splits, list(_rounds(num_microbatches, round_size)))
+    return Schedule(len(costs), num_microbatches, tuple(map(tuple, clock.actions)))
+
+
+def dispatch_ms(
+    costs: Sequence[StageCost],
+    machine: Machine,
+    *,
+    num_microbatches: int,
+    splits: Sequence[int],
+    round_size: int | None = None,
+    hop_ms: float = 0.0,
+) -> float:
+    """Return the time in ms of one step of `dispatch`, with a synchronous optimizer.
+
+    It is the `step_ms` of `simulate`, as long as nothing is shared by the ways of several devices (otherwise a lower
+    one), in the time that it takes to add up the actions.
+
+    Args:
+        costs, machine, num_microbatches, splits, round_size, hop_ms: As for `dispatch`.
+    """
+    rounds = list(_rounds(num_microbatches, round_size))
+    num_last = min(splits[-1], len(rounds[-1]))
+    num_devices = machine.num_devices
+    clock: _Clock
+    if not machine.is_uniform:
+        clock = _ListClock(costs, machine, hop_ms, num_microbatches)
+    else:
+        clock = _TurnClock(costs, machine, hop_ms, num_microbatches)
+        if min(splits) >= num_devices and all(len(microbatches) >= num_devices for microbatches in rounds):
+            # Every device has micro-batches of its own, and waits for none of another one: the last has the most.
+            rounds = [range(m.start + len(m) * (num_devices - 1) // num_devices, m.stop) for m in rounds]
+            clock.devices, splits = clock.devices[:1], [1] * len(costs)
+    clock.run(splits, rounds)
+    done = max(clock.leave(device) for device in clock.devices)
+    # When the last gradients are home, those of the other runs of their stage have still to be added up.
+    num_bytes = ADDITION_PASSES * (num_last - 1) * costs[-1].gradient_bytes
+    done += num_bytes / machine.host_bytes_per_ms
+    return done + sum(cost.gradient_bytes for cost in costs) / machine.optimizer_bytes_per_ms
+
+
+def _rounds(num_microbatches: int, round_size: int | None) -> Iterator[range]:
+    size = round_size or num_microbatches
+    for first in range(0, num_microbatches, size):
+        yield range(first, min(first + size, num_microbatches))
+
+
+class _Device:
+    """What the next stage run on a device has to know about those before."""
+
+    __slots__ = ("cost", "down_free", "free", "freed_before", "index", "num_actions", "stage", "starts_at", "up_free")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.free = self.up_free = self.down_free = self.starts_at = self.freed_before = 0.0
+        self.stage = -1
+        self.num_actions = 0
+        self.cost = StageCost(0.0)
+
+
+class _Clock:
+    """Devices and micro-batches, and how far they have come."""
+
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
+        self.devices = [_Device(index) for index in range(machine.num_devices)]
+        self.costs = costs
+        self.ends = [0.0] * num_microbatches
+        self.at = [-1] * num_microbatches  # the device on which a micro-batch is
+        self.latency_ms = machine.transfer_latency_ms
+        self.traits = machine.traits
+        self.hop_ms = hop_ms
+
+    def run(self, splits: Sequence[int], rounds: Sequence[range]) -> None:
+        """Let all micro-batches of these rounds go through all stages."""
+        for microbatches in rounds:
+            for stage, most in enumerate(splits):
+                self.run_stage(stage, microbatches, min(most, len(microbatches)))
+
+    def run_stage(self, stage: int, microbatches: range, num_devices: int) -> None:
+        """Let the micro-batches of a round go through a stage."""
+        raise NotImplementedError
+
+    def leave(self, device: _Device) -> float:
+        """The time at which the device's current stage run has left it, and whatever it brought home before."""
+        num_bytes = device.cost.gradient_bytes
+        if not num_bytes:
+            return max(device.free, device.down_free)
+        begin = max(device.free, device.down_free)
+        return begin + self.latency_ms + num_bytes / self.traits[device.index].d2h_bytes_per_ms
+
+    def weights_at(self, device: _Device, cost: StageCost) -> float:
+        """The time at which the weights of another stage can be on the device."""
+        last, traits = device.cost, self.traits[device.index]
+        travelling = cost.weight_bytes
+        if device.stage < 0:
+            gate = 0.0
+        elif last.fits_beside(cost, traits.memory_bytes):
+            gate = max(device.starts_at, device.freed_before)
+            travelling += device.num_actions * last.input_bytes
+        else:
+            gate = self.leave(device) if last.gradient_bytes else device.free
+        if not cost.weight_bytes:
+            return gate
+        return max(gate, device.up_free) + self.latency_ms + travelling / traits.h2d_bytes_per_ms
+
+    def change_stage(self, device: _Device, stage: int, weights_at: float) -> None:
+        """Let the device go on with another stage, whose weights are there at `weights_at`."""
+        freed = device.free
+        if device.cost.gradient_bytes:
+            freed = device.down_free = self.leave(device)
+        cost = self.costs[stage]
+        if cost.weight_bytes:
+            device.up_free = weights_at
+        device.free, device.freed_before = max(device.free, weights_at), freed
+        device.stage, device.cost, device.num_actions = stage, cost, 0
+
+
+class _TurnClock(_Clock):
+    """Devices that are alike get stage runs in turn."""
+
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
+        super().__init__(costs, machine, hop_ms, num_microbatches)
+        self._turn = 0
+        traits = self.traits[0]
+        self._durations = [cost.streamed_ms(traits) for cost in costs]
+        self._hops = [0.0, *(hop_ms + cost.handover_ms(self.latency_ms, traits, traits) for cost in costs[:-1])]
+
+    def run_stage(self, stage: int, microbatches: range, num_devices: int) -> None:
+        ends, at, hop, duration = self.ends, self.at, self._hops[stage], self._durations[stage]
+        for index in range(num_devices):
+            part = microbatches if num_devices == 1 else neighbours(microbatches, num_devices, index)
+            device = self.devices[self._turn]
+            self._turn = (self._turn + 1) % len(self.devices)
+            if device.stage != stage:
+                self.change_stage(device, stage, self.weights_at(device, self.costs[stage]))
+            here, first, free = device.index, part.start, device.free
+            if not device.num_actions:
+                device.starts_at = max(free, ends[first] if at[first] == here else ends[first] + hop)
+            for microbatch in part:
+                arrival = ends[microbatch] if at[microbatch] == here else ends[microbatch] + hop
+                if arrival > free:
+                    free = arrival
+                free += duration
+                ends[microbatch] = free
+                at[microbatch] = here
+            device.num_actions += len(part)
+            device.free = free
+
+
+class _ListClock(_Clock):
+    """Devices that differ get micro-batches one by one: each goes to the device that ends it first."""
+
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
+        super().__init__(costs, machine, hop_ms, num_microbatches)
+        self.actions: list[list[Action]] = [[] for _ in self.devices]
+        self._durations = [[cost.streamed_ms(traits) for cost in costs] for traits in self.traits]
+        self._fitting = [[device for device in self.devices if self._fits(device, cost)] for cost in costs]
+
+    def run_stage(self, stage: int, microbatches: range, num_devices: int) -> None:
+        used: list[_Device] = []
+        weights_at: dict[int, float] = {}
+        for microbatch in sorted(microbatches, key=self.ends.__getitem__):
+            best: tuple[float, bool, int] | None = None
+            for device in used if len(used) >= num_devices else self._fitting[stage]:
+                index = device.index
+                begin = self._arrival(microbatch, stage, device)
+                if device.stage == stage:
+                    begin = max(begin, device.free)
+                else:
+                    if index not in weights_at:
+                        weights_at[index] = max(device.free, self.weights_at(device, self.costs[stage]))
+                    begin = max(begin, weights_at[index])
+                found = (begin + self._durations[index][stage], device.stage != stage, index)
+                if best is None or found < best:
+                    best = found
+            assert best is not None
+            end, _, index = best
+            device = self.devices[index]
+            if device.stage != stage:
+                self.change_stage(device, stage, self.weights_at(device, self.costs[stage]))
+            if device not in used:
+                used.append(device)
+            if not device.num_actions:
+                device.starts_at = end - self._durations[index][stage]
+            device.num_actions += 1
+            device.free = self.ends[microbatch] = end
+            self.at[microbatch] = index
+            self.actions[index].append(Action(stage, microbatch))
+
+    def _arrival(self, microbatch: int, stage: int, device: _Device) -> float:
+        before = self.at[microbatch]
+        if before in (-1, device.index):
+            return self.ends[microbatch]
+        way_ms = self.costs[stage - 1].handover_ms(self.latency_ms, self.traits[before], self.traits[device.index])
+        return self.ends[microbatch] + self.hop_ms + way_ms
+
+    def _fits(self, device: _Device, cost: StageCost) -> bool:
+        """Whether a stage, which fits on the largest device, fits on this one."""
+        limits = [math.inf if traits.memory_bytes is None else traits.memory_bytes for traits in self.traits]
+        limit = limits[device.index]
+        return limit == max(limits) or cost.resident_bytes + cost.workspace_bytes <= limit

@@ -1,0 +1,364 @@
+"""The search for a plan: stages, splits and rounds together, by the time of a simulated step.
+
+```
+limits on a stage's time -> greedy cuts -> r = 1, r = N, and between -> tapers -> neighbours of the best
+                                 |                   |                    |              |
+                                 +-------------------+--------------------+--------------+--> dispatch_ms: the fastest
+```
+
+[Note: how the plan is found]
+The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
+full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
+filling of `partition` for a row of limits on the time of a stage, from a single call to the whole model; then with
+tapers, that is, shorter stages near the first call, with which the ring fills (forward) and drains (backward) in less
+time; then by moving, splitting and joining stages of the best one. Whatever `dispatch_ms` finds fastest wins, the
+fewest stage runs among equals. The formula's own partition is one of the candidates, so the result is never worse.
+
+On how many devices a stage is at a time follows from few numbers, which are tried one after the other (`Split`). The
+*load*: a stage run must compute at least so many times as long as its weights or its gradients travel, so that stages
+with heavy weights and little work are on fewer devices than others. The most devices for any stage. And whether the
+first stages are on more of them, so that the pipeline fills faster, or the last ones, so that it drains faster.
+
+The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there, with
+the fastest one of r = 1 among them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .costs import CostProfile, Machine
+from .cuts import StageSearch
+from .dispatch import dispatch, dispatch_ms
+from .partition import Partition, assemble, pieces
+from .simulate import simulate
+from .stages import ADDITION_PASSES, StageCost, StageTable
+
+_NUM_LIMITS = 24
+_NUM_VARIED = 16
+_NUM_VARIATIONS = 200
+_NUM_NEIGHBOURS = 2_000
+_NUM_SIMULATED = 4
+_NUM_FAILURES = 60
+_NUM_EVENED = 6
+_NUM_SPLIT = 3
+_LOADS = (0.7, 1.0, 1.4, 2.0, 4.0)
+# How much is tried in all: simulated actions, which take about 0.2 microseconds each, and stage runs, which take as
+# long as several of them. The last attempts get at least their share of it.
+_NUM_ACTIONS = 60_000
+_NUM_ACTIONS_PER_CALL = 500
+_ACTIONS_PER_RUN = 8
+_LEAST_SHARE = 0.2
+
+Cuts = tuple[Sequence[int], Sequence[int]]
+
+
+class Split(NamedTuple):
+    """On how many devices stages are at a time; see [Note: how the plan is found].
+
+    Attributes:
+        most: Devices for any stage, in the middle of the step.
+        load: How long a stage run computes at least, over the time for which its weights or gradients travel.
+        fills, drains: Whether stage i from the begin, or from the end, is on the (i + 1)-th part of all devices.
+    """
+
+    most: int
+    load: float = 0.0
+    fills: bool = False
+    drains: bool = False
+
+
+class Candidate(NamedTuple):
+    """Cuts as `pieces` takes them, and how they run."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    split: Split
+    round_size: int
+
+    @classmethod
+    def of(cls, cuts: Cuts, split: Split, round_size: int) -> Candidate:
+        """The candidate with these cuts."""
+        return cls(tuple(cuts[0]), tuple(cuts[1]), split, round_size)
+
+
+_UNSPLIT = Split(1)
+
+
+class Score:
+    """Simulated times of candidates.
+
+    Args:
+        profile, machine, num_microbatches, hop_ms: As for `plan_training`.
+        is_training: Whether there is a backward.
+        may_split: Whether a stage may be on several devices at a time.
+    """
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        machine: Machine,
+        num_microbatches: int,
+        hop_ms: float,
+        *,
+        is_training: bool,
+        may_split: bool,
+    ) -> None:
+        self.num_calls, self.num_devices = len(profile.calls), machine.num_devices
+        self.num_microbatches = num_microbatches
+        self.num_actions = 0
+        self.is_training = is_training
+        self.may_split = may_split and machine.num_devices > 1 and num_microbatches > 1
+        self._machine, self._hop_ms = machine, hop_ms
+        self._table = StageTable(profile, is_training=is_training)
+        self._known: dict[tuple[object, ...], float] = {}
+        self._tried: dict[Candidate, tuple[float, int]] = {}  # the time in ms, and how many stage runs there are
+        self._lane_bytes_per_ms = _lane_bytes_per_ms(machine)
+        self.has_links = math.isfinite(self._lane_bytes_per_ms)
+        self._memory = machine.memories[-1] if machine.memories else None
+
+    def of(self, candidate: Candidate) -> float:
+        """The simulated time of a step, in ms."""
+        tried = self._tried.get(candidate)
+        if tried is None:
+            costs = self._costs(candidate)
+            splits = self._splits(costs, candidate.split, candidate.round_size)
+            num_runs = sum(splits) * -(-self.num_microbatches // candidate.round_size)
+            key = candidate.forward, candidate.backward, splits, candidate.round_size
+            if key not in self._known:
+                self._known[key] = self._time(costs, splits, candidate.round_size, num_runs)
+            tried = self._tried[candidate] = self._known[key], num_runs
+        return tried[0]
+
+    def _time(self, costs: Sequence[StageCost], splits: Sequence[int], round_size: int, num_runs: int) -> float:
+        num_actions = len(costs) * self.num_microbatches
+        if not self._machine.is_uniform:
+            num_actions *= self.num_devices
+        elif min(splits) == self.num_devices:  # of one device
+            num_actions, num_runs = num_actions // self.num_devices, num_runs // self.num_devices
+        self.num_actions += num_actions + _ACTIONS_PER_RUN * num_runs
+        ms = dispatch_ms(
+            costs,
+            self._machine,
+            num_microbatches=self.num_microbatches,
+            splits=splits,
+            round_size=round_size,
+            hop_ms=self._hop_ms,
+        )
+        return max(ms, self._host_ms(costs, splits, round_size))
+
+    def splits(self, candidate: Candidate) -> tuple[int, ...]:
+        """On how many devices at a time each stage is."""
+        return self._splits(self._costs(candidate), candidate.split, candidate.round_size)
+
+    def _splits(self, costs: Sequence[StageCost], split: Split, round_size: int) -> tuple[int, ...]:
+        num_devices, num_stages = min(self.num_devices, round_size), len(costs)
+        most = min(split.most, num_devices)
+        counts = [most] * num_stages
+        if split.load > 0 and math.isfinite(self._lane_bytes_per_ms):
+            for stage, cost in enumerate(costs):
+                travel_ms = split.load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
+                if travel_ms * most > round_size * cost.duration_ms:
+                    counts[stage] = max(1, int(round_size * cost.duration_ms / travel_ms))
+        for stage in range(min(num_devices, num_stages)):
+            if split.fills:
+                counts[stage] = max(counts[stage], num_devices // (stage + 1))
+            if split.drains:
+                counts[-1 - stage] = max(counts[-1 - stage], num_devices // (stage + 1))
+        return tuple(counts)
+
+    def _host_ms(self, costs: Sequence[StageCost], splits: Sequence[int], round_size: int) -> float:
+        """The least time in ms that the host memory needs for a step."""
+        if math.isinf(self._machine.host_bytes_per_ms):
+            return 0.0
+        num_rounds = -(-self.num_microbatches // round_size)
+        num_runs = sum(splits)
+        # Where every device comes back to its own stage, its weights stay there.
+        num_uploads = min(num_rounds, self.num_devices // num_runs) if self.num_devices % num_runs == 0 else num_rounds
+        moved = 0.0
+        for cost, count in zip(costs, splits, strict=True):
+            num_times = num_uploads * count
+            moved += num_times * cost.resident_bytes + self.num_microbatches * (cost.input_bytes + cost.output_bytes)
+            moved += ADDITION_PASSES * (num_times - 1) * cost.gradient_bytes
+        return moved / self._machine.host_bytes_per_ms
+
+    def budget(self, num_tries: int, share: float) -> Iterator[None]:
+        """Yield until so many have been tried, or simulating has taken this share of the time that is left for it."""
+        total = max(_NUM_ACTIONS, _NUM_ACTIONS_PER_CALL * self.num_calls)
+        stop = self.num_actions + share * max(total - self.num_actions, _LEAST_SHARE * total)
+        for _ in range(num_tries):
+            if self.num_actions >= stop:
+                return
+            yield
+
+    def fits(self, cuts: Cuts) -> bool:
+        """Whether every stage of several calls keeps within the memory: two of its kind, and its activations."""
+        memory = self._memory
+        if memory is None:
+            return True
+        for kind, start, stop in pieces(self.num_calls, *cuts):
+            cost = self._table.cost(kind, start, stop)
+            if stop - start > 1 and 2 * cost.resident_bytes + cost.workspace_bytes > memory:
+                return False
+        return True
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates, the fastest first, the fewest stage runs among equals."""
+        return sorted(self._tried, key=lambda candidate: (self._tried[candidate], candidate))
+
+    def best(self) -> tuple[Candidate, float]:
+        """The fastest candidate, and the time in ms of the fastest one with every stage on one device at a time."""
+        ranked = self.ranked()
+        single = next(candidate for candidate in ranked if candidate.split == _UNSPLIT)
+        if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
+            return ranked[0], self._tried[single][0]
+        formula = next(iter(self._tried))
+        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._costs(ranked[0])) * self.num_microbatches))
+        finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], single, formula))
+        times = {candidate: self._simulated_ms(candidate) for candidate in finalists}
+        return min(finalists, key=times.__getitem__), times[single]
+
+    def partition(self, candidate: Candidate) -> Partition:
+        """The stages of a candidate."""
+        return assemble(self.num_calls, candidate.forward, candidate.backward)
+
+    def _costs(self, candidate: Candidate) -> list[StageCost]:
+        return [self._table.cost(*piece) for piece in pieces(self.num_calls, candidate.forward, candidate.backward)]
+
+    def _simulated_ms(self, candidate: Candidate) -> float:
+        costs = self._costs(candidate)
+        schedule = dispatch(
+            costs,
+            self._machine,
+            num_microbatches=self.num_microbatches,
+            splits=self.splits(candidate),
+            round_size=candidate.round_size,
+            hop_ms=self._hop_ms,
+        )
+        return simulate(schedule, costs, self._machine, hop_ms=self._hop_ms).step_ms
+
+
+def _lane_bytes_per_ms(machine: Machine) -> float:
+    """What the slowest lane reaches while all of its direction are busy."""
+    return min(
+        machine.host_bytes_per_ms / machine.num_devices,
+        *(min(device.h2d_bytes_per_ms, device.d2h_bytes_per_ms) for device in machine.traits),
+        *(link.bytes_per_ms / len(link.devices) for link in machine.shared_links),
+    )
+
+
+def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tuple[Candidate, float]:
+    """Return the fastest plan, and the time in ms of the fastest one that splits no stage.
+
+    Args:
+        search: Makes cuts within the memory that the first round size leaves.
+        score: Tells their times.
+        round_sizes: What may be tried; the first one for everything, the others for the fastest.
+    """
+    size = round_sizes[0]
+    score.of(Candidate.of(search.best(score.num_devices, score.num_microbatches), _UNSPLIT, size))
+    limits = search.limits_between(_NUM_LIMITS)
+    times: dict[int, float] = {}
+    for limit in limits:
+        cuts = search.cuts(limit)
+        for most in (1, score.num_devices) if score.may_split else (1,):
+            ms = score.of(Candidate.of(cuts, Split(most), size))
+            times[limit] = min(ms, times.get(limit, ms))
+    good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
+    if score.may_split:
+        _try_splits(score)
+    split = score.ranked()[0].split
+    rng = random.Random(0)
+    if score.is_training:
+        for limit in good[:_NUM_EVENED]:
+            if score.fits(even := search.evened(search.cuts(limit))):
+                score.of(Candidate.of(even, split, size))
+        for _ in score.budget(_NUM_VARIATIONS, share=0.5):
+            longest_taper = 2 * score.num_devices
+            tapered = search.cuts(
+                rng.choice(good),
+                forward_taper=rng.randrange(longest_taper),
+                backward_taper=rng.randrange(longest_taper),
+            )
+            score.of(Candidate.of(tapered, split, size))
+    _improve(score, rng)
+    if score.may_split:
+        _try_splits(score)
+    for other in round_sizes[1:]:
+        score.of(score.ranked()[0]._replace(round_size=other))
+    return score.best()
+
+
+def _try_splits(score: Score) -> None:
+    """Try other splits of the fastest few, one number after the other."""
+    for start in score.ranked()[:_NUM_SPLIT]:
+        now = start
+        most = [count for count in (score.num_devices >> shift for shift in range(10)) if count > 1]
+        for others in (
+            [{"load": load} for load in _LOADS] if score.has_links else [],
+            [{"most": count} for count in most],
+            [{"fills": True}, {"drains": True}, {"fills": True, "drains": True}],
+        ):
+            base = now.split if now.split.most > 1 else Split(score.num_devices)
+            tried = [now, *(now._replace(split=base._replace(**other)) for other in others)]
+            now = min(tried, key=score.of)
+
+
+def _improve(score: Score, rng: random.Random) -> None:
+    """Try neighbours of the fastest, then of the next fastest, and so on."""
+    starts = iter(score.ranked())
+    now, num_failures = next(starts), 0
+    for _ in score.budget(_NUM_NEIGHBOURS, share=1.0):
+        if num_failures == _NUM_FAILURES:
+            now, num_failures = next(starts, now), 0
+        cuts = _neighbour([list(now.forward), list(now.backward)], rng, score.num_calls, score.is_training)
+        num_failures += 1
+        if cuts is None or not score.fits(cuts):
+            continue
+        other = Candidate.of(cuts, now.split, now.round_size)
+        if score.of(other) <= score.of(now):
+            num_failures *= score.of(other) == score.of(now)
+            now = other
+
+
+def _neighbour(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:
+    """Change cuts a little; None where the random choice cannot be made."""
+    choice = rng.random()
+    if choice < 0.1 and is_training:
+        return _move_fused_stage(rows, rows[0][-1] + rng.choice((-1, 1)), num_calls)
+    row = rows[rng.randrange(2)] if is_training else rows[0]
+    if len(row) < 2:
+        return None
+    if choice < 0.8:  # one call less for a stage, one more for another: the cuts between them move
+        first, last = sorted(rng.choices(range(1, len(row)), k=2))
+        step = rng.choice((-1, 1))
+        row[first:last] = [cut + step for cut in row[first:last]]
+        return None if any(a >= b for a, b in pairwise(row)) else (rows[0], rows[1])
+    index = rng.randrange(len(row) - 1)
+    if choice < 0.9:
+        if row[index + 1] - row[index] < 2:
+            return None
+        row.insert(index + 1, rng.randrange(row[index] + 1, row[index + 1]))
+    elif index == 0:
+        return None
+    else:
+        del row[index]
+    return rows[0], rows[1]
+
+
+def _move_fused_stage(rows: list[list[int]], start: int, num_calls: int) -> Cuts | None:
+    """Let the fused stage begin at call `start`, next to where it begins now."""
+    if not 0 <= start < num_calls:
+        return None
+    for row in rows:
+        if len(row) == 1:
+            row.append(start)
+        elif row[-2] == start:
+            row.pop()
+        else:
+            row[-1] = start
+    return rows[0], rows[1]
