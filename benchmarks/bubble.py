@@ -24,8 +24,9 @@ from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
+    DeviceTraits,
     Machine,
-    Partition,
+    StepPlan,
     plan_training,
     round_robin,
     simulate,
@@ -43,8 +44,13 @@ modelled work taken as work. recorded_bubble is that of the engine's own timelin
 unit. Waits are plain time.sleep calls, which release the interpreter lock, without spinning; the timer slack of the
 process is set to its minimum where the system allows. sleep_excess is how much longer the waits of a step took than
 modelled, as a share of the work: it is not the engine's, and is part of over_ideal all the same. cpu_share is the CPU
-time of the process over the wall-clock time. The first step, which records, and one more are not counted; medians of
-the steps after. Cases alternate from step to step.
+time of the process over the wall-clock time. The first steps, of which one records, are not counted; medians of
+the steps after. Cases alternate from step to step. every_stage_on_one_device_at_a_time is the same model with plans
+that split no stage. over_total_speed is the step over the work divided by the speed of all devices, minus one;
+ideal_over_total_speed the same in the simulator.
+scaling: one model on 1, 2, 4 and 8 devices, its times divided by 8 over their number. unequal_devices: virtual devices
+of speeds below 1 are busy for longer than their units wait; the engine measures the speeds in the steps before those
+that count. Without splits each stage still goes to the device that would end it first.
 paper_models: the layers and heads of the paper's table of profiles (tests/planning/paper.py, forward and backward in
 ms), all times multiplied by time_factor, the largest power of 1/2 with which every device has at most max_work_ms to
 do. M micro-batches in one round. ideal_bubble_with_hops is the schedule that ran, simulated with the table's hop times
@@ -64,6 +70,14 @@ SPEEDS = {"fast": 1.0, "slow": 4.0}
 GOALS = {"fast": 0.08, "slow": 0.03}
 CONFIGURATIONS = ((8, 8), (16, 16), (32, 16))  # (micro-batches, round size)
 KEY = "train"
+# Speeds of devices are known to the plan from the second step on, to be measured again until the fourth.
+NUM_WARM_UP = 4
+SCALED = "Llama-3.1-8B"
+UNEQUAL = (
+    ("Llama-3.1-8B", (1.0, 0.5)),
+    ("Llama-3.1-8B", (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5)),
+    ("GPT-OSS-20B", (1.0, 0.9, 0.8, 0.5)),
+)
 
 
 class Slept:
@@ -178,6 +192,9 @@ class Case:
     Args:
         device: of torch, "cpu" for virtual devices; otherwise the type of the GPUs.
         unit: makes a unit from what its call costs.
+        num_devices: how many there are.
+        speeds: of virtual devices that differ; measured by the engine in the steps before those that count.
+        may_split: whether a stage may run on several devices at a time.
     """
 
     def __init__(
@@ -188,12 +205,17 @@ class Case:
         *,
         device: str = "cpu",
         unit: Callable[[CallCost], nn.Module] = Wait,
+        num_devices: int = NUM_DEVICES,
+        speeds: Sequence[float] | None = None,
+        may_split: bool = True,
     ) -> None:
         self.profile = profile
+        self.num_devices, self._speeds, self._may_split = num_devices, speeds, may_split
         self._num_microbatches = num_microbatches
         self._round_size = round_size
         self._model = Model(profile, unit)
-        pool = DevicePool([torch.device(device if device == "cpu" else f"{device}:{i}") for i in range(NUM_DEVICES)])
+        devices = [torch.device(device if device == "cpu" else f"{device}:{i}") for i in range(num_devices)]
+        pool = DevicePool(devices, speeds=speeds)
         self._engine = Engine(self._model, pool, self._plan, round_size=round_size, num_threads=1)
         self._engine.preset_costs(KEY, profile)
         self._engine.open()  # as a Trainer does for a fit
@@ -202,9 +224,14 @@ class Case:
         self._last: StepResult | None = None
         self._steps: list[Step] = []
 
-    def _plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
-        machine = Machine(NUM_DEVICES)
-        return plan_training(costs, machine, num_microbatches=num_microbatches, round_size=self._round_size)
+    def _plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
+        return plan_training(
+            costs,
+            machine,
+            num_microbatches=num_microbatches,
+            round_size=self._round_size,
+            may_split=self._may_split,
+        )
 
     def run(self, *, store: bool) -> None:
         """One step."""
@@ -225,7 +252,9 @@ class Case:
         assert self._last.partition is not None
         assert self._last.schedule is not None
         costs = stage_costs(self._last.partition, self.profile)
-        simulation = simulate(self._last.schedule, costs, hop_ms=hop_ms)
+        traits = tuple(map(DeviceTraits, self._speeds or ()))
+        machine = Machine(self.num_devices, devices=traits)
+        simulation = simulate(self._last.schedule, costs, machine, hop_ms=hop_ms)
         return simulation.step_ms, simulation.timeline.bubble_ratio
 
     def summary(self) -> dict[str, Any]:
@@ -235,7 +264,14 @@ class Case:
         assert self._last.partition is not None
         partition = self._last.partition
         work_ms = self._num_microbatches * sum(cost.duration_ms for cost in stage_costs(partition, self.profile))
+        capacity = sum(self._speeds or [1.0] * self.num_devices)
+        step_ms = median([step.step_ms for step in self._steps])
+        plan = self._engine.plan_of(KEY)
+        assert plan is not None
+        assert plan.step is not None
         return {
+            "num_devices": self.num_devices,
+            "splits": sorted(set(plan.step.splits)),
             "num_microbatches": self._num_microbatches,
             "round_size": self._round_size,
             "stages": partition.num_stages,
@@ -244,7 +280,9 @@ class Case:
             "step_ms": spread([step.step_ms for step in self._steps]),
             "over_ideal": spread([step.step_ms / ideal_ms - 1 for step in self._steps]),
             "ideal_bubble": rounded(ideal_bubble),
-            "bubble": median([1 - work_ms / (NUM_DEVICES * step.step_ms) for step in self._steps]),
+            "bubble": rounded(1 - work_ms / (capacity * step_ms)),
+            "over_total_speed": rounded(step_ms * capacity / work_ms - 1),
+            "ideal_over_total_speed": rounded(ideal_ms * capacity / work_ms - 1),
             "recorded_bubble": median([step.recorded_bubble for step in self._steps]),
             "sleep_excess": median([step.excess_ms / work_ms for step in self._steps]),
             "cpu_share": median([step.cpu_ms / step.step_ms for step in self._steps]),
@@ -260,6 +298,7 @@ class PaperCase:
         profile = self._paper.profile()
         self._factor = time_factor(profile)
         self.case = Case(scaled(profile, self._factor), NUM_MICROBATCHES, NUM_MICROBATCHES)
+        self.unsplit = Case(scaled(profile, self._factor), NUM_MICROBATCHES, NUM_MICROBATCHES, may_split=False)
 
     def summary(self) -> dict[str, Any]:
         """Figures of this case, beside the paper's."""
@@ -273,6 +312,7 @@ class PaperCase:
             "model": self.name,
             "time_factor": self._factor,
             **self.case.summary(),
+            "every_stage_on_one_device_at_a_time": self.unsplit.summary(),
             "ideal_bubble_with_hops": rounded(bubble_with_hops),
             "papers": {
                 "published_bubble": rounded(self._paper.bubbles["RoundPipe, synchronous"] / 100),
@@ -280,6 +320,27 @@ class PaperCase:
                 "step_over_ours": rounded(papers.step_ms / with_hops_ms),
             },
         }
+
+
+class OtherDevices:
+    """One of the paper's models on other devices."""
+
+    def __init__(self, name: str, num_devices: int, speeds: Sequence[float] | None, *, may_split: bool = True) -> None:
+        profile = MODELS[name].profile()
+        profile = scaled(profile, time_factor(profile) * num_devices / NUM_DEVICES)
+        self._name, self._speeds, self._may_split = name, speeds, may_split
+        self.case = Case(
+            profile,
+            NUM_MICROBATCHES,
+            NUM_MICROBATCHES,
+            num_devices=num_devices,
+            speeds=speeds,
+            may_split=may_split,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of this case."""
+        return {"model": self._name, "speeds": self._speeds, "may_split": self._may_split, **self.case.summary()}
 
 
 class SmallCase:
@@ -299,11 +360,13 @@ class SmallCase:
 def markdown(papers: Sequence[dict[str, Any]]) -> str:
     """The table of the documentation."""
     lines = [
-        "| | time factor | bubble, engine | bubble, simulated | step over simulated | simulated with hops | paper |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| | time factor | bubble, engine | simulated | step over simulated | r=1, engine | r=1, simulated | paper |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in papers:
-        bubbles = (row["bubble"], row["ideal_bubble"], row["over_ideal"]["median"], row["ideal_bubble_with_hops"])
+        single = row["every_stage_on_one_device_at_a_time"]
+        bubbles = (row["bubble"], row["ideal_bubble"], row["over_ideal"]["median"], single["bubble"])
+        bubbles = (*bubbles, single["ideal_bubble"])
         cells = [row["model"], f"{row['time_factor']:g}", *(f"{100 * share:.1f} %" for share in bubbles)]
         cells.append(f"{100 * row['papers']['published_bubble']:.1f} %")
         lines.append(f"| {' | '.join(cells)} |")
@@ -342,14 +405,31 @@ def main() -> None:
     torch.set_num_threads(1)
     papers = [PaperCase(name) for name in names]
     small = [SmallCase(speed, *configuration) for speed in speeds for configuration in configurations]
-    cases = [*(paper.case for paper in papers), *(shown.case for shown in small)]
-    for repetition in range(-2, repeats):
+    scaling = [OtherDevices(SCALED, count, None) for count in ((2,) if args.quick else (1, 2, 4, 8))]
+    unequal = [
+        OtherDevices(name, len(speeds), speeds, may_split=may_split)
+        for name, speeds in UNEQUAL[: 1 if args.quick else None]
+        for may_split in (True, False)
+    ]
+    cases = [
+        *(paper.case for paper in papers),
+        *(paper.unsplit for paper in papers),
+        *(shown.case for shown in (*scaling, *unequal, *small)),
+    ]
+    for repetition in range(-NUM_WARM_UP, repeats):
         for case in cases:
             case.run(store=repetition >= 0)
         progress(f"{max(0, repetition + 1)} of {repeats} repetitions")
     rows = [paper.summary() for paper in papers]
     progress(markdown(rows))
-    report.emit({"paper_models": rows, "small_model": [shown.summary() for shown in small]})
+    report.emit(
+        {
+            "paper_models": rows,
+            "scaling": [shown.summary() for shown in scaling],
+            "unequal_devices": [shown.summary() for shown in unequal],
+            "small_model": [shown.summary() for shown in small],
+        }
+    )
 
 
 if __name__ == "__main__":

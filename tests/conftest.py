@@ -25,7 +25,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
 
-from lightning_roundpipe.planning import plan
+from lightning_roundpipe.planning import search
 from tests.support import accelerator
 from tests.support.forks import Forks
 
@@ -87,8 +87,8 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
-            patch.setattr(plan, "_NUM_VARIATIONS", 20)
-            patch.setattr(plan, "_NUM_NEIGHBOURS", 100)
+            patch.setattr(search, "_NUM_VARIATIONS", 20)
+            patch.setattr(search, "_NUM_NEIGHBOURS", 100)
         yield
 
 

@@ -25,10 +25,10 @@ from lightning_roundpipe.cli import main  # noqa: E402  (the package of this che
 from lightning_roundpipe.planning import (  # noqa: E402
     Machine,
     Partition,
+    StepPlan,
     Timeline,
     partition,
     plan_training,
-    round_robin,
     simulate,
     stage_costs,
 )
@@ -65,19 +65,23 @@ def output_of(command: str) -> str:
 
 
 def draw_formula(path: Path) -> None:
-    """Draw the partition that minimises the paper's formula above the one that the simulator finds fastest."""
-    counts = {"num_microbatches": NUM_MICROBATCHES}
+    """Draw the partition that minimises the paper's formula above those that the simulator finds fastest."""
+    counts, machine = {"num_microbatches": NUM_MICROBATCHES}, Machine(NUM_DEVICES)
+    formula = partition(PROFILE, num_devices=NUM_DEVICES, **counts)
     found = {
-        "least (M S + N (N - 1)) t_max": partition(PROFILE, num_devices=NUM_DEVICES, **counts),
-        "shortest simulated step": plan_training(PROFILE, Machine(NUM_DEVICES), **counts),
+        "least (M S + N (N - 1)) t_max": StepPlan(formula, (1,) * formula.num_stages),
+        "shortest simulated step, a stage on one device at a time": plan_training(
+            PROFILE, machine, may_split=False, **counts
+        ),
+        "shortest simulated step": plan_training(PROFILE, machine, **counts),
     }
-    draw_timelines([panel(f"{name}, {plan.num_stages} stages", plan) for name, plan in found.items()], path)
+    draw_timelines([panel(name, plan, machine) for name, plan in found.items()], path)
 
 
-def panel(title: str, plan: Partition) -> tuple[str, Timeline, Partition]:
+def panel(title: str, plan: StepPlan, machine: Machine) -> tuple[str, Timeline, Partition]:
     """What `draw_timelines` takes."""
-    schedule = round_robin(plan.num_stages, NUM_MICROBATCHES, NUM_DEVICES)
-    return title, simulate(schedule, stage_costs(plan, PROFILE)).timeline, plan
+    simulation = simulate(plan.schedule(PROFILE, machine, NUM_MICROBATCHES), stage_costs(plan.partition, PROFILE))
+    return f"{title}, {plan.partition.num_stages} stages", simulation.timeline, plan.partition
 
 
 def update(folder: Path) -> None:

@@ -45,7 +45,7 @@ _MS_PER_WEIGHT = 1e-6
 _WINDOW = 15
 # Devices whose speeds differ by less are taken for alike.
 _ALIKE = 0.1
-_NUM_TURNS = 4
+_NUM_TURNS = 8
 # Steps whose stamps have not all been reached; older ones are given up.
 _MAX_PENDING = 4
 

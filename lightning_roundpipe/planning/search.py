@@ -19,6 +19,10 @@ On how many devices a stage is at a time follows from few numbers, which are tri
 with heavy weights and little work are on fewer devices than others. The most devices for any stage. And whether the
 first stages are on more of them, so that the pipeline fills faster, or the last ones, so that it drains faster.
 
+Devices without a memory limit are the host's own cores, and what is kept on them takes the memory of the host, of which
+the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
+stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
+
 The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there, with
 the fastest one of r = 1 among them.
 """
@@ -120,6 +124,7 @@ class Score:
         self._lane_bytes_per_ms = _lane_bytes_per_ms(machine)
         self.has_links = math.isfinite(self._lane_bytes_per_ms)
         self._memory = machine.memories[-1] if machine.memories else None
+        self.has_limit = self._memory is not None
 
     def of(self, candidate: Candidate) -> float:
         """The simulated time of a step, in ms."""
@@ -259,17 +264,17 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
         score: Tells their times.
         round_sizes: What may be tried; the first one for everything, the others for the fastest.
     """
-    size = round_sizes[0]
+    size, may_split = round_sizes[0], score.may_split and score.has_limit
     score.of(Candidate.of(search.best(score.num_devices, score.num_microbatches), _UNSPLIT, size))
     limits = search.limits_between(_NUM_LIMITS)
     times: dict[int, float] = {}
     for limit in limits:
         cuts = search.cuts(limit)
-        for most in (1, score.num_devices) if score.may_split else (1,):
+        for most in (1, score.num_devices) if may_split else (1,):
             ms = score.of(Candidate.of(cuts, Split(most), size))
             times[limit] = min(ms, times.get(limit, ms))
     good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
-    if score.may_split:
+    if may_split:
         _try_splits(score)
     split = score.ranked()[0].split
     rng = random.Random(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.common.errors import StepAborted
-from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.gate import Gate, PipelineStalled
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import Action, Schedule, round_robin
@@ -227,27 +225,31 @@ def test_an_abort_reaches_threads_that_wait_and_that_come() -> None:
 
 def test_the_engine_reports_a_schedule_that_cannot_progress_and_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(3)
-    engine = Engine(model, cpu_pool(2), two_calls_fused)
+    is_reversed = False
+
+    def scheduler(num_stages: int, num_microbatches: int, num_devices: int, first: int) -> tuple[Schedule, int]:
+        schedule = round_robin(num_stages, num_microbatches, num_devices)
+        if is_reversed:
+            devices = tuple(actions[::-1] for actions in schedule.devices)
+            schedule = Schedule(schedule.num_stages, schedule.num_microbatches, devices)
+        return schedule, first
+
+    engine = Engine(model, cpu_pool(2), two_calls_fused, scheduler=scheduler)
     request = StepRequest(
         model.step, list(torch.randn(3, 4, WIDTH)), [1 / 3] * 3, "train", 0, loss_of=lambda loss: loss
     )
     engine.run(request)
     expected = engine.run(request)
 
-    real: Callable[..., Schedule] = plans.round_robin
-
-    def reversed_devices(*args: int, **kwargs: int) -> Schedule:
-        schedule = real(*args, **kwargs)
-        return Schedule(schedule.num_stages, schedule.num_microbatches, tuple(a[::-1] for a in schedule.devices))
-
     with monkeypatch.context() as patch:
-        patch.setattr(plans, "round_robin", reversed_devices)
+        is_reversed = True
         patch.setattr(Schedule, "_validate_order", lambda self, cells: None)
         engine._plans._schedules.clear()
         with pytest.raises(PipelineStalled, match="cannot make progress") as caught:
             engine.run(request)
     assert "device 0:" in str(caught.value)
     assert "micro-batch 0 waits for its turn in stage 0" in str(caught.value)
+    is_reversed = False
     engine._plans._schedules.clear()
     again = engine.run(request)
     for parameter, gradient in expected.gradients.items():
