@@ -57,8 +57,8 @@ def forgotten() -> list[str]:
 @pytest.fixture
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
-        options: dict[str, Any] = {"is_auto": True, "devices": cpu_pool(1).devices, "forget": forgotten.append}
-        options |= {"costs": lambda kind: None, **kwargs}
+        options: dict[str, Any] = {"is_auto": True, "pool": cpu_pool(1, memory_limit=1), "forget": forgotten.append}
+        options |= {"costs": lambda kind: None, "go_on_without": lambda lost: None, **kwargs}
         return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 
     return make
@@ -217,7 +217,7 @@ def test_other_errors_pass(make_retry: Any, error: Any) -> None:
 
 def test_nothing_is_run_again_where_memory_has_no_limit(make_retry: Any) -> None:
     with pytest.raises(DeviceOutOfMemoryError) as caught:
-        make_retry(devices=None).run("training_step", torch.zeros(8, 1), split, Attempts(99))
+        make_retry(pool=cpu_pool(1)).run("training_step", torch.zeros(8, 1), split, Attempts(99))
     assert caught.value is FULL
 
 
