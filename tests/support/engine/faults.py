@@ -91,7 +91,9 @@ class Losing(L.Callback):
         for device in _devices_of(trainer):
             device.can_be_lost = True
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx in self.losses:
             number, at = self.losses[batch_idx]
             self.faults += [Fault(d, at, is_late=self.is_late) for d in _devices_of(trainer) if d.number == number]
