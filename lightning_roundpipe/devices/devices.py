@@ -54,7 +54,7 @@ class Device(ABC):
         index: position in the pool, which changes where a device before it is lost.
         number: its position when the pool was made, by which users know it.
         can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
-        lost: what says that it is lost, see [Note: lost devices]; None while it works.
+        lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
         is_shared: whether tensors of other devices, or of the host, live on the same torch device; see
@@ -72,7 +72,7 @@ class Device(ABC):
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
         self.index = self.number = index
-        self.lost: Exception | None = None
+        self.lost: str | None = None
         self.torch_device = torch_device
         self.h2d = h2d
         self.d2h = d2h

@@ -139,7 +139,8 @@ class GpuDevice(Device):
             yield
         except Exception as error:
             if self.lost is None and self._driver.is_lost(error):
-                self.lost = error
+                # Errors of CUDA go on about other things for many lines.
+                self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
             if self.lost is None:
                 raise
 

@@ -137,7 +137,7 @@ class Step:
         """Before the results count: code of the user may have caught the error of a device that is lost."""
         lost = self._resources.pool.find_lost()
         if lost:
-            raise DeviceLostError(f"{lost[0].name} is lost: {lost[0].lost}") from lost[0].lost
+            raise DeviceLostError(f"{lost[0].name} is lost: {lost[0].lost}")
 
     # --- segments and barriers -----------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def test_a_lost_device_is_closed_without_an_error(sim: ModuleType, device: GpuDe
         assert device.free(kept) is None
         upload = device.upload([torch.ones(4)], "weights", is_bulk=True)
         device.check()
-        assert "uncorrectable ECC" in str(device.lost)
+        assert device.lost == "CUDA error: uncorrectable ECC error encountered"
         device.close()
         with pytest.raises(RuntimeError, match="uncorrectable ECC"):
             upload.await_done()

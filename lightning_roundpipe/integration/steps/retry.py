@@ -266,8 +266,8 @@ def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> Devic
 
 
 def _causes(lost: Sequence[Device]) -> str:
-    """What is lost, and why: errors of CUDA go on about other things for many lines."""
-    return ", ".join(f"{device.name} ({str(device.lost).strip().partition(chr(10))[0]})" for device in lost)
+    """What is lost, and why."""
+    return ", ".join(f"{device.name} ({device.lost})" for device in lost)
 
 
 def _microbatches(count: int) -> str:

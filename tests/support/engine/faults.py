@@ -54,7 +54,7 @@ class Fault:
             self.uses.append(what)
             is_the_one = self.device.lost is None and len(self.uses) - 1 == self._at
             if is_the_one:
-                self.device.lost = DeviceLostError(MESSAGE)
+                self.device.lost = MESSAGE
         if self.device.lost is not None and not (is_the_one and self._is_late):
             raise DeviceLostError(MESSAGE)
         return is_the_one
