@@ -90,7 +90,7 @@ def test_a_lost_device_is_closed_without_an_error(sim: ModuleType, device: GpuDe
     kept = [torch.ones(4, device="sim:0")]
     with sim.losing(0, 0):
         with pytest.raises(RuntimeError, match="uncorrectable ECC"):
-            device.upload([torch.ones(4)], "x").wait
+            device.upload([torch.ones(4)], "x")
         assert device.free(kept) is None
         upload = device.upload([torch.ones(4)], "weights", is_bulk=True)
         device.check()

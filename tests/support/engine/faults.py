@@ -19,8 +19,8 @@ MESSAGE = "the driver does not find it any more"
 class Fault:
     """Counts the uses of a virtual device from now on, and lets it be lost at one of them.
 
-    Used are the compute lane, once per run of a unit, and the lanes for copies. A device that is lost raises an error at
-    every use.
+    Used are the compute lane, once per run of a unit, and the lanes for copies. Every use of a device that is lost
+    raises an error.
 
     Args:
         at: number of that use, from 0; None for never.
