@@ -31,7 +31,7 @@ What to ask (``torch.sim``, besides what engines use of ``torch.cuda``)
     ``stats()``, ``reset_stats()``, ``traced()`` (a context: list of (kind, text, Python stack)),
     ``on_report(function)``, ``options(**values)`` (a context), ``set_delay(us)``, ``_sleep(us)`` (the current stream
     does nothing), ``held()`` (a context: it does nothing until the end), ``losing(device, after)`` (a context: after so
-    many more operations all that is asked of the device raises an error), ``set_memory_limit(bytes, device)``,
+    many more operations the device does nothing, and all that is asked of it raises an error), ``set_memory_limit(bytes, device)``,
     ``pinned_bytes()``, ``cudart().cudaHostRegister``.
 
 Variables, read when it is installed; those in the second part are ``options``, too

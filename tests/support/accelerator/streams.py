@@ -99,7 +99,7 @@ def synchronize(device: Any = None) -> None:
 
 @contextlib.contextmanager
 def losing(device: Any, after: int) -> Iterator[None]:
-    """The device is lost after so many more operations, until the context ends: each and every wait raises an error."""
+    """The device is lost after so many more operations, until the context ends: every use and wait raises an error."""
     index = index_of(device)
     _native.lose(index, after)
     try:

@@ -94,7 +94,7 @@ void Stream::run() {
       jobs_.pop_front();
     }
     try {
-      job();
+      if (devices().left[device]) job();  // one that is lost does nothing any more
     } catch (std::exception& error) {
       keep_fault(device, error.what());
     }

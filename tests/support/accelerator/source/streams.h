@@ -67,8 +67,8 @@ void host_wait(Stream& stream, uint64_t number, const Clock* clock = nullptr);
 void synchronize(Stream& stream);
 void synchronize_device(int device);
 
-// A device is lost after so many more operations; negative: it is not. Then all that is asked of it raises an error, but
-// for memory that is freed.
+// A device is lost after so many more operations; negative: it is not. It does nothing then, and all that is asked of it
+// raises an error, but for memory that is freed.
 void lose(int device, long after);
 void check_not_lost(int device);
 
