@@ -267,7 +267,7 @@ class OnFewer:
 def test_lost_devices_leave_and_the_same_micro_batches_are_run_again(make_retry: Any, forgotten: list[str]) -> None:
     pool = cpu_pool(4, copies=True)
     retry, attempts = make_retry(3, pool=pool, go_on_without=pool.drop), OnFewer(pool, (1,), (0, 2))
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="training_step has lost") as warned:
         _, result = retry.run("training_step", torch.zeros(20, 1), split, attempts)
     assert result == "result"
     assert attempts.tried == [(4, 3), (3, 3), (1, 3)]

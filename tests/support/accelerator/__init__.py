@@ -31,8 +31,8 @@ What to ask (``torch.sim``, besides what engines use of ``torch.cuda``)
     ``stats()``, ``reset_stats()``, ``traced()`` (a context: list of (kind, text, Python stack)),
     ``on_report(function)``, ``options(**values)`` (a context), ``set_delay(us)``, ``_sleep(us)`` (the current stream
     does nothing), ``held()`` (a context: it does nothing until the end), ``losing(device, after)`` (a context: after so
-    many more operations the device does nothing, and all that is asked of it raises an error), ``set_memory_limit(bytes, device)``,
-    ``pinned_bytes()``, ``cudart().cudaHostRegister``.
+    many more operations the device does nothing, and all that is asked of it raises an error),
+    ``set_memory_limit(bytes, device)``, ``pinned_bytes()``, ``cudart().cudaHostRegister``.
 
 Variables, read when it is installed; those in the second part are ``options``, too
     ``SIM_DEVICES`` (2, at most 8), ``SIM_MEMORY_MB`` (4096, of each), ``SIM_PROTECT``, ``SIM_TRACE`` (1: reports from
