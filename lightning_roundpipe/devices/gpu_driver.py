@@ -114,9 +114,13 @@ class GpuDriver:
         return int(self._api.max_memory_allocated(device))
 
     def empty_cache(self) -> None:
-        """The allocators of all GPUs give back what they keep."""
+        """The allocators of all GPUs give back what they keep; as far as one that is lost lets them."""
         if hasattr(self._api, "empty_cache"):
-            self._api.empty_cache()
+            try:
+                self._api.empty_cache()
+            except RuntimeError as error:
+                if not self.is_lost(error):
+                    raise
 
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -70,6 +73,20 @@ def test_other_accelerators_call_it_by_its_name() -> None:
     driver = GpuDriver("cpu")
     assert driver.is_lost(RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"))
     assert not driver.is_lost(RuntimeError("level_zero backend failed with error: 40 (UR_RESULT_ERROR_INVALID_VALUE)"))
+
+
+@pytest.mark.parametrize(("error", "passes"), [("unknown error", False), ("an illegal memory access", True)])
+def test_caches_are_emptied_as_far_as_a_lost_gpu_lets_them(
+    monkeypatch: pytest.MonkeyPatch, error: str, passes: bool
+) -> None:
+    driver = GpuDriver("cpu")
+
+    def fail() -> None:
+        raise RuntimeError(f"CUDA error: {error}")
+
+    monkeypatch.setattr(driver, "_api", SimpleNamespace(empty_cache=fail))
+    with pytest.raises(RuntimeError, match=error) if passes else contextlib.nullcontext():
+        driver.empty_cache()
 
 
 @pytest.mark.parametrize(("copies", "expected"), [(False, False), (True, True)])
