@@ -130,7 +130,7 @@ class GpuDevice(Device):
     def check(self) -> None:
         """Work that has failed is reported to who waits for it; of a GPU that is lost, to everybody from then on."""
         with contextlib.suppress(Exception), self._noting_loss():  # other errors were raised where they belong
-            self._driver.record(self._compute).synchronize()
+            self._await_compute()
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -204,14 +204,16 @@ class GpuDevice(Device):
     def close(self) -> None:
         """Also waits for what this device computes: nothing of it reaches into the next step."""
         with self._noting_loss(), contextlib.ExitStack() as stack:  # all of it, even if one raises
-            stack.callback(self._await_leaving)
             stack.callback(self._await_compute)
             super().close()
 
     def _await_compute(self) -> None:
         with self._lock:
             self._begun.clear()
-        self._driver.record(self._compute).synchronize()
+        try:
+            self._driver.record(self._compute).synchronize()
+        finally:
+            self._await_leaving()
 
     def _await_leaving(self) -> None:
         with self._lock:
