@@ -21,15 +21,20 @@ pytestmark = pytest.mark.accelerator
 
 
 class Losing(L.Callback):
-    """A GPU is lost some operations after the beginning of a training batch."""
+    """A GPU is lost some operations after the beginning of a training batch.
 
-    def __init__(self, sim: ModuleType, gpu: int, after: int, batch: int = 1) -> None:
-        self.sim, self.gpu, self.after, self.batch = sim, gpu, after, batch
+    Attributes:
+        losses: number of the batch -> GPU, and after how many operations.
+    """
+
+    def __init__(self, sim: ModuleType, gpu: int, after: int, batch: int = 1, **options: str) -> None:
+        self.losses = {batch: (gpu, after)}
+        self.sim, self.options = sim, options
         self.opened = contextlib.ExitStack()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            self.opened.enter_context(self.sim.losing(self.gpu, self.after))
+        if batch_idx in self.losses:
+            self.opened.enter_context(self.sim.losing(*self.losses[batch_idx], **self.options))
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,27 @@ def test_with_the_last_gpu_the_training_ends(sim: ModuleType) -> None:
     with pytest.raises(DeviceLostError, match=r"lost GPU 0 \(CUDA error: uncorrectable ECC.*No other device is left"):
         train(Losing(sim, 0, 40), [0])
     assert threading.active_count() == threads
+
+
+def test_training_goes_on_until_no_gpu_is_left(sim: ModuleType) -> None:
+    losing = Losing(sim, 2, 30)
+    losing.losses.update({2: (0, 80), 4: (1, 0)})
+    with (
+        pytest.warns(UserWarning, match="has lost GPU 2 .* on 2 devices"),
+        pytest.warns(UserWarning, match="has lost GPU 0 .* on 1 device"),
+        pytest.raises(DeviceLostError, match=r"lost GPU 1 .*\. No other device is left"),
+    ):
+        train(losing, [0, 1, 2])
+
+
+@pytest.mark.parametrize("after", [3, 50, 140, 260])
+@pytest.mark.parametrize("error", ["device-side assert triggered", "an illegal memory access was encountered"])
+def test_a_gpu_that_a_kernel_of_the_user_has_stopped_is_not_lost(sim: ModuleType, after: int, error: str) -> None:
+    """It would happen again on the next one: the error of the driver ends the training."""
+    losing = Losing(sim, 0, after, error=error)
+    with pytest.raises(RuntimeError, match=f"^CUDA error: {error}") as caught:
+        train(losing, [0, 1])
+    assert type(caught.value) is not DeviceLostError
 
 
 def test_an_error_of_an_operator_is_the_users(sim: ModuleType) -> None:

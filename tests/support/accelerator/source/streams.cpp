@@ -17,7 +17,7 @@ namespace {
 
 struct Devices {
   std::array<Streams, kMaxDevices> streams;
-  std::array<std::string, kMaxDevices> faults;       // under the lock
+  std::array<std::string, kMaxDevices> faults, last_words;  // under the lock
   std::array<std::atomic<long>, kMaxDevices> left;  // operations until the device is lost; negative: it is not
   Devices() {
     for (auto& count : left) count = -1;
@@ -151,8 +151,10 @@ void synchronize_device(int device) {
     if (stream.issued()) synchronize(stream);
 }
 
-void lose(int device, long after) {
+void lose(int device, long after, const std::string& error) {
   streams_of(device);  // the device exists
+  Locked locked;
+  devices().last_words[device] = error;
   devices().left[device] = after;
 }
 
@@ -161,7 +163,9 @@ void check_not_lost(int device) {
   long left = count.load();
   while (left > 0 && !count.compare_exchange_weak(left, left - 1)) {
   }
-  TORCH_CHECK(left, "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported");
+  if (left) return;
+  Locked locked;
+  TORCH_CHECK(false, "CUDA error: ", devices().last_words[device], "\nCUDA kernel errors might be reported later");
 }
 
 void keep_fault(int device, const std::string& text) {

@@ -69,7 +69,7 @@ void synchronize_device(int device);
 
 // A device is lost after so many more operations; negative: it is not. It does nothing then, and all that is asked of it
 // raises an error, but for memory that is freed.
-void lose(int device, long after);
+void lose(int device, long after, const std::string& error);
 void check_not_lost(int device);
 
 // Of an operator on a thread of a stream: kept until the next synchronisation of the device, which raises it once.
