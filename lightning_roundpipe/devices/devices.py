@@ -24,7 +24,7 @@ A device is lost when its driver says that the hardware, or what the driver has 
 any more. Which error meets it first, where, and what becomes of that error on its way through torch and code of the
 user, is not known. So nobody looks for it in the errors of a step: the device itself is asked (:meth:`Device.check`),
 before the results of a step count, and when a step has failed. Of a lost device nothing is waited for, and closing it
-raises nothing.
+raises nothing. It is taken to write nothing any more: memory of the host that its copies were to go to is used again.
 """
 
 from __future__ import annotations
