@@ -184,6 +184,10 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """Makes the device pool."""
         if self._pool is not None:
             self._pool.dispose()
+            # Without what an earlier run has lost; if that is all there was, the driver says so.
+            left = [device.torch_device for device in self._pool.devices if device.lost is None]
+            if self.parallel_devices and left:
+                self.parallel_devices = left
             self._pool = None
         note_unused_gpus([device.torch_device for device in self.pool.devices])
         # An attribute of the instance, as the accelerator may be any of Lightning's.

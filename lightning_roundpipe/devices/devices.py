@@ -18,10 +18,18 @@ A device that has a GPU of its own knows its tensors by their torch device. Virt
 memory, and several devices on one GPU in the memory of that GPU (``is_shared``). There a micro-batch that comes from
 another device brings along what it needs through the host, as it would between two GPUs, and what it makes or brings is
 local until it goes on.
+
+[Note: lost devices]
+A device is lost when its driver says that the hardware, or what the driver has there for this process, does not work
+any more. Which error meets it first, where, and what becomes of that error on its way through torch and code of the
+user, is not known. So nobody looks for it in the errors of a step: the device itself is asked (:meth:`Device.check`),
+before the results of a step count, and when a step has failed. Of a lost device nothing is waited for, and closing it
+raises nothing. It is taken to write nothing any more: memory of the host that its copies were to go to is used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -35,11 +43,18 @@ from .memory import DeviceMemory, Passing
 from .transfer import Done, Edge, Lane, Moved, Transfer
 
 
+class DeviceLostError(RuntimeError):
+    """A device does not work any more; the message names it, and says why."""
+
+
 class Device(ABC):
     """One device of the pool.
 
     Attributes:
-        index: position in the pool.
+        index: position in the pool, which changes where a device before it is lost.
+        number: its position when the pool was made, by which users know it.
+        can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
+        lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
         is_shared: whether tensors of other devices, or of the host, live on the same torch device; see
@@ -55,15 +70,25 @@ class Device(ABC):
     is_shared: bool = False
     counts_activations: bool = False
     has_own_speed: bool = True
+    can_be_lost: bool = False
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
-        self.index = index
+        self.index = self.number = index
+        self.lost: str | None = None
         self.torch_device = torch_device
         self.h2d = h2d
         self.d2h = d2h
         self.memory = memory
         self._busy = threading.Lock()
         self.num_unit_runs = 0
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.memory.name
+
+    def check(self) -> None:  # noqa: B027
+        """Notes whether the device is lost, after a wait for the work that it was given; see [Note: lost devices]."""
 
     @property
     def moved(self) -> list[Moved] | None:
@@ -182,9 +207,10 @@ class Device(ABC):
 
     def close(self) -> None:
         """A step has ended, well or not: lanes have no thread and nothing under way afterwards."""
-        self.h2d.close()
-        self.d2h.close()
-        self.memory.end_step()
+        with contextlib.ExitStack() as stack:  # all of it, even if one raises
+            stack.callback(self.memory.end_step)
+            stack.callback(self.d2h.close)
+            stack.callback(self.h2d.close)
 
     def dispose(self) -> None:  # noqa: B027
         """The pool is given up: what was changed in the process for it is put back."""

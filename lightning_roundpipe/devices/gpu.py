@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class _Freed:
         event, after = self._event, self._after  # another thread may let go meanwhile
         if event is None:
             return True
-        if (after is not None and not after.is_done()) or not event.query():
+        if (after is not None and not after.is_done()) or not _has_passed(event):
             return False
         self._let_go()
         return True
@@ -57,7 +57,7 @@ class _Freed:
     def has_computed(self) -> bool:
         """Whether the compute stream has passed."""
         event = self._event
-        return event is None or bool(event.query())
+        return event is None or _has_passed(event)
 
     def await_done(self) -> None:
         """Waits until they have."""
@@ -76,6 +76,13 @@ class _Freed:
         self._tensors = []
 
 
+def _has_passed(event: Any) -> bool:
+    try:
+        return bool(event.query())
+    except RuntimeError:  # of anything that ran on the GPU before: nothing more comes
+        return True
+
+
 class GpuDevice(Device):
     """A device on a GPU; see [Note: streams] in :mod:`devices.gpu_lanes`.
 
@@ -91,6 +98,8 @@ class GpuDevice(Device):
     Raises:
         DeviceOutOfMemoryError: if nothing is left.
     """
+
+    can_be_lost = True
 
     def __init__(
         self,
@@ -118,6 +127,23 @@ class GpuDevice(Device):
             driver.limit(torch_device, num_sharing * memory_limit)
         driver.retain()
 
+    def check(self) -> None:
+        """Work that has failed is reported to who waits for it; of a GPU that is lost, to everybody from then on."""
+        with contextlib.suppress(Exception), self._noting_loss():  # other errors were raised where they belong
+            self._await_compute()
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """While open, errors that say that the GPU is lost are noted, and then not raised."""
+        try:
+            yield
+        except Exception as error:
+            if self.lost is None and self._driver.is_lost(error):
+                # Errors of CUDA go on about other things for many lines.
+                self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
+            if self.lost is None:
+                raise
+
     def enter(self, before: Device | None) -> None:
         self._driver.set_device(self.torch_device)
 
@@ -134,6 +160,8 @@ class GpuDevice(Device):
         return self._driver.record(self._compute, is_timed=True)
 
     def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        if self.lost is not None:
+            return None
         # To ask is not to wait; elapsed_time of events that were not reached would raise.
         return float(start.elapsed_time(end)) if start.query() and end.query() else None
 
@@ -145,11 +173,13 @@ class GpuDevice(Device):
             copy, is_locked = self._driver.host.empty_like(tensor)
             return Done([copy.copy_(tensor)], is_page_locked=is_locked)
 
-    def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing:
-        freed = _Freed(tensors, self._driver.record(self._compute), after)
-        with self._lock:
-            self._leaving.append(freed)
-        self._collect()
+    def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
+        freed = None
+        with self._noting_loss():
+            freed = _Freed(tensors, self._driver.record(self._compute), after)
+            with self._lock:
+                self._leaving.append(freed)
+            self._collect()
         return freed
 
     def _collect(self) -> None:
@@ -173,15 +203,17 @@ class GpuDevice(Device):
 
     def close(self) -> None:
         """Also waits for what this device computes: nothing of it reaches into the next step."""
-        with contextlib.ExitStack() as stack:  # all of it, even if one raises
+        with self._noting_loss(), contextlib.ExitStack() as stack:  # all of it, even if one raises
             stack.callback(self._await_compute)
             super().close()
 
     def _await_compute(self) -> None:
         with self._lock:
             self._begun.clear()
-        self._driver.record(self._compute).synchronize()
-        self._await_leaving()
+        try:
+            self._driver.record(self._compute).synchronize()
+        finally:
+            self._await_leaving()
 
     def _await_leaving(self) -> None:
         with self._lock:
@@ -200,9 +232,12 @@ class GpuDevice(Device):
         if self._is_disposed:
             return
         self._is_disposed = True
-        if self._is_limited:
-            self._driver.unlimit(self.torch_device)
-        self._driver.release()
+        try:
+            if self._is_limited:
+                with self._noting_loss():
+                    self._driver.unlimit(self.torch_device)
+        finally:
+            self._driver.release()
 
     @property
     def page_locked(self) -> PageLockedMemory:

@@ -18,6 +18,8 @@ from torch import Tensor
 from . import cuda
 from .pinned import PageLockedMemory
 
+# Level Zero and SYCL, below torch.xpu, call the error ZE_RESULT_ERROR_DEVICE_LOST and UR_RESULT_ERROR_DEVICE_LOST.
+_DEVICE_LOST = "ERROR_DEVICE_LOST"
 # What the module of an accelerator must have.
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "mem_get_info", "memory_allocated", "memory_reserved")
 
@@ -95,6 +97,11 @@ class GpuDriver:
         """The memory of ``tensor`` is not used again before ``stream`` has passed what it was given until then."""
         tensor.record_stream(stream)
 
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the GPU which it comes from does not work any more; not if it may be a mistake
+        of the program."""
+        return cuda.is_lost(error) or (isinstance(error, RuntimeError) and _DEVICE_LOST in str(error))
+
     # --- memory of a GPU -------------------------------------------------------------------------------------------
 
     def memory(self, device: torch.device) -> MemoryState:
@@ -107,9 +114,13 @@ class GpuDriver:
         return int(self._api.max_memory_allocated(device))
 
     def empty_cache(self) -> None:
-        """The allocators of all GPUs give back what they keep."""
+        """The allocators of all GPUs give back what they keep; as far as one that is lost lets them."""
         if hasattr(self._api, "empty_cache"):
-            self._api.empty_cache()
+            try:
+                self._api.empty_cache()
+            except RuntimeError as error:
+                if not self.is_lost(error):
+                    raise
 
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""

@@ -272,7 +272,8 @@ class GpuLane(Lane):
 
     def _serve(self) -> None:
         """The life of the thread."""
-        self._driver.set_device(self._device)
+        with contextlib.suppress(Exception):  # of a GPU that is lost: every job raises it anew
+            self._driver.set_device(self._device)
         while (job := self._next_job()) is not None:
             # An error is kept by the transfer, for those who ask for the copies.
             with contextlib.suppress(BaseException):

@@ -289,7 +289,7 @@ class VirtualDevice(Device):
         h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self.aliases_host = link is None
-        self.is_shared = self.counts_activations = link is not None
+        self.is_shared = self.counts_activations = self.can_be_lost = link is not None
         self.has_own_speed = speed is not None
         self._speed = 1.0 if speed is None else speed
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Worker, run_threads
+from ..devices.devices import DeviceLostError
 from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
 from ..planning.spans import Span
@@ -88,6 +89,7 @@ class Step:
         Raises:
             BaseException: the first exception of user code in any micro-batch, with its traceback.
             BarrierError: if micro-batches do not meet for the same.
+            DeviceLostError: if a device is lost; or what became of the driver's error on its way.
         """
         started = perf_counter()
         pool = self._resources.pool
@@ -115,21 +117,27 @@ class Step:
             threads = [self._threads[state.index] for state in self._states]
             self._result.outputs = [thread.output for thread in threads]
             self._result.saved_bytes = sum(thread.saved_bytes for thread in threads)
+            self._check_devices()
             if self._request.merge is not None:
                 lists.collect([state.overlay for state in self._states], self._request.merge)
             succeeded = True
         finally:
-            self._stop()
-            self._lock.close(self._states, keep_writes=succeeded)
-            self._resources.replicas.end_step()
-            self._shared.loose_parameters.drop()
-            try:
-                self._resources.pool.close()
-            finally:
-                self._shared.gradients.close()
+            with contextlib.ExitStack() as ending:  # all of it, even if one raises: from the last to the first
+                ending.callback(tell, "step_ended" if succeeded else "step_failed")
                 if self._adder is not None:
-                    self._resources.adders.give_back([self._adder])
-            tell("step_ended" if succeeded else "step_failed")
+                    ending.callback(self._resources.adders.give_back, [self._adder])
+                ending.callback(self._shared.gradients.close)
+                ending.callback(self._resources.pool.close)
+                ending.callback(self._shared.loose_parameters.drop)
+                ending.callback(self._resources.replicas.end_step)
+                ending.callback(self._lock.close, self._states, keep_writes=succeeded)
+                ending.callback(self._stop)
+
+    def _check_devices(self) -> None:
+        """Before the results count: code of the user may have caught the error of a device that is lost."""
+        lost = self._resources.pool.find_lost()
+        if lost:
+            raise DeviceLostError(f"{lost[0].name} is lost: {lost[0].lost}")
 
     # --- segments and barriers -----------------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ class Clock:
     def __init__(self, pool: DevicePool) -> None:
         self._started = perf_counter()
         # A device is idle between steps, so that its first stamp is reached when it is made.
-        self._origins = [((perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices]
+        self._origins = {
+            device: (device.index, (perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices
+        }
 
     def host_ms(self, time_s: float) -> float:
         """``time_s`` is of :func:`time.perf_counter`."""
@@ -37,7 +39,7 @@ class Clock:
 
     def between(self, device: Device, start: Any, end: Any) -> tuple[float, float] | None:
         """Both stamps in ms; None if the device has not reached them."""
-        offset_ms, origin = self._origins[device.index]
+        _, offset_ms, origin = self._origins[device]
         start_ms, end_ms = device.elapsed_ms(origin, start), device.elapsed_ms(origin, end)
         return None if start_ms is None or end_ms is None else (offset_ms + start_ms, offset_ms + end_ms)
 
@@ -46,7 +48,8 @@ class Clock:
         spans = []
         for device, kind, name, start, end, stage, *_ in runs:
             if (times := self.between(device, start, end)) is not None:
-                spans.append(Span(device.index, "compute", *times, stage, microbatch, f"{kind} {name}"))
+                index, *_ = self._origins[device]  # as it was in the step
+                spans.append(Span(index, "compute", *times, stage, microbatch, f"{kind} {name}"))
         return spans
 
 

@@ -7,18 +7,19 @@
                                  hold back what it logs                           log_merging
                                  refuse mistakes                                  misuse
                                  manual optimization: meet                        manual
-                               again with more micro-batches, if it does not fit  retry
+                               again, if it does not fit or a device is lost      retry
                                log once, give the batch back its entries
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
+from ...devices.devices import Device
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
@@ -73,7 +74,8 @@ class Steps:
         self._scan = ModuleScan(module)
         notices = Notices()
         self.report = report
-        self.engine: Engine = make_engine(module, pool, options, report)
+        self._pool, self._options = pool, options
+        self.engine = self._make_engine()
         self._splitter = BatchSplitter(module, options, self._scan, notices)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)
@@ -81,12 +83,26 @@ class Steps:
             self._scan,
             options.microbatches_for(len(pool)),
             is_auto=options.num_microbatches == "auto",
-            devices=None if pool.memory_limit is None else pool.devices,
-            forget=self.engine.forget,
-            costs=self.engine.costs,
+            pool=pool,
+            forget=lambda kind: self.engine.forget(kind),  # which may be another one by then
+            go_on_without=self._go_on_without,
+            costs=lambda kind: self.engine.costs(kind),
             is_trial=is_trial,
         )
         self.manual: ManualOptimization | None = None
+
+    def _make_engine(self) -> Engine:
+        return make_engine(self._module, self._pool, self._options, self.report)
+
+    def _go_on_without(self, lost: Sequence[Device]) -> None:
+        """Lost devices leave the pool; another engine plans for the rest. What the one before has measured is lost."""
+        before = self.engine
+        is_open = before.is_open
+        before.close()
+        self._pool.drop(lost)
+        self.engine = self._make_engine()
+        if is_open:
+            self.engine.open()
 
     def arrives(self, batch: Any) -> None:
         """A loader has given ``batch``; hooks of the user may change it before the step gets it."""

@@ -1,4 +1,4 @@
-"""The state before a step, so that the step can be run again: [Note: steps that do not fit] in
+"""The state before a step, so that the step can be run again: [Note: steps that are run again] in
 :mod:`retry`.
 
 Weights, gradients, optimizer state and attributes are not in it: the engine gives them back as they were.
@@ -30,19 +30,21 @@ class StepState:
     Args:
         devices: whose generators user code may draw from.
         written: names of the buffers that steps have written, which are copied whatever their size.
-
-    Attributes:
-        batch: with containers of its own: user code may take entries out of the one that was given.
     """
 
     def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device], written: set[str]) -> None:
-        self.batch = mapped(batch, anew=object)
+        self._batch = mapped(batch, anew=object)
         self._written = written
         self._buffers = [_Buffer(*found, written) for found in scan.buffers()]
         self._weights = Versions(scan.parameters())
         self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
         self._put_back = [_metric_state(metric) for metric in scan.metrics]
         self._put_back += _generator_states(devices)
+
+    @property
+    def batch(self) -> Any:
+        """The batch with containers of its own: user code may take entries out of the one that it is given."""
+        return mapped(self._batch, anew=object)
 
     def lost(self) -> str | None:
         """What has changed since and cannot be put back, in words; None if everything can."""

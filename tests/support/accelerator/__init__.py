@@ -30,8 +30,9 @@ What happens
 What to ask (``torch.sim``, besides what engines use of ``torch.cuda``)
     ``stats()``, ``reset_stats()``, ``traced()`` (a context: list of (kind, text, Python stack)),
     ``on_report(function)``, ``options(**values)`` (a context), ``set_delay(us)``, ``_sleep(us)`` (the current stream
-    does nothing), ``held()`` (a context: it does nothing until the end), ``set_memory_limit(bytes, device)``,
-    ``pinned_bytes()``, ``cudart().cudaHostRegister``.
+    does nothing), ``held()`` (a context: it does nothing until the end), ``losing(device, after)`` (a context: after so
+    many more operations the device does nothing, and all that is asked of it raises an error),
+    ``set_memory_limit(bytes, device)``, ``pinned_bytes()``, ``cudart().cudaHostRegister``.
 
 Variables, read when it is installed; those in the second part are ``options``, too
     ``SIM_DEVICES`` (2, at most 8), ``SIM_MEMORY_MB`` (4096, of each), ``SIM_PROTECT``, ``SIM_TRACE`` (1: reports from
@@ -47,7 +48,8 @@ What it does not model
     * Fragmentation of the caching allocator: blocks serve for sizes up to a quarter smaller, and all that is cached is
       given up at the limit. ``memory_reserved`` counts pages.
     * CUDA's numbers: reductions, TF32, random numbers, fused attention (the math path runs).
-    * Priorities of streams, graphs, IPC, peer access, NCCL, ``torch.compile``, quantized tensors. Errors that stay.
+    * Priorities of streams, graphs, IPC, peer access, NCCL, ``torch.compile``, quantized tensors. Errors of operators
+      that stay; of a device that is lost, errors where memory is freed.
     * Which host thread saw what: what one has waited for, all know. Uses of page-locked memory by the host itself.
     * Gaps in strided views: columns of one matrix on two streams count as a race.
     * In a forked child only freeing works.

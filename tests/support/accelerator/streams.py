@@ -97,6 +97,17 @@ def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize(index_of(device))
 
 
+@contextlib.contextmanager
+def losing(device: Any, after: int, error: str = "uncorrectable ECC error encountered") -> Iterator[None]:
+    """The device is lost after so many more operations, until the context ends: every use and wait raises an error."""
+    index = index_of(device)
+    _native.lose(index, after, error)
+    try:
+        yield
+    finally:
+        _native.lose(index, -1, "")
+
+
 # Microseconds, not cycles: the current stream does nothing for so long.
 _sleep = _native.sleep
 

@@ -84,6 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_option", &set_option);
   m.def("sleep", &sleep);
   m.def("hold", &hold);
+  m.def("lose", &lose);
 }
 
 }  // namespace sim

@@ -58,6 +58,7 @@ bool is_ordered(const Stream& stream, const Access& access) {
 
 uint64_t launch(Stream& stream, std::function<void()> job, const char* what, const std::vector<Use>& uses,
                 bool is_late) {
+  if (is_late) check_not_lost(stream.device);
   std::string race;
   uint64_t number;
   if (is_late)
@@ -82,6 +83,7 @@ uint64_t launch(Stream& stream, std::function<void()> job, const char* what, con
 }
 
 void record(Event& event, Stream& stream) {
+  check_not_lost(stream.device);
   auto time = std::make_shared<std::atomic<double>>(0.0);
   Locked locked;
   event.number = launch(stream, [time] { *time = now_in_milliseconds(); }, "event", {}, false);
@@ -91,12 +93,14 @@ void record(Event& event, Stream& stream) {
 void wait(Stream& stream, const Event& event) {
   Locked locked;
   if (!event.stream || event.stream == &stream) return;
+  check_not_lost(stream.device);
   merge(stream.clock, event.clock);
   launch(stream, [from = event.stream, number = event.number] { from->block(number); }, "wait", {}, false);
 }
 
 bool query(const Event& event) {
   if (!event.stream) return true;
+  check_not_lost(event.stream->device);
   if (event.stream->done.load() < event.number) return false;
   host_wait(*event.stream, event.number, &event.clock);
   return true;
@@ -104,6 +108,7 @@ bool query(const Event& event) {
 
 void synchronize(const Event& event) {
   if (!event.stream) return;
+  check_not_lost(event.stream->device);
   host_wait(*event.stream, event.number, &event.clock);
   raise_fault(event.stream->device);
 }

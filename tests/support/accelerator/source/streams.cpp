@@ -17,8 +17,10 @@ namespace {
 
 struct Devices {
   std::array<Streams, kMaxDevices> streams;
-  std::array<std::string, kMaxDevices> faults;  // under the lock
+  std::array<std::string, kMaxDevices> faults, last_words;  // under the lock
+  std::array<std::atomic<long>, kMaxDevices> left;  // operations until the device is lost; negative: it is not
   Devices() {
+    for (auto& count : left) count = -1;
     for (int device = 0; device < kMaxDevices; ++device)
       for (int id = 0; id < kStreams; ++id) {
         auto& stream = streams[device][id];
@@ -92,7 +94,7 @@ void Stream::run() {
       jobs_.pop_front();
     }
     try {
-      job();
+      if (devices().left[device]) job();  // one that is lost does nothing any more
     } catch (std::exception& error) {
       keep_fault(device, error.what());
     }
@@ -133,6 +135,7 @@ void host_wait(Stream& stream, uint64_t number, const Clock* clock) {
 }
 
 void synchronize(Stream& stream) {
+  check_not_lost(stream.device);
   uint64_t number;
   Clock clock;
   {
@@ -146,6 +149,23 @@ void synchronize(Stream& stream) {
 void synchronize_device(int device) {
   for (auto& stream : streams_of(device))
     if (stream.issued()) synchronize(stream);
+}
+
+void lose(int device, long after, const std::string& error) {
+  streams_of(device);  // the device exists
+  Locked locked;
+  devices().last_words[device] = error;
+  devices().left[device] = after;
+}
+
+void check_not_lost(int device) {
+  auto& count = devices().left[device];
+  long left = count.load();
+  while (left > 0 && !count.compare_exchange_weak(left, left - 1)) {
+  }
+  if (left) return;
+  Locked locked;
+  TORCH_CHECK(false, "CUDA error: ", devices().last_words[device], "\nCUDA kernel errors might be reported later");
 }
 
 void keep_fault(int device, const std::string& text) {

@@ -67,6 +67,11 @@ void host_wait(Stream& stream, uint64_t number, const Clock* clock = nullptr);
 void synchronize(Stream& stream);
 void synchronize_device(int device);
 
+// A device is lost after so many more operations; negative: it is not. It does nothing then, and all that is asked of it
+// raises an error, but for memory that is freed.
+void lose(int device, long after, const std::string& error);
+void check_not_lost(int device);
+
 // Of an operator on a thread of a stream: kept until the next synchronisation of the device, which raises it once.
 void keep_fault(int device, const std::string& text);
 void raise_fault(int device);

@@ -1,0 +1,153 @@
+"""A device that is lost at any point of a step: what is left of the step, and the same step on the others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.devices import Device, DeviceLostError
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import TimedLink
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from tests.support.engine.faults import MESSAGE, Fault
+from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.modelled import recomputed
+
+NUM_MICROBATCHES = 3
+LINKS: dict[str, Callable[[], Any]] = {"shared": lambda: None, "lazy": LazyLink, "timed": TimedLink}
+
+
+class Model(nn.Module):
+    """Blocks with statistics and random numbers, and a parameter beside them; gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(4, 1)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        self.last = float(x.detach().sum())
+        return self.head(x).square().mean()
+
+
+class Training:
+    """Steps of the model on devices of which one may be lost."""
+
+    def __init__(self, link: str, num_devices: int = 2) -> None:
+        self.model = Model()
+        self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LINKS[link]())
+        self.engine = self.make_engine()
+
+    def make_engine(self) -> Engine:
+        return Engine(self.model, self.pool, recomputed, num_threads=1)
+
+    def step(self, function: Callable[[Any], Any] | None = None) -> StepResult:
+        parts = torch.randn(12, 4, generator=torch.Generator().manual_seed(5)).chunk(NUM_MICROBATCHES)
+        weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+        request = StepRequest(function or self.model, parts, weights, "train", 3, loss_of=lambda loss: loss)
+        return self.engine.run(request)
+
+    def go_on_without(self, lost: Device) -> None:
+        self.engine.close()
+        self.pool.drop([lost])
+        self.engine = self.make_engine()
+
+    def state(self) -> list[Any]:
+        """What a step that fails must leave as it was. Buffers on the host are put back by who runs it again."""
+        return [
+            {name: value.detach().clone() for name, value in self.model.named_parameters()},
+            [p.grad for p in self.model.parameters()],
+            self.model.last,
+        ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    training = Training("shared")
+    training.step()
+    found = training.step().gradients
+    return [found[parameter] for parameter in training.model.parameters()]
+
+
+def points(link: str) -> Iterator[tuple[Training, Fault]]:
+    """Trainings whose next step loses the first or the second device: at every third of its uses, and then at none."""
+    for number in range(2):
+        for at in range(number, 10_000, 3):
+            training = Training(link)
+            training.step()
+            yield training, (fault := Fault(training.pool[number], at, is_late=at % 2 == 1))
+            if fault.lost_at is None:
+                break
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_step_that_loses_a_device_leaves_nothing_and_can_be_run_on_the_other(link: str, expected: list[Tensor]) -> None:
+    lost_at = set()
+    for training, fault in points(link):
+        buffers = {name: value.clone() for name, value in training.model.named_buffers()}
+        before, threads = training.state(), threading.active_count()
+        with contextlib.suppress(DeviceLostError):
+            training.step()
+            assert fault.lost_at is None
+            continue
+        lost_at.add(fault.lost_at)
+        torch.testing.assert_close(training.state(), before, rtol=0.0, atol=0.0)
+        assert threading.active_count() == threads
+        training.go_on_without(fault.device)
+        assert [device.memory.used for device in training.pool.devices] == [0]
+        with torch.no_grad():
+            for name, buffer in training.model.named_buffers():
+                buffer.copy_(buffers[name])
+        found = training.step().gradients
+        torch.testing.assert_close([found[p] for p in training.model.parameters()], expected, rtol=1e-5, atol=1e-6)
+    assert lost_at == {"run"} if link == "shared" else lost_at >= {"run", "h2d", "d2h", "h2d bulk", "d2h bulk"}
+
+
+def test_error_of_a_lost_device_that_user_code_catches_fails_the_step() -> None:
+    training = Training("shared")
+    training.step()
+    Fault(training.pool[1], at=0)
+
+    def careless(x: Tensor) -> Tensor:
+        try:
+            return training.model(x)
+        except RuntimeError:
+            return x.mean() * torch.ones((), requires_grad=True)
+
+    with pytest.raises(DeviceLostError, match=f"virtual device 1 is lost: {MESSAGE}"):
+        training.step(careless)
+
+
+def test_timeline_of_a_step_stays_when_a_device_has_gone() -> None:
+    training = Training("lazy")
+    training.step()
+    training.engine.trace = True
+    result = training.step()
+    training.go_on_without(training.pool[0])
+    assert {span.device for span in result.timeline.spans} == {0, 1}
+    assert training.step().timeline.num_devices == 1
+
+
+def test_error_of_the_user_is_raised_as_it_is() -> None:
+    training = Training("lazy")
+    error = ValueError("mine")
+
+    def wrong(x: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        training.step(wrong)
+    assert caught.value is error
+    assert training.pool.find_lost() == []
