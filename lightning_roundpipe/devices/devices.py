@@ -65,12 +65,17 @@ class Device(ABC):
 
     @property
     def moved(self) -> list[Moved] | None:
-        """Where transfers are noted; None if they are not traced."""
+        """Where transfers are noted; None if they are not."""
         return self.h2d.moved
 
     @moved.setter
     def moved(self, moved: list[Moved] | None) -> None:
-        self.h2d.moved = self.d2h.moved = moved
+        self.note(moved)
+
+    def note(self, moved: list[Moved] | None, *, bulk_alone: bool = False) -> None:
+        """Notes transfers there from now on, or bulk alone; not between :meth:`open` and :meth:`close`."""
+        for lane in (self.h2d, self.d2h):
+            lane.moved, lane.notes_bulk_alone = moved, bulk_alone
 
     def computing(self) -> AbstractContextManager[object]:
         """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
@@ -168,6 +173,10 @@ class Device(ABC):
 
     def _reuse(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Gives memory back."""
+
+    def give_up_spare(self) -> None:
+        """Gives up all memory that is kept for what comes, on the device and page-locked on the host; between steps."""
+        self.empty_cache()
 
     def open(self) -> None:
         """A step begins."""

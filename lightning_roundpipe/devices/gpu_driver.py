@@ -1,7 +1,8 @@
 """What devices on GPUs ask of torch, in one place: the module that torch has for a type of accelerator.
 
 ``torch.cuda`` (CUDA and ROCm), ``torch.xpu`` and modules of the same form for other accelerators: they need streams,
-events and an allocator that tells what it holds. What is CUDA's alone is in :mod:`devices.cuda`.
+events and an allocator that tells what it holds. CUDA's runtime alone, and ROCm's under the same names, can page-lock
+the host's memory where it is: the functions at the end ask it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cuda
 from .pinned import PageLockedMemory
 
 # What the module of an accelerator must have.
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "mem_get_info", "memory_allocated", "memory_reserved")
+
+# cudaHostRegisterPortable: page-locked for all GPUs of the process.
+_PORTABLE = 1
+# cudaErrorNotSupported, which stands for accelerators whose runtime torch does not show.
+_NOT_SUPPORTED = 801
 
 
 class MemoryState(NamedTuple):
@@ -163,11 +168,11 @@ class GpuDriver:
 
     def page_lock(self, address: int, num_bytes: int) -> int:
         """See :class:`pinned.PageLocker`."""
-        return cuda.host_register(self._api, self.device_type, address, num_bytes)
+        return _host_register(self._api, self.device_type, address, num_bytes)
 
     def page_unlock(self, address: int) -> None:
         """See :class:`pinned.PageLocker`."""
-        cuda.host_unregister(self._api, self.device_type, address)
+        _host_unregister(self._api, self.device_type, address)
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         """See :class:`pinned.PageLocker`."""
@@ -195,3 +200,35 @@ def is_supported(device_type: str) -> bool:
     except RuntimeError:
         return False
     return device_type != "cpu" and all(hasattr(api, name) for name in _NEEDED)
+
+
+# --- CUDA's runtime ----------------------------------------------------------------------------------------------
+
+
+def _host_register(api: Any, device_type: str, address: int, num_bytes: int) -> int:
+    """Page-locks memory of the host; 0, or the runtime's error code.
+
+    Args:
+        api: the module of torch for accelerators of ``device_type``.
+    """
+    if not hasattr(api, "cudart"):
+        return _NOT_SUPPORTED
+    error = int(api.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    if error:
+        _clear_error(device_type)
+    return error
+
+
+def _host_unregister(api: Any, device_type: str, address: int) -> None:
+    """Undoes :func:`_host_register`."""
+    if int(api.cudart().cudaHostUnregister(address)):
+        _clear_error(device_type)
+
+
+def _clear_error(device_type: str) -> None:
+    """The runtime reports an error again to the next kernel launch of the thread, and torch raises it there.
+
+    Torch has no call to clear it, so that a launch is made for it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device=device_type).add_(1)
