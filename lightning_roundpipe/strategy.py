@@ -27,8 +27,9 @@ from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model, note_unused_gpus
+from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.pool import make_pool
+from .integration.pool import ThreadBudget, make_pool
 from .integration.single_process import SingleProcessStrategy
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
@@ -140,6 +141,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
+        self._links = Links()
         self._pool: DevicePool | None = None
         self._steps: Steps | None = None
         self._overlap: OptimizerOverlap | None = None
@@ -205,6 +207,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             stale = self._updates.begin(self._module, self.optimizers)
             report = HostReport(self._module, self.optimizers, stale=stale)
             report.check()
+            self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
         self._steps = self._make_steps(report)
         self.engine.open()
 
@@ -265,6 +268,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             updates=self._updates,
             recordings=self._recordings,
             report=report,
+            links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]

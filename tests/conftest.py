@@ -25,6 +25,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
 
+from lightning_roundpipe.devices import links
 from lightning_roundpipe.planning import plan
 from tests.support import accelerator
 from tests.support.forks import Forks
@@ -89,6 +90,14 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
             patch.setattr(plan, "_NUM_VARIATIONS", 20)
             patch.setattr(plan, "_NUM_NEIGHBOURS", 100)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_links_measured() -> Iterator[None]:
+    """Plans do not depend on how fast the simulated accelerator copies; tests of that give themselves the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "BUDGET_MS", 0.0)
         yield
 
 

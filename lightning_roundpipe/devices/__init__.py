@@ -8,5 +8,6 @@
 - :mod:`gpu`, :mod:`gpu_lanes`: devices on GPUs, and their copy streams.
 - :mod:`gpu_driver`: what they ask of torch.
 - :mod:`pinned`, :mod:`host_buffers`: page-locked memory of the host, in place and in buffers.
+- :mod:`links`: how fast copies travel.
 - :mod:`runs`: what is noted about each run of a unit.
 """

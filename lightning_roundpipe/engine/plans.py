@@ -162,13 +162,16 @@ class Plans:
     Args:
         planner, scheduler, machine: as for :class:`runner.Engine`.
         num_devices: how many devices there are.
+
+    Attributes:
+        machine: on which plans are compared; may be replaced between steps, when it is known better.
     """
 
-    def __init__(self, planner: Planner, scheduler: Scheduler, num_devices: int, machine: Machine | None) -> None:
+    def __init__(self, planner: Planner, scheduler: Scheduler, num_devices: int, machine: Machine) -> None:
         self._planner = planner
         self._scheduler = scheduler
         self._num_devices = num_devices
-        self._machine = machine
+        self.machine = machine
         self._known: dict[Hashable, _Known] = {}
         self._apart: set[Hashable] = set()  # segments that once went another way than other rounds of their loop
         self._presets: dict[Hashable, CostProfile] = {}
@@ -274,7 +277,7 @@ class Plans:
 
     def _simulated_ms(self, partition: Partition, costs: CostProfile, known: _Known) -> float:
         schedule, _ = self._scheduler(partition.num_stages, known.num_microbatches, self._num_devices, 0)
-        return simulate(schedule, stage_costs(partition, costs), self._machine).step_ms
+        return simulate(schedule, stage_costs(partition, costs), self.machine).step_ms
 
     def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
         plan = known.plan

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from ...devices.links import StepLinks
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
@@ -48,6 +49,7 @@ class Steps:
     Args:
         updates: of the optimizers, which steps wait for where they need to.
         report: what a training needs on the host; None where there is none.
+        links: of the devices; None if they are not measured.
         is_trial: whether Lightning is trying a batch size at the moment.
 
     Attributes:
@@ -63,6 +65,7 @@ class Steps:
         updates: OptimizerOverlap,
         recordings: Recordings,
         report: HostReport | None,
+        links: StepLinks | None,
         autocast_device: str,
         is_trial: Callable[[], bool],
     ) -> None:
@@ -73,7 +76,7 @@ class Steps:
         self._scan = ModuleScan(module)
         notices = Notices()
         self.report = report
-        self.engine: Engine = make_engine(module, pool, options, report)
+        self.engine: Engine = make_engine(module, pool, options, report, links)
         self._splitter = BatchSplitter(module, options, self._scan, notices)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)

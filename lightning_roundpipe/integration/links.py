@@ -1,0 +1,69 @@
+"""What a strategy knows about the links of its devices, and tells the user."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from ..devices.links import StepLinks, measured
+from ..devices.pool import DevicePool
+from ..planning.costs import Machine
+from ..planning.quantities import format_bandwidth, format_ms
+
+
+class Links:
+    """The links of the devices of a strategy: measured when it trains for the first time, refined by the first steps.
+
+    See [Note: measured links] in :mod:`devices.links`. Virtual devices have none, or links that are given. With
+    deterministic algorithms nothing is measured, and what was measured is not used: a plan must not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.device, ...], StepLinks] = {}
+
+    def of(self, pool: DevicePool) -> StepLinks | None:
+        """What is known about those of a pool; None if nothing is, or may be used."""
+        return None if torch.are_deterministic_algorithms_enabled() else self._known.get(_key(pool))
+
+    def measure(self, pool: DevicePool, adding_threads: int) -> None:
+        """Measures them, unless they are known, and says so in the log.
+
+        Args:
+            adding_threads: intra-op threads with which gradients are added up.
+        """
+        if pool.is_virtual or torch.are_deterministic_algorithms_enabled() or _key(pool) in self._known:
+            return
+        machine = measured(pool, Machine(len(pool)), adding_threads=adding_threads)
+        self._known[_key(pool)] = StepLinks(machine)
+        if math.isfinite(machine.h2d_bytes_per_ms):
+            rank_zero_info(describe(machine))
+
+
+def _key(pool: DevicePool) -> tuple[torch.device, ...]:
+    return tuple(device.torch_device for device in pool.devices)
+
+
+def describe(machine: Machine) -> str:
+    """The links of a machine, for the log: one line, and one more if devices share something."""
+    traits = [machine.of_device(index) for index in range(machine.num_devices)]
+    kinds: dict[tuple[float | None, float | None], list[int]] = defaultdict(list)
+    for index, own in enumerate(traits):
+        kinds[own.h2d_bytes_per_ms, own.d2h_bytes_per_ms].append(index)
+    links = []
+    for (up, down), indices in kinds.items():
+        assert up is not None
+        assert down is not None
+        what = "every device" if len(kinds) == 1 else _named(indices)
+        links.append(f"{format_bandwidth(up)} to and {format_bandwidth(down)} from {what}")
+    text = f"links: {', '.join(links)}; latency {format_ms(machine.transfer_latency_ms)}, memory of the host "
+    text += format_bandwidth(machine.host_bytes_per_ms)
+    shared = [f"{_named(link.devices)} share {format_bandwidth(link.bytes_per_ms)}" for link in machine.shared_links]
+    return "\n".join([text, *(["shared links: " + ", ".join(shared)] if shared else [])])
+
+
+def _named(indices: Sequence[int]) -> str:
+    return f"device{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
