@@ -36,7 +36,6 @@ from time import perf_counter
 
 import torch
 
-from ..common.threads import Worker
 from ..planning.costs import DeviceTraits, Machine, SharedLink
 from .devices import Device
 from .pool import DevicePool
@@ -49,11 +48,10 @@ _MOST_BYTES = 64 * 2**20
 # Page-locked, of all devices together: to lock memory takes a while.
 _MOST_LOCKED_BYTES = 512 * 2**20
 _LEAST_BYTES = 2**20
-_SMALL_BYTES = 4096
+_SMALL_BYTES = 64
 # Of the memory of a device that is not in use; two copies are on it at a time.
 _MEMORY_PARTS = 8
 _NUM_REPEATS = 3
-_ADDED_BYTES = 64 * 2**20
 # Speeds that differ by less are the same.
 _ALIKE = 0.1
 # Two lanes that reach less of their speeds have a part of the way in common.
@@ -79,7 +77,7 @@ def measured(
     pool: DevicePool,
     machine: Machine,
     *,
-    adding_threads: int | None = None,
+    added_bytes_per_ms: float | None = None,
     budget_ms: float | None = None,
     now_ms: Callable[[], float] = _now_ms,
 ) -> Machine:
@@ -89,20 +87,21 @@ def measured(
     no memory that would not be there otherwise.
 
     Args:
-        adding_threads: intra-op threads with which gradients are added up; None for those of this thread.
+        added_bytes_per_ms: bandwidth of the host's memory that additions of gradients reach; None if not known.
         budget_ms: how long it may take; None for the usual time.
         now_ms: the clock of the host.
     """
     if any(device.aliases_host for device in pool.devices):
         return machine
     bench = _Bench(pool, BUDGET_MS if budget_ms is None else budget_ms, now_ms)
+    bench.host_bytes_per_ms = added_bytes_per_ms
     with contextlib.ExitStack() as stack:
         stack.callback(bench.close)
         stack.callback(pool.close)
         pool.open()
         # Where the allocator of a GPU has no room for buffers, what is known by then is enough.
         with contextlib.suppress(torch.OutOfMemoryError):
-            bench.measure(adding_threads)
+            bench.measure()
     shared = [SharedLink(group, bandwidth) for group, bandwidth in bench.shared.items()]
     return with_links(machine, bench.speeds, bench.latency_ms, bench.host_bytes_per_ms, shared)
 
@@ -155,17 +154,14 @@ class _Bench:
     def _has_time(self) -> bool:
         return self._now_ms() < self._deadline_ms
 
-    def measure(self, adding_threads: int | None) -> None:
+    def measure(self) -> None:
         """Everything, the most important figures first, as long as there is time."""
         latencies = []
         for device in self._pool.devices:
             if self._has_time:
                 latencies += self._measure_links(device)
                 self.latency_ms = statistics.median(latencies) if latencies else None
-        if self._has_time:
-            self.host_bytes_per_ms = adding_bytes_per_ms(adding_threads, self._now_ms)
-        if self._has_time and self.speeds:
-            self.host_bytes_per_ms = max(self.host_bytes_per_ms or 0.0, self._together(list(self.speeds)))
+        self._measure_host(self.speeds)
         slowed = []
         for pair in self._pairs():
             ways = [(index, "h2d") for index in pair]
@@ -177,6 +173,13 @@ class _Bench:
             if self._has_time:
                 reached = [self._together([(index, lane) for index in group]) for lane in _LANES]
                 self.shared[group] = min(reached)
+        if self.shared:  # now that it is known who takes longer beside the others
+            self._measure_host(shared_speeds(self.speeds, self.shared))
+
+    def _measure_host(self, speeds: Mapping[Way, float]) -> None:
+        """All lanes at a time, of which each is expected to reach this speed."""
+        if self._has_time and speeds:
+            self.host_bytes_per_ms = max(self.host_bytes_per_ms or 0.0, self._together(list(speeds), speeds))
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Those that may share a link. Two devices do not need to know, unless they are on one GPU."""
@@ -204,11 +207,13 @@ class _Bench:
             self.speeds[index, lane] = num_bytes / _without(ms, latencies[lane])
         return list(latencies.values())
 
-    def _together(self, ways: Sequence[Way]) -> float:
-        """Bytes per ms that lanes reach at the same time: each copies as much as takes it equally long alone."""
+    def _together(self, ways: Sequence[Way], speeds: Mapping[Way, float] | None = None) -> float:
+        """Bytes per ms that lanes reach at the same time. Each copies what takes it equally long at these speeds, which
+        are those alone."""
+        speeds = speeds or self.speeds
         traffics = [self._traffic[index] for index, _ in ways]
-        ms = min(t.num_bytes / self.speeds[way] for t, way in zip(traffics, ways, strict=True) if t is not None)
-        sizes = [max(1, int(ms * self.speeds[way])) for way in ways]
+        ms = min(t.num_bytes / speeds[way] for t, way in zip(traffics, ways, strict=True) if t is not None)
+        sizes = [max(1, int(ms * speeds[way])) for way in ways]
         return sum(sizes) / _without(self._best_ms(ways, sizes), self.latency_ms or 0.0)
 
     def _best_ms(self, ways: Sequence[Way], sizes: Sequence[int]) -> float:
@@ -244,25 +249,6 @@ def _without(ms: float, latency_ms: float) -> float:
     return ms - latency_ms if ms > 2 * latency_ms else max(ms, 1e-6)
 
 
-def adding_bytes_per_ms(num_threads: int | None, now_ms: Callable[[], float] = _now_ms) -> float:
-    """Bytes that the host reads and writes in a ms when it adds up gradients with so many threads."""
-    found: list[float] = []
-
-    def add() -> None:
-        total, more = (torch.ones(_ADDED_BYTES // 4) for _ in range(2))
-        for _ in range(_NUM_REPEATS):
-            began_ms = now_ms()
-            total.add_(more)
-            found.append(3 * _ADDED_BYTES / max(now_ms() - began_ms, 1e-6))
-
-    worker = Worker(num_threads)
-    try:
-        worker.call(add, "measures the host's memory")
-    finally:
-        worker.close()
-    return max(found)
-
-
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +277,17 @@ def groups_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
         joined = set(pair).union(*(group for group in groups if not group.isdisjoint(pair)))
         groups = [group for group in groups if group.isdisjoint(pair)] + [joined]
     return sorted(tuple(sorted(group)) for group in groups)
+
+
+def shared_speeds(speeds: Mapping[Way, float], shared: Mapping[tuple[int, ...], float]) -> dict[Way, float]:
+    """Speeds of lanes while all are busy, as far as groups share what they reach."""
+    found = dict(speeds)
+    for group, bandwidth in shared.items():
+        for lane in _LANES:
+            ways = [(index, lane) for index in group if (index, lane) in speeds]
+            part = min(1.0, bandwidth / sum(speeds[way] for way in ways))
+            found |= {way: part * speeds[way] for way in ways}
+    return found
 
 
 def with_links(

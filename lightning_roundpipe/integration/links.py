@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from ..common.threads import Worker
 from ..devices.links import StepLinks, measured
 from ..devices.pool import DevicePool
 from ..planning.costs import Machine
 from ..planning.quantities import format_bandwidth, format_ms
+
+# Two of them are added up; the bandwidth of the host's memory shows beyond its caches.
+_ADDED_BYTES = 64 * 2**20
+_NUM_REPEATS = 3
 
 
 class Links:
@@ -37,7 +43,8 @@ class Links:
         """
         if pool.is_virtual or torch.are_deterministic_algorithms_enabled() or _key(pool) in self._known:
             return
-        machine = measured(pool, Machine(len(pool)), adding_threads=adding_threads)
+        added = added_bytes_per_ms(adding_threads)
+        machine = measured(pool, Machine(len(pool)), added_bytes_per_ms=added)
         self._known[_key(pool)] = StepLinks(machine)
         if math.isfinite(machine.h2d_bytes_per_ms):
             rank_zero_info(describe(machine))
@@ -45,6 +52,25 @@ class Links:
 
 def _key(pool: DevicePool) -> tuple[torch.device, ...]:
     return tuple(device.torch_device for device in pool.devices)
+
+
+def added_bytes_per_ms(num_threads: int | None, now_s: Callable[[], float] = perf_counter) -> float:
+    """Bytes that the host reads and writes in a ms when it adds up gradients with so many threads."""
+    found: list[float] = []
+
+    def add() -> None:
+        total, more = (torch.ones(_ADDED_BYTES // 4) for _ in range(2))
+        for _ in range(_NUM_REPEATS):
+            began_s = now_s()
+            total.add_(more)
+            found.append(3 * _ADDED_BYTES / max(1e3 * (now_s() - began_s), 1e-6))
+
+    worker = Worker(num_threads)
+    try:
+        worker.call(add, "measures the host's memory")
+    finally:
+        worker.close()
+    return max(found)
 
 
 def describe(machine: Machine) -> str:

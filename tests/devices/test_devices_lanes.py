@@ -19,7 +19,7 @@ from lightning_roundpipe.devices import transfer as transfers
 from lightning_roundpipe.devices import virtual
 from lightning_roundpipe.devices.chunks import Pair
 from lightning_roundpipe.devices.transfer import DirectLane, Edge, Lane, Transfer
-from lightning_roundpipe.devices.virtual import Link, TimedLink, TransferGivenUp, VirtualDevice
+from lightning_roundpipe.devices.virtual import Clock, Link, TimedLink, TransferGivenUp, VirtualDevice
 from tests.support.engine.lazy_link import LazyLink, opened
 from tests.support.flying_clock import FlyingClock
 
