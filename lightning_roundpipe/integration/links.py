@@ -14,7 +14,7 @@ from ..common.threads import Worker
 from ..devices.links import StepLinks, measured
 from ..devices.pool import DevicePool
 from ..planning.costs import Machine
-from ..planning.quantities import format_bandwidth, format_ms
+from ..planning.quantities import format_bandwidth
 
 # Two of them are added up; the bandwidth of the host's memory shows beyond its caches.
 _ADDED_BYTES = 64 * 2**20
@@ -75,21 +75,19 @@ def added_bytes_per_ms(num_threads: int | None, now_s: Callable[[], float] = per
 
 def describe(machine: Machine) -> str:
     """The links of a machine, for the log: one line, and one more if devices share something."""
-    traits = [machine.of_device(index) for index in range(machine.num_devices)]
     kinds: dict[tuple[float | None, float | None], list[int]] = defaultdict(list)
-    for index, own in enumerate(traits):
+    for index in range(machine.num_devices):
+        own = machine.of_device(index)
         kinds[own.h2d_bytes_per_ms, own.d2h_bytes_per_ms].append(index)
     links = []
     for (up, down), indices in kinds.items():
-        assert up is not None
-        assert down is not None
-        what = "every device" if len(kinds) == 1 else _named(indices)
-        links.append(f"{format_bandwidth(up)} to and {format_bandwidth(down)} from {what}")
-    text = f"links: {', '.join(links)}; latency {format_ms(machine.transfer_latency_ms)}, memory of the host "
-    text += format_bandwidth(machine.host_bytes_per_ms)
-    shared = [f"{_named(link.devices)} share {format_bandwidth(link.bytes_per_ms)}" for link in machine.shared_links]
-    return "\n".join([text, *(["shared links: " + ", ".join(shared)] if shared else [])])
+        named = f"device{'s' if len(indices) > 1 else ''} {_listed(indices)}" if len(kinds) > 1 else "every device"
+        links.append(f"{format_bandwidth(up or 0.0)} to and {format_bandwidth(down or 0.0)} from {named}")
+    text = f"links: {', '.join(links)}; latency {1e3 * machine.transfer_latency_ms:.1f} us, "
+    text += f"memory of the host {format_bandwidth(machine.host_bytes_per_ms)}"
+    shared = [f"{_listed(link.devices)} ({format_bandwidth(link.bytes_per_ms)})" for link in machine.shared_links]
+    return text + ("\ndevices that share a link: " + ", ".join(shared) if shared else "")
 
 
-def _named(indices: Sequence[int]) -> str:
-    return f"device{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))
