@@ -116,6 +116,8 @@ class _Traffic:
         upload = device.upload([self._host], "a buffer", is_bulk=True)
         upload.await_done()
         (self._there,) = upload.tensors
+        # A download waits for what the device computes: from now on it has reached all stamps.
+        self.begin("d2h", 1).await_done()
 
     def begin(self, lane: str, num_bytes: int) -> Transfer:
         if lane == "h2d":
@@ -383,8 +385,11 @@ class StepLinks:
             device.note(None)
 
     def of(self, machine: Machine) -> Machine:
-        """``machine`` with what was measured; and with the links that steps reach, where they are others."""
+        """``machine`` with what was measured; and with the links that steps reach, where they are others. As it is, if
+        it has not those devices."""
         measured = self._measured
+        if machine.num_devices != measured.num_devices:
+            return machine
         known: dict[Way, float] = {}
         for index, lane in itertools.product(range(measured.num_devices), _LANES):
             found = getattr(measured.of_device(index), f"{lane}_bytes_per_ms")

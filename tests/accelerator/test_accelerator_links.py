@@ -77,6 +77,13 @@ def test_measuring_leaves_nothing_and_lets_nothing_wait(sim: ModuleType, driver:
     pool.dispose()
 
 
+def test_a_gpu_that_still_computes_is_waited_for(sim: ModuleType, driver: GpuDriver) -> None:
+    pool = pool_on([0, 1])
+    sim._sleep(200_000)
+    assert links.measured(pool, Machine(2), budget_ms=1e9).h2d_bytes_per_ms < math.inf
+    pool.dispose()
+
+
 def test_page_locked_memory_that_is_in_use_stays(sim: ModuleType, driver: GpuDriver) -> None:
     pool = pool_on([0])
     kept = pool[0].keep(torch.arange(MIB)).tensors[0]

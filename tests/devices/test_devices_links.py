@@ -239,6 +239,11 @@ def test_copies_that_tell_little_do_not_count(what: str) -> None:
     assert machine.is_uniform
 
 
+def test_a_machine_with_fewer_devices_stays_as_it_is() -> None:
+    known = with_links(KNOWN, {(0, "h2d"): FAST}, None, None, [SharedLink((0, 1), FAST)])
+    assert StepLinks(known).of(Machine(1)) == Machine(1)
+
+
 def test_the_first_eight_steps_count() -> None:
     step_links, pool = StepLinks(KNOWN), pool_of(1, SharedBus([1.0], [1.0]))
     for _ in range(8):
