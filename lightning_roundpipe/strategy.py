@@ -76,7 +76,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
             they are, with a warning.
         cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
             a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
-        save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
+        save_profile: file into which the measured costs of training steps, and the machine as it is known then, are
+            written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
         optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
@@ -228,7 +229,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     def _tear_down(self) -> None:
         steps = self._steps
-        self._recordings.finish(lambda: None if steps is None else steps.engine.costs("training_step"))
+        self._recordings.finish(None if steps is None else steps.engine)
         self._close_steps()
         self.pool.dispose()  # stays, for its statistics
         vars(self.accelerator).pop("get_device_stats", None)

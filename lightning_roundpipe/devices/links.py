@@ -18,9 +18,8 @@ Two GPUs in equal slots never give equal figures, and a planner that believed th
 that differ, which costs it more and gives nothing. So speeds of one direction that are nearly the same become the same
 (:func:`settled`).
 
-The memory of the host is used by the lanes and by additions of gradients. Both reach a bandwidth that it has at least;
-the larger one counts. Pairs are looked at one direction at a time: an upload beside an upload. A switch that is wide
-enough for two of its devices, and not for all, does not show in pairs.
+The memory of the host serves the lanes and the additions of gradients. It has the larger of the bandwidths that both
+reach. A switch that is wide enough for two of its devices, and not for all, does not show in pairs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _MEMORY_PARTS = 8
 _NUM_REPEATS = 3
 # Speeds that differ by less are the same.
 _ALIKE = 0.1
-# Two lanes that reach less of their speeds have a part of the way in common.
+# Lanes that reach less of their speeds together share a part of the way.
 _UNDISTURBED = 0.85
 # Of steps: as long as so many latencies, and so many of them for a median.
 _LONG_IN_LATENCIES = 20
@@ -385,8 +384,7 @@ class StepLinks:
             device.note(None)
 
     def of(self, machine: Machine) -> Machine:
-        """``machine`` with what was measured; and with the links that steps reach, where they are others. As it is, if
-        it has not those devices."""
+        """``machine`` with what was measured, or with what steps reach; as it is, if it has other devices."""
         measured = self._measured
         if machine.num_devices != measured.num_devices:
             return machine

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_roundpipe.devices import links
 from lightning_roundpipe.devices.links import StepLinks, Way, groups_of, measured, settled, with_links
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
@@ -17,10 +18,16 @@ from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
 from tests.support.flying_clock import FlyingClock
 from tests.support.shared_bus import SharedBus
 
-MIB = 2**20
 HOST = torch.device("cpu")
 # Bytes per ms: so slow that copies are small.
 FAST = 1e5
+LEAST_BYTES = 2**14
+
+
+@pytest.fixture(autouse=True)
+def smaller_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_LEAST_BYTES", LEAST_BYTES)
+    torch.set_num_threads(1)
 
 
 def pool_of(num_devices: int, link: Link | None, memory_limit: int | None = None) -> DevicePool:
@@ -115,12 +122,12 @@ def test_what_there_is_no_time_for_stays_as_it_was() -> None:
     assert [shared.devices for shared in machine.shared_links] == [(0, 1, 2)]
 
 
-@pytest.mark.parametrize("memory_limit", [7 * MIB, 16 * MIB])
+@pytest.mark.parametrize("memory_limit", [7 * LEAST_BYTES, 16 * LEAST_BYTES])
 def test_a_device_with_little_memory_gets_small_copies_or_none(memory_limit: int) -> None:
     bus = SharedBus([FAST], [FAST])
     pool = pool_of(1, bus, memory_limit)
     machine = measured(pool, Machine(1), budget_ms=1e9, now_ms=bus.clock.now_ms)
-    assert (machine == Machine(1)) is (memory_limit == 7 * MIB)
+    assert (machine == Machine(1)) is (memory_limit == 7 * LEAST_BYTES)
     assert pool[0].memory.used == 0
 
 
@@ -209,7 +216,7 @@ def refined(
     return step_links.of(Machine(2, 5))
 
 
-def bulk_copies(pool: DevicePool, num_bytes: int = 2 * MIB, num_copies: int = 5) -> None:
+def bulk_copies(pool: DevicePool, num_bytes: int = 2 * LEAST_BYTES, num_copies: int = 5) -> None:
     """Uploads to device 1, one at a time."""
     for _ in range(num_copies):
         pool[1].upload([torch.empty(num_bytes, dtype=torch.uint8)], "weights", is_bulk=True).await_done()
@@ -233,7 +240,7 @@ def test_steps_that_are_about_as_fast_change_nothing() -> None:
 @pytest.mark.parametrize("what", ["few", "small", "short"])
 def test_copies_that_tell_little_do_not_count(what: str) -> None:
     known = with_links(KNOWN, {(0, "h2d"): FAST}, 10.0, None, ()) if what == "short" else KNOWN
-    num_bytes, num_copies = (2**19 if what == "small" else 2 * MIB), (4 if what == "few" else 9)
+    num_bytes, num_copies = (LEAST_BYTES - 1 if what == "small" else 2 * LEAST_BYTES), (4 if what == "few" else 9)
     machine = refined(known, 0.5 * FAST, lambda pool: bulk_copies(pool, num_bytes, num_copies))
     assert machine.h2d_bytes_per_ms == FAST
     assert machine.is_uniform
