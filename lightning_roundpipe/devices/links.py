@@ -82,8 +82,7 @@ def measured(
 ) -> Machine:
     """``machine`` with the links, the latency and the host's memory as they are, see [Note: measured links].
 
-    For devices with a memory of their own, between two steps, on the thread that runs them. Nothing is left: no thread,
-    no memory that would not be there otherwise.
+    For devices with a memory of their own, between two steps, on the thread that runs them. No thread or memory is left.
 
     Args:
         added_bytes_per_ms: bandwidth of the host's memory that additions of gradients reach; None if not known.
@@ -115,8 +114,6 @@ class _Traffic:
         upload = device.upload([self._host], "a buffer", is_bulk=True)
         upload.await_done()
         (self._there,) = upload.tensors
-        # A download waits for what the device computes: from now on it has reached all stamps.
-        self.begin("d2h", 1).await_done()
 
     def begin(self, lane: str, num_bytes: int) -> Transfer:
         if lane == "h2d":
@@ -137,7 +134,7 @@ class _Bench:
         self._pool = pool
         self._now_ms = now_ms
         self._deadline_ms = now_ms() + budget_ms
-        self._origins = [(now_ms(), device.stamp()) for device in pool.devices]
+        self._origins: dict[int, tuple[float, object]] = {}  # a time of the host, and a stamp from then
         self._traffic: list[_Traffic | None] = [None] * len(pool)
         self.speeds: dict[Way, float] = {}
         self.latency_ms: float | None = None
@@ -197,6 +194,9 @@ class _Bench:
         if most < _LEAST_BYTES:
             return []
         self._traffic[index] = traffic = _Traffic(device, _LEAST_BYTES)
+        traffic.begin("d2h", 1).await_done()  # a download waits for what the device computes: it is idle now
+        self._origins[index] = self._now_ms(), device.stamp()
+        traffic.begin("d2h", 1).await_done()  # and has reached the stamp
         latencies = {lane: self._best_ms([(index, lane)], [_SMALL_BYTES]) for lane in _LANES}
         first = max(_LEAST_BYTES / self._best_ms([(index, lane)], [_LEAST_BYTES]) for lane in _LANES)
         num_bytes = min(max(int(first * _COPY_MS), _LEAST_BYTES), most)
