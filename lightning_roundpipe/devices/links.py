@@ -82,7 +82,7 @@ def measured(
 ) -> Machine:
     """``machine`` with the links, the latency and the host's memory as they are, see [Note: measured links].
 
-    For devices with a memory of their own, between two steps, on the thread that runs them. No thread or memory is left.
+    For devices with a memory of their own, between two steps, on the thread that runs them. No thread, no memory stays.
 
     Args:
         added_bytes_per_ms: bandwidth of the host's memory that additions of gradients reach; None if not known.
