@@ -27,8 +27,9 @@ from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model, note_unused_gpus
+from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.pool import make_pool
+from .integration.pool import ThreadBudget, make_pool
 from .integration.single_process import SingleProcessStrategy
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
@@ -77,7 +78,8 @@ class RoundPipeStrategy(SingleProcessStrategy):
             they are, with a warning.
         cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
             a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
-        save_profile: file into which the measured costs of training steps are written, as JSON, when ``fit`` ends.
+        save_profile: file into which the measured costs of training steps, and the machine as it is known then, are
+            written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
             https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
         optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
@@ -144,6 +146,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
+        self._links = Links()
         self._pool: DevicePool | None = None
         self._steps: Steps | None = None
         self._overlap: OptimizerOverlap | None = None
@@ -213,6 +216,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             stale = self._updates.begin(self._module, self.optimizers)
             report = HostReport(self._module, self.optimizers, stale=stale)
             report.check()
+            self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
         self._steps = self._make_steps(report)
         self.engine.open()
 
@@ -233,7 +237,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     def _tear_down(self) -> None:
         steps = self._steps
-        self._recordings.finish(lambda: None if steps is None else steps.engine.costs("training_step"))
+        self._recordings.finish(None if steps is None else steps.engine)
         self._close_steps()
         self.pool.dispose()  # stays, for its statistics
         vars(self.accelerator).pop("get_device_stats", None)
@@ -273,6 +277,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             updates=self._updates,
             recordings=self._recordings,
             report=report,
+            links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]

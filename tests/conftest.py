@@ -25,6 +25,8 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
 
+from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.integration.links import Links
 from lightning_roundpipe.planning import search
 from tests.support import accelerator
 from tests.support.forks import Forks
@@ -89,6 +91,15 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
             patch.setattr(search, "_NUM_VARIATIONS", 20)
             patch.setattr(search, "_NUM_NEIGHBOURS", 100)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_links_measured() -> Iterator[None]:
+    """Plans do not depend on how fast the simulated accelerator copies and computes; tests of that put it back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuDevice, "has_own_speed", False)
+        patch.setattr(Links, "measure", lambda *args: None)
         yield
 
 

@@ -30,8 +30,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import EngineFunction, walk_graph
+from ..devices.devices import Run
 from ..devices.offload import Offloaded, TravellingActivations
-from ..devices.runs import Run
 from ..devices.transfer import Done, Transfer
 from ..usercode.loose_gradients import LooseGradients
 from ..usercode.moves import arrived, moved

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline, files
+from lightning_roundpipe.planning.costs import DeviceTraits, SharedLink
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
 from lightning_roundpipe.reporting.pictures import check_picture, draw_timelines
 
@@ -91,6 +93,11 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     rounds = "micro-batches that walk through the stages together (default: two per device, as in training)"
     add_option(parser, "--round-size", parse_count, "R", rounds)
     group = parser.add_argument_group("machine", "What is left out is unlimited, or takes no time.")
+    group.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="the machine of the run that has saved this profile; the other options take the place of what it says",
+    )
     for flag, field, parse, default, metavar, help in _MACHINE:
         add_option(group, flag, parse, metavar, help, default=default, dest=field)
     parser.add_argument(
@@ -128,8 +135,35 @@ _MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...]
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that the arguments of `add_pipeline` describe."""
     known = {field.name for field in fields(Machine)}
-    names = ["num_devices", *(name for _, name, *_ in _MACHINE if name in known)]
-    return Machine(**{name: getattr(args, name) for name in names})
+    options = {name: default for _, name, _, default, *_ in _MACHINE if name in known}
+    given = {name: value for name, default in options.items() if (value := getattr(args, name)) != default}
+    if args.machine is None:
+        return Machine(args.num_devices, **given)
+    machine = load_machine(args.machine, args.num_devices)
+    unset: dict[str, Any] = dict.fromkeys(given.keys() & {field.name for field in fields(DeviceTraits)})
+    return replace(machine, devices=tuple(replace(own, **unset) for own in machine.devices), **given)
+
+
+def load_machine(path: str, num_devices: int) -> Machine:
+    """Read ``--machine``: the entry of a saved profile. One whose devices are all alike serves for any number."""
+    text = read_text(path, "machine")
+    try:
+        document = json.loads(text)["machine"]
+        devices = tuple(DeviceTraits(**own) for own in document.get("devices", ()))
+        shared = tuple(SharedLink(**link) for link in document.get("shared_links", ()))
+        machine = Machine(**{**document, "devices": devices, "shared_links": shared})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} holds no machine ({error}): RoundPipeStrategy(save_profile=...) writes one."
+        ) from error
+    if machine.num_devices == num_devices:
+        return machine
+    if devices or shared:
+        raise ValueError(
+            f"the machine of {path} has {machine.num_devices} devices that differ, and --devices is {num_devices}: "
+            "give their number, or the machine by its other options."
+        )
+    return replace(machine, num_devices=num_devices)
 
 
 def round_size_of(args: argparse.Namespace) -> int:

@@ -40,6 +40,7 @@ examples:
   roundpipe plan --profile p.json --devices 8 --microbatches 16
   roundpipe plan --profile p.json --devices 8 --microbatches 16 --device-memory 24GiB \\
       --h2d 25GB/s --d2h 25GB/s --latency 10us --host-bandwidth 200GB/s --png plan.png
+  roundpipe plan --profile p.json --machine p.json --devices 8 --microbatches 16
 
 RoundPipeStrategy(save_profile="p.json") writes a profile at the end of a run; one can also be written by hand.
 """

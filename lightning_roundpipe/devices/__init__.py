@@ -6,7 +6,8 @@
 - :mod:`offload`: activations on the host.
 - :mod:`virtual`: devices on the host's cores.
 - :mod:`gpu`, :mod:`gpu_lanes`: devices on GPUs, and their copy streams.
-- :mod:`gpu_driver`, :mod:`cuda`: what they ask of torch, and what is CUDA's alone.
+- :mod:`gpu_driver`: what they ask of torch.
 - :mod:`pinned`, :mod:`host_buffers`: page-locked memory of the host, in place and in buffers.
+- :mod:`links`: how fast copies travel.
 - :mod:`runs`: what is noted about each run of a unit.
 """

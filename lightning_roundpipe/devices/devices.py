@@ -34,7 +34,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,12 +92,17 @@ class Device(ABC):
 
     @property
     def moved(self) -> list[Moved] | None:
-        """Where transfers are noted; None if they are not traced."""
+        """Where transfers are noted; None if they are not."""
         return self.h2d.moved
 
     @moved.setter
     def moved(self, moved: list[Moved] | None) -> None:
-        self.h2d.moved = self.d2h.moved = moved
+        self.note(moved)
+
+    def note(self, moved: list[Moved] | None, *, bulk_alone: bool = False) -> None:
+        """Notes transfers there from now on, or bulk alone; not between :meth:`open` and :meth:`close`."""
+        for lane in (self.h2d, self.d2h):
+            lane.moved, lane.notes_bulk_alone = moved, bulk_alone
 
     def computing(self) -> AbstractContextManager[object]:
         """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
@@ -200,6 +205,10 @@ class Device(ABC):
     def _reuse(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Gives memory back."""
 
+    def give_up_spare(self) -> None:
+        """Gives up all memory that is kept for what comes, on the device and page-locked on the host; between steps."""
+        self.empty_cache()
+
     def open(self) -> None:
         """A step begins."""
         self.h2d.open()
@@ -229,3 +238,33 @@ class Device(ABC):
             "d2h_bytes": self.d2h.num_bytes,
             **peaks,
         }
+
+
+class Run(NamedTuple):
+    """What was noted about one run of a unit, or of user code in the backward.
+
+    Attributes:
+        device: where it ran.
+        kind: "F" or "B".
+        name: of the unit; or what kind of user code.
+        start, end: stamps of the device.
+        stage: the stage it ran in; -1 for none.
+        position: the call in the plan; None for calls off the plan and for user code.
+        kept: whether the graph is kept between forward and backward; if not, a "B" run holds the forward as well.
+        learned: whether the call was the first one of its kind.
+        input_bytes, output_bytes: of the call's tensor arguments and results.
+        graph_bytes: of the call's graph besides; 0 where it was not looked at.
+    """
+
+    device: Device
+    kind: str
+    name: str
+    start: Any
+    end: Any
+    stage: int
+    position: int | None = None
+    kept: bool = False
+    learned: bool = False
+    input_bytes: int = 0
+    output_bytes: int = 0
+    graph_bytes: int = 0

@@ -227,6 +227,10 @@ class GpuDevice(Device):
         self._await_leaving()
         self._driver.empty_cache()
 
+    def give_up_spare(self) -> None:
+        super().give_up_spare()
+        self.page_locked.give_up_spare()
+
     def dispose(self) -> None:
         """The limit of the allocator is what it was before, and with the last device no memory is page-locked."""
         if self._is_disposed:

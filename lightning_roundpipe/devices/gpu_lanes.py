@@ -220,7 +220,8 @@ class GpuLane(Lane):
         Raises:
             BaseException: of the driver, or of the transfer that it comes after; the transfer has ended then.
         """
-        transfer, moved = job.transfer, self.moved
+        transfer = job.transfer
+        moved = self.notes_of(transfer.is_bulk)
         try:
             with plain_mode(), self._driver.on(stream):
                 self._await_sources(job, stream)
@@ -236,7 +237,8 @@ class GpuLane(Lane):
             transfer.end(error)
             raise
         if moved is not None:
-            moved.append(Moved(self.direction, started, event, job.label))
+            num_bytes = num_bytes_of([copy for copy, _ in transfer.pairs])
+            moved.append(Moved(self.direction, started, event, job.label, num_bytes))
         transfer.issued(event)
         with self._work:
             self._under_way[transfer.is_bulk].append(transfer)

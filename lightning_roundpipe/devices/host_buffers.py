@@ -93,7 +93,8 @@ class HostBuffers:
             self._pick_up()
             if self._free[num_bytes]:
                 return self._used(self._free[num_bytes].pop())
-            spare = self._trim(num_bytes)
+            allowed = (1 + _MAX_SPARE) * max(self._peak_used_bytes, self._used_bytes + num_bytes)
+            spare = self._trim(allowed - num_bytes)
         for slab in spare:
             self._unlock(slab)
         slab = OwnPages(max(1, _SLAB_BYTES // num_bytes) * num_bytes)
@@ -123,12 +124,20 @@ class HostBuffers:
                 self._used_bytes -= buffer.num_bytes
                 self._free[buffer.num_bytes].append(buffer)
 
-    def _trim(self, num_bytes: int) -> list[OwnPages]:
-        """Free buffers that are given up, the largest first, if there would be too many with ``num_bytes`` more."""
-        allowed = (1 + _MAX_SPARE) * max(self._peak_used_bytes, self._used_bytes + num_bytes)
+    def give_up_spare(self) -> None:
+        """Gives up what is not in use, as if no more had ever been."""
+        with self._lock:
+            self._pick_up()
+            self._peak_used_bytes = self._used_bytes
+            spare = self._trim(0)
+        for slab in spare:
+            self._unlock(slab)
+
+    def _trim(self, allowed_bytes: float) -> list[OwnPages]:
+        """Free buffers that are given up, the largest first, while there are more own bytes than are allowed."""
         spare: list[OwnPages] = []
         for slab in sorted((s for s in self._slabs if not s.num_used), key=lambda s: s.num_bytes, reverse=True):
-            if self.own_bytes + num_bytes <= allowed:
+            if self.own_bytes <= allowed_bytes:
                 break
             spare.append(slab)
             self._slabs.remove(slab)

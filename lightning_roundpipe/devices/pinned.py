@@ -137,6 +137,10 @@ class PageLockedMemory:
         """See :meth:`HostBuffers.empty_like`."""
         return self._buffers.empty_like(tensor)
 
+    def give_up_spare(self) -> None:
+        """See :meth:`HostBuffers.give_up_spare`."""
+        self._buffers.give_up_spare()
+
     def begin_step(self) -> None:
         """A step begins, on one device after the other: memory that nobody else holds any more is let go."""
         with self._lock:

@@ -53,7 +53,13 @@ class Clock:
 
 
 class Link(ABC):
-    """How copies travel between the host and virtual devices: makes their lanes."""
+    """How copies travel between the host and virtual devices: makes their lanes.
+
+    Attributes:
+        clock: what time passes on, also for the devices.
+    """
+
+    clock = Clock()
 
     @abstractmethod
     def lane(self, device_name: str, direction: str) -> Lane:
@@ -68,7 +74,7 @@ class TimedLink(Link):
         latency_ms: added to every piece that moves; PCIe has about 0.01.
         chunk_bytes: bulk is cut into pieces of at most this size.
         prioritised: False lets activations wait for their turn behind bulk, to show what priorities are good for.
-        clock: what time passes on.
+        clock: another one than the host's.
 
     Raises:
         ValueError: if a figure makes no sense.
@@ -103,12 +109,13 @@ class TimedLink(Link):
 
 @dataclass(eq=False)
 class _Job:
-    """A transfer that can move: what is left of it, since when it could, and when it began if it is traced."""
+    """A transfer that can move: what is left of it, since when it could, and when it began if it is noted."""
 
     transfer: Transfer
     pieces: deque[list[Pair]]
     ready_ms: float
     label: str
+    is_bulk: bool
     began_ms: float | None = None
 
 
@@ -200,7 +207,7 @@ class TimedLane(Lane):
         with self._work:
             if transfer not in self._pending or not self._is_open:  # given up
                 return
-            job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
+            job = _Job(transfer, pieces, self._link.clock.now_ms(), label, is_bulk)
             is_urgent = self._link.prioritised and not is_bulk
             (self._urgent if is_urgent else self._bulk).append(job)
             if self._thread is None:
@@ -236,7 +243,8 @@ class TimedLane(Lane):
         queue = self._urgent or self._bulk
         job = queue[0]
         piece, clock = job.pieces[0], self._link.clock
-        if self.moved is not None and job.began_ms is None:
+        moved = self.notes_of(job.is_bulk)
+        if moved is not None and job.began_ms is None:
             job.began_ms = clock.now_ms()
         num_bytes = num_bytes_of([copy for copy, _ in piece])
         self._free_ms = max(self._free_ms, job.ready_ms) + self._link.duration_ms(num_bytes)
@@ -253,9 +261,9 @@ class TimedLane(Lane):
             return
         queue.popleft()  # only this thread takes from queues, so it is still the first
         self._forget(job.transfer)
-        moved = self.moved
         if moved is not None and job.began_ms is not None and error is None:
-            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label))
+            total_bytes = num_bytes_of([stored(copy) for copy in job.transfer.tensors])
+            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label, total_bytes))
         job.transfer.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
@@ -266,7 +274,7 @@ class TimedLane(Lane):
 
 
 class VirtualDevice(Device):
-    """A device on the host's own cores; see [Note: virtual devices]. Its stamps are of ``perf_counter``.
+    """A device on the host's own cores; see [Note: virtual devices]. Its stamps are of its link's clock.
 
     Args:
         index: position in the pool.
@@ -288,13 +296,14 @@ class VirtualDevice(Device):
         host = torch.device("cpu")
         h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
+        self._clock = Link.clock if link is None else link.clock
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = self.can_be_lost = link is not None
         self.has_own_speed = speed is not None
         self._speed = 1.0 if speed is None else speed
 
     def stamp(self) -> float:
-        return perf_counter()
+        return self._clock.now_ms() / 1e3
 
     def end(self, started: float) -> float:
         if self._speed < 1:

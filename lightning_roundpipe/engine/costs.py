@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..common.sizes import num_bytes_of
-from ..devices.runs import Run
+from ..devices.devices import Run
 from ..planning.costs import CallCost, CostProfile, Machine
 from ..weights.units import Unit
 

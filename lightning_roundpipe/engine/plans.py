@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..devices.runs import Run
+from ..devices.devices import Run
 from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind
@@ -182,8 +182,10 @@ class Plans:
 
     Args:
         planner, round_size, scheduler: as for :class:`runner.Engine`.
-        machine: what the devices are like, as far as it is known.
         speeds: of the devices, as they are measured; None where they are alike by construction.
+
+    Attributes:
+        machine: what the devices are like, as far as it is known; may be replaced between steps.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class Plans:
         self._round_size = round_size
         self._scheduler = scheduler
         self._num_devices = machine.num_devices
-        self._machine = machine
+        self.machine = machine
         self._speeds = speeds
         self._known: dict[Hashable, _Known] = {}
         self._apart: set[Hashable] = set()  # segments that once went another way than other rounds of their loop
@@ -289,11 +291,11 @@ class Plans:
 
     def _note_speeds(self) -> bool:
         """Whether devices have turned out to be faster or slower than the plans believe."""
-        speeds = None if self._speeds is None else self._speeds.changed(self._machine)
+        speeds = None if self._speeds is None else self._speeds.changed(self.machine)
         if speeds is None:
             return False
-        pairs = zip(self._machine.traits, speeds, strict=True)
-        self._machine = replace(self._machine, devices=tuple(replace(traits, speed=speed) for traits, speed in pairs))
+        pairs = zip(self.machine.traits, speeds, strict=True)
+        self.machine = replace(self.machine, devices=tuple(replace(traits, speed=speed) for traits, speed in pairs))
         return True
 
     def _improve(self, known: _Known) -> bool:
@@ -306,7 +308,7 @@ class Plans:
                 f"no new plan could be made from the measured costs, the present one stays: {error}", stacklevel=2
             )
             return False
-        if plan.step == known.plan.step and self._machine.is_uniform:
+        if plan.step == known.plan.step and self.machine.is_uniform:
             return False
         before_ms, after_ms = (self._simulated_ms(made, costs, known) for made in (known.plan, plan))
         if after_ms >= (1 - _MIN_GAIN) * before_ms:
@@ -316,7 +318,7 @@ class Plans:
 
     def _simulated_ms(self, plan: Plan, costs: CostProfile, known: _Known) -> float:
         schedule, _ = self._schedule(plan, known.num_microbatches, 0)
-        return simulate(schedule, stage_costs(plan.partition, costs), self._machine).step_ms
+        return simulate(schedule, stage_costs(plan.partition, costs), self.machine).step_ms
 
     def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
         plan = known.plan
@@ -332,8 +334,8 @@ class Plans:
     ) -> Plan:
         if not sequence:  # a segment without units
             partition = self.recording(is_training)[0].partition
-            return Plan((), partition, step=StepPlan(partition, (1,)), costs=costs, machine=self._machine)
-        made = self._planner(costs, self._machine, num_microbatches, is_training)
+            return Plan((), partition, step=StepPlan(partition, (1,)), costs=costs, machine=self.machine)
+        made = self._planner(costs, self.machine, num_microbatches, is_training)
         step = made if isinstance(made, StepPlan) else StepPlan(made, (1,) * made.num_stages, self._round_size)
         written = [position for position, unit in enumerate(sequence) if unit.written]
         step = step.with_order(ordered_spans(sequence), written)
@@ -343,7 +345,7 @@ class Plans:
             step.partition,
             step=step,
             costs=costs,
-            machine=self._machine,
+            machine=self.machine,
             carried=carried,
             activation_bytes=needed,
         )

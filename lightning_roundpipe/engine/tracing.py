@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
-from ..devices.devices import Device
+from ..devices.devices import Device, Run
 from ..devices.pool import DevicePool
-from ..devices.runs import Run
 from ..planning.schedule import Action, Schedule
 from ..planning.spans import Span
 from ..usercode.lock import UserCodeLock, current

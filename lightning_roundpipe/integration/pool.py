@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torchmetrics import Metric
 
+from ..devices.links import StepLinks
 from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
@@ -40,8 +41,11 @@ def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) 
     return DevicePool(torch_devices, link=link, memory_limit=limit, speeds=options.virtual_speeds)
 
 
-def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
-    """What is known about the pool: its memory, and the links of virtual devices. Nothing measures those of GPUs."""
+def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | None = None) -> Machine:
+    """What is known about the pool: its memory, and its links: those of virtual devices are given, those of GPUs are
+    ``links``, if they were measured."""
+    if links is not None:
+        return links.of(Machine(len(pool), pool.memory_limit))
     if not pool.is_virtual or not isinstance(options.virtual_copies, VirtualLink):
         return Machine(len(pool), pool.memory_limit)
     link = options.virtual_copies
@@ -54,11 +58,14 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions) -> Machine:
     )
 
 
-def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: HostReport | None) -> Engine:
+def make_engine(
+    root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: HostReport | None, links: StepLinks | None
+) -> Engine:
     """The engine that trains ``root`` on ``pool``.
 
     Args:
         report: that is to know of plans for training.
+        links: of the devices; None if they are not measured.
     """
 
     def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
@@ -74,7 +81,8 @@ def make_engine(root: nn.Module, pool: DevicePool, options: RoundPipeOptions, re
         root,
         pool,
         plan,
-        machine=machine_of(pool, options),
+        machine=machine_of(pool, options, links),
+        links=links,
         unit_classes=options.units,
         exempt=(Metric,),
         num_threads=threads.microbatch,

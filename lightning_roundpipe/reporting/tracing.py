@@ -10,9 +10,10 @@ on whichever way. Without a writer nothing of this runs.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +24,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from ..engine.requests import StepRequest, StepResult
 from ..engine.runner import Engine
 from ..options import check_count, check_writable
-from ..planning.costs import CostProfile
 from ..planning.files import write_text
 from ..planning.partition import Partition
 from ..planning.spans import Mark
@@ -172,20 +172,23 @@ class Recordings:
         for writer in self.writers:
             writer.start()
 
-    def finish(self, costs: Callable[[], CostProfile | None]) -> None:
+    def finish(self, engine: Engine | None) -> None:
         """A fit has ended, with or without an error: an error here must not hide the one that has ended it.
 
         Args:
-            costs: gives those of the training steps; None if there were none.
+            engine: that has run the training steps; None if it was not made.
         """
         writers, self.writers = self.writers, []
         for writer in writers:
             writer.finish()
-        profile = None if self._profile_path is None else costs()
-        if self._profile_path is None or profile is None:
+        if self._profile_path is None or engine is None or (profile := engine.costs("training_step")) is None:
             return
+        known = {name: value for name, value in asdict(engine.machine).items() if value != math.inf}
         try:
-            profile.save(self._profile_path)
+            # What reads profiles looks at the calls alone.
+            write_text(
+                self._profile_path, json.dumps({**json.loads(profile.to_json()), "machine": known}, indent=2) + "\n"
+            )
         except OSError as error:
             rank_zero_warn(f"the cost profile could not be written: {error}")
 

@@ -122,3 +122,53 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = run_failing("plan", "--profile", "none", *PIPELINE, "--png", "p.png")
     assert "pip install lightning-roundpipe[plot]" in message
+
+
+def machine_file(tmp_path: Path, **machine: object) -> str:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"machine": machine}))
+    return str(path)
+
+
+def test_a_saved_machine_is_planned_for_and_options_take_its_place(
+    llama_file: str, run_json: RunJson, tmp_path: Path
+) -> None:
+    shared = [{"devices": [0, 1], "bytes_per_ms": 30e6}]
+    devices = [{"speed": 0.5, "h2d_bytes_per_ms": 6e6}, *({} for _ in range(7))]
+    known = {"num_devices": 8, "h2d_bytes_per_ms": 25e6, "transfer_latency_ms": 0.01}
+    path = machine_file(tmp_path, **known, devices=devices, shared_links=shared)
+    arguments = ("plan", "--profile", llama_file, *PIPELINE, "--machine", path)
+    machine = run_json(*arguments)["machine"]
+    assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (25e6, 0.01)
+    assert machine["devices"][0]["h2d_bytes_per_ms"] == 6e6
+    assert machine["shared_links"] == shared
+    machine = run_json(*arguments, "--h2d", "20GB/s", "--device-memory", "24GiB")["machine"]
+    assert (machine["h2d_bytes_per_ms"], machine["device_memory_bytes"]) == (20e6, 24 * 2**30)
+    assert (machine["devices"][0]["speed"], machine["devices"][0]["h2d_bytes_per_ms"]) == (0.5, None)
+
+
+def test_a_machine_whose_devices_are_alike_serves_for_any_number(
+    llama_file: str, run_json: RunJson, tmp_path: Path
+) -> None:
+    path = machine_file(tmp_path, num_devices=2, h2d_bytes_per_ms=25e6)
+    machine = run_json("plan", "--profile", llama_file, *PIPELINE, "--machine", path)["machine"]
+    assert (machine["num_devices"], machine["h2d_bytes_per_ms"]) == (8, 25e6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lanes", "holds no machine"),
+        ("{}", "holds no machine ('machine')"),
+        ('{"machine": 3}', "holds no machine"),
+        ('{"machine": {"num_devices": 8, "lanes": 2}}', "holds no machine"),
+        ('{"machine": {"num_devices": 8, "h2d_bytes_per_ms": 0}}', "must be > 0 bytes per ms"),
+        ('{"machine": {"num_devices": 2, "devices": [{}, {"speed": 0.5}]}}', "has 2 devices that differ"),
+    ],
+)
+def test_a_file_without_that_machine_is_refused(
+    llama_file: str, run_failing: RunFailing, tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    assert message in run_failing("plan", "--profile", llama_file, *PIPELINE, "--machine", str(path))

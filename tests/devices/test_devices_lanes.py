@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,44 +21,10 @@ from lightning_roundpipe.devices.chunks import Pair
 from lightning_roundpipe.devices.transfer import DirectLane, Edge, Lane, Transfer
 from lightning_roundpipe.devices.virtual import Clock, Link, TimedLink, TransferGivenUp, VirtualDevice
 from tests.support.engine.lazy_link import LazyLink, opened
+from tests.support.flying_clock import FlyingClock
 
 LINKS: dict[str, Callable[[], Link]] = {"timed": lambda: TimedLink(chunk_bytes=16), "lazy": LazyLink}
 JOIN_S = 60.0
-
-
-class FlyingClock(Clock):
-    """Time that passes only while a lane waits, and then at once; it stands still until :meth:`start`.
-
-    Args:
-        late_ms: how late each wait returns.
-    """
-
-    def __init__(self, late_ms: float = 0.0) -> None:
-        self.ms = 0.0
-        self._late_ms = late_ms
-        self._is_going = threading.Event()
-        self._numbers = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], object]]] = []
-
-    def start(self) -> None:
-        """From now on lanes move."""
-        self._is_going.set()
-
-    def at(self, ms: float, do: Callable[[], object]) -> None:
-        """Call ``do`` at that time, on the lane's thread: before what the lane itself does then."""
-        heapq.heappush(self._events, (ms, next(self._numbers), do))
-
-    def now_ms(self) -> float:
-        return self.ms
-
-    def wait_until(self, time_ms: float, interrupt: threading.Event) -> None:
-        assert self._is_going.wait(JOIN_S)
-        until = max(time_ms, self.ms) + self._late_ms
-        while self._events and self._events[0][0] <= until:
-            ms, _, do = heapq.heappop(self._events)
-            self.ms = max(self.ms, ms)
-            do()
-        self.ms = until
 
 
 def bulk_of(num_bytes: int) -> Tensor:

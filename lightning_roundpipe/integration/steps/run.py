@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ...devices.devices import Device
+from ...devices.links import StepLinks
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
@@ -49,6 +50,7 @@ class Steps:
     Args:
         updates: of the optimizers, which steps wait for where they need to.
         report: what a training needs on the host; None where there is none.
+        links: of the devices; None if they are not measured.
         is_trial: whether Lightning is trying a batch size at the moment.
 
     Attributes:
@@ -64,6 +66,7 @@ class Steps:
         updates: OptimizerOverlap,
         recordings: Recordings,
         report: HostReport | None,
+        links: StepLinks | None,
         autocast_device: str,
         is_trial: Callable[[], bool],
     ) -> None:
@@ -74,7 +77,7 @@ class Steps:
         self._scan = ModuleScan(module)
         notices = Notices()
         self.report = report
-        self._pool, self._options = pool, options
+        self._pool, self._options, self._links = pool, options, links
         self.engine = self._make_engine()
         self._splitter = BatchSplitter(module, options, self._scan, notices)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
@@ -92,13 +95,15 @@ class Steps:
         self.manual: ManualOptimization | None = None
 
     def _make_engine(self) -> Engine:
-        return make_engine(self._module, self._pool, self._options, self.report)
+        return make_engine(self._module, self._pool, self._options, self.report, self._links)
 
     def _go_on_without(self, lost: Sequence[Device]) -> None:
         """Lost devices leave the pool; another engine plans for the rest. What the one before has measured is lost."""
         before = self.engine
         is_open = before.is_open
         before.close()
+        if self._links is not None:
+            self._links = self._links.restricted([d.index for d in self._pool.devices if d not in lost])
         self._pool.drop(lost)
         self.engine = self._make_engine()
         if is_open:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, VirtualLink
+from lightning_roundpipe.cli import main
 from lightning_roundpipe.planning import CallCost, CostProfile, Machine, plan_training
 
 NAMES = ["body.0.0", "body.1.0", "body.2.0", "body.3.0", "head"]
@@ -37,6 +39,19 @@ def test_saved_after_fit(saved: Path, small: Any) -> None:
         weights = sum(p.numel() * p.element_size() for p in modules[call.name].parameters())
         assert (call.weight_bytes, call.gradient_bytes) == (weights, weights)
     assert max(call.backward_ms for call in profile.calls) > 0
+
+
+def test_the_machine_is_saved_beside_the_costs(
+    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link = tmp_path / "costs.json", VirtualLink(1000.0, 3.0)
+    options = {**LINEAR, "save_profile": path, "virtual_copies": link, "device_memory_limit": "1MiB"}
+    make_trainer(options=options).fit(small(), make_loader())
+    arguments = ["--devices", "2", "--microbatches", "3", "--json"]
+    assert main(["plan", "--profile", str(path), "--machine", str(path), *arguments]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert (machine["num_devices"], machine["device_memory_bytes"]) == (2, 2**20)
+    assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (link.bytes_per_ms, link.latency_ms)
 
 
 def test_saved_profile_is_planned_by(saved: Path, small: Any, fit_alike: Any) -> None:

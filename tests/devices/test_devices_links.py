@@ -1,0 +1,273 @@
+"""Links: what is measured on links of known speed, what follows from figures, and what steps add."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.devices import links
+from lightning_roundpipe.devices.links import StepLinks, Way, groups_of, measured, settled, with_links
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
+from tests.support.flying_clock import FlyingClock
+from tests.support.shared_bus import SharedBus
+
+HOST = torch.device("cpu")
+# Bytes per ms: so slow that copies are small.
+FAST = 1e5
+LEAST_BYTES = 2**14
+
+
+@pytest.fixture(autouse=True)
+def smaller_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_LEAST_BYTES", LEAST_BYTES)
+    torch.set_num_threads(1)
+
+
+def pool_of(num_devices: int, link: Link | None, memory_limit: int | None = None) -> DevicePool:
+    return DevicePool([HOST] * num_devices, link=link, memory_limit=memory_limit)
+
+
+def measured_on(bus: SharedBus, num_devices: int, budget_ms: float = 1e9) -> Machine:
+    pool = pool_of(num_devices, bus)
+    return measured(pool, Machine(num_devices), budget_ms=budget_ms, now_ms=bus.clock.now_ms)
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def test_a_timed_link_is_measured_as_it_is() -> None:
+    """Through the threads of its lanes; the chunks of a copy have a latency each."""
+    clock = FlyingClock()
+    clock.start()
+    pool = pool_of(2, TimedLink(2 * FAST, 0.05, clock=clock))
+    machine = measured(pool, Machine(2, 7), budget_ms=1e9, now_ms=clock.now_ms)
+    assert machine.transfer_latency_ms == pytest.approx(0.05, rel=0.05)
+    for index in range(2):
+        traits = machine.of_device(index)
+        assert traits.h2d_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
+        assert traits.d2h_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
+    assert machine.is_uniform
+    assert (machine.num_devices, machine.device_memory_bytes) == (2, 7)
+    assert all(device.moved is None for device in pool.devices)
+
+
+def test_slow_links_and_directions_show() -> None:
+    machine = measured_on(SharedBus([2.5 * FAST, 2.4 * FAST, 0.6 * FAST], [2 * FAST] * 3), 3)
+    ups = [machine.of_device(index).h2d_bytes_per_ms for index in range(3)]
+    assert ups[0] == ups[1] == pytest.approx(2.4 * FAST, rel=0.02)
+    assert ups[2] == pytest.approx(0.6 * FAST, rel=0.02)
+    assert machine.d2h_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
+    assert machine.transfer_latency_ms == pytest.approx(0.01, rel=0.1)
+    assert machine.shared_links == ()
+    assert not machine.is_uniform
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=2, max_size=2).filter(lambda sizes: sum(sizes) > 2),
+    width=st.floats(1.0, 1.5),
+    speed=st.floats(0.5, 2.0),
+)
+def test_devices_behind_one_switch_are_found(sizes: Sequence[int], width: float, speed: float) -> None:
+    """With what they reach together, and so the host reaches all of it."""
+    ends = list(itertools.accumulate(sizes))
+    groups = [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True) if size > 1]
+    link, count = speed * FAST, ends[-1]
+    machine = measured_on(SharedBus([link] * count, [link] * count, dict.fromkeys(groups, width * link)), count)
+    assert [shared.devices for shared in machine.shared_links] == groups
+    for shared in machine.shared_links:
+        assert shared.bytes_per_ms == pytest.approx(width * link, rel=0.05)
+    reached = 2 * link * (sum(size == 1 for size in sizes) + width * len(groups))
+    assert machine.host_bytes_per_ms == pytest.approx(reached, rel=0.05)
+    assert machine.is_uniform
+
+
+def test_a_slow_host_is_no_shared_link() -> None:
+    link = FAST
+    machine = measured_on(SharedBus([link] * 4, [link] * 4, host_bytes_per_ms=1.5 * FAST), 4)
+    assert machine.host_bytes_per_ms == pytest.approx(1.5 * FAST, rel=0.02)
+    assert machine.shared_links == ()
+
+
+@pytest.mark.parametrize(("added", "expected"), [(300.0, 300.0), (1.5, 2.0), (None, 2.0)])
+def test_the_host_has_the_larger_bandwidth_of_additions_and_copies(added: float | None, expected: float) -> None:
+    bus = SharedBus([FAST], [FAST])
+    given = None if added is None else added * FAST
+    machine = measured(pool_of(1, bus), Machine(1), added_bytes_per_ms=given, budget_ms=1e9, now_ms=bus.clock.now_ms)
+    assert machine.host_bytes_per_ms == pytest.approx(expected * FAST, rel=0.02)
+
+
+def test_what_there_is_no_time_for_stays_as_it_was() -> None:
+    def bus() -> SharedBus:
+        return SharedBus([FAST] * 3, [FAST] * 3, {(0, 1, 2): FAST})
+
+    before = Machine(3, 5, host_bytes_per_ms=77.0)
+    for budget_ms in (0.0, 1.0, 100.0, 150.0, 1e9):
+        made = bus()
+        machine = measured(pool_of(3, made), before, budget_ms=budget_ms, now_ms=made.clock.now_ms)
+        if budget_ms == 0.0:
+            assert machine == before
+            continue
+        assert machine.h2d_bytes_per_ms == pytest.approx(FAST, rel=0.02), "one link is enough for all"
+        assert machine.is_uniform
+        if budget_ms == 1.0:
+            assert (machine.host_bytes_per_ms, machine.shared_links) == (77.0, ())
+    assert [shared.devices for shared in machine.shared_links] == [(0, 1, 2)]
+
+
+@pytest.mark.parametrize("memory_limit", [7 * LEAST_BYTES, 16 * LEAST_BYTES])
+def test_a_device_with_little_memory_gets_small_copies_or_none(memory_limit: int) -> None:
+    bus = SharedBus([FAST], [FAST])
+    pool = pool_of(1, bus, memory_limit)
+    machine = measured(pool, Machine(1), budget_ms=1e9, now_ms=bus.clock.now_ms)
+    assert (machine == Machine(1)) is (memory_limit == 7 * LEAST_BYTES)
+    assert pool[0].memory.used == 0
+
+
+def test_devices_that_share_the_hosts_memory_have_no_links() -> None:
+    assert measured(pool_of(2, None), Machine(2)) == Machine(2)
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+SPEEDS = st.lists(st.floats(1.0, 100.0), min_size=1, max_size=8)
+
+
+def ways(speeds: Sequence[float], lane: str = "h2d") -> dict[Way, float]:
+    return {(index, lane): speed for index, speed in enumerate(speeds)}
+
+
+@settings(derandomize=True, deadline=None)
+@given(SPEEDS, st.randoms(use_true_random=False))
+def test_settled_speeds_are_near_their_own_in_their_order_and_few(speeds: list[float], random: object) -> None:
+    same = settled(ways(speeds))
+    assert all(abs(same[way] - speed) <= 0.1 * same[way] for way, speed in ways(speeds).items())
+    assert set(same.values()) <= set(speeds)
+    for a, b in itertools.product(same, same):
+        if speeds[a[0]] <= speeds[b[0]]:
+            assert same[a] <= same[b]
+    values = sorted(set(same.values()))
+    assert all(b > 1.1 * a or b - a > 0.1 * a for a, b in itertools.pairwise(values))
+    turned = settled(ways(speeds[::-1]))
+    assert [turned[len(speeds) - 1 - index, lane] for index, lane in same] == list(same.values())
+
+
+def test_two_kinds_of_slots_have_two_speeds_and_directions_their_own() -> None:
+    ups, downs = [25.1, 24.9, 12.4, 12.6, 25.3, 12.5], [12.0, 24.0, 24.1, 24.2, 24.3, 24.4]
+    same = settled(ways(ups) | ways(downs, "d2h"))
+    assert [same[index, "h2d"] for index in range(6)] == [25.1, 25.1, 12.6, 12.6, 25.1, 12.6]
+    assert [same[index, "d2h"] for index in range(6)] == [12.0, 24.1, 24.1, 24.1, 24.1, 24.1]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]), max_size=15))
+def test_groups_are_what_chains_of_pairs_connect(pairs: list[tuple[int, int]]) -> None:
+    reached = {a: {a} for pair in pairs for a in pair}
+    for _ in range(10):
+        for a, b in pairs:
+            reached[a] |= reached[b]
+            reached[b] |= reached[a]
+    assert groups_of(pairs) == sorted({tuple(sorted(group)) for group in reached.values()})
+
+
+def test_figures_go_into_a_machine_that_knows_more() -> None:
+    own = (DeviceTraits(0.5, 3), DeviceTraits(1.0, None, 9.0), DeviceTraits())
+    machine = Machine(3, 7, optimizer_bytes_per_ms=5.0, host_bytes_per_ms=8.0, devices=own)
+    shared = SharedLink((0, 1), 40.0)
+    made = with_links(machine, ways([25.0, 25.1, 6.0]) | ways([20.0], "d2h"), 0.01, None, [shared])
+    assert made == Machine(
+        3,
+        7,
+        h2d_bytes_per_ms=25.0,
+        d2h_bytes_per_ms=20.0,
+        transfer_latency_ms=0.01,
+        host_bytes_per_ms=8.0,
+        optimizer_bytes_per_ms=5.0,
+        devices=(DeviceTraits(0.5, 3), DeviceTraits(), DeviceTraits(h2d_bytes_per_ms=6.0)),
+        shared_links=(shared,),
+    )
+    assert with_links(machine, {}, 0.01, 1.0, [shared]) == machine, "nothing was measured"
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+def refined(
+    known: Machine, speed: float, copies: Callable[[DevicePool], None] | None = None, num_steps: int = 1
+) -> Machine:
+    """After steps on links of this speed."""
+    pool, step_links = pool_of(2, SharedBus([speed] * 2, [speed] * 2)), StepLinks(known)
+    for _ in range(num_steps):
+        assert step_links.wants_more
+        step_links.begin(pool)
+        pool.open()
+        (copies or bulk_copies)(pool)
+        pool.close()
+        step_links.end(pool)
+        step_links.stop(pool)
+        assert all(device.moved is None for device in pool.devices)
+    return step_links.of(Machine(2, 5))
+
+
+def bulk_copies(pool: DevicePool, num_bytes: int = 2 * LEAST_BYTES, num_copies: int = 5) -> None:
+    """Uploads to device 1, one at a time."""
+    for _ in range(num_copies):
+        pool[1].upload([torch.empty(num_bytes, dtype=torch.uint8)], "weights", is_bulk=True).await_done()
+
+
+KNOWN = Machine(2, h2d_bytes_per_ms=FAST, d2h_bytes_per_ms=FAST, transfer_latency_ms=0.01)
+
+
+def test_steps_that_are_slower_replace_what_was_measured() -> None:
+    machine = refined(KNOWN, 0.5 * FAST)
+    assert machine.of_device(1).h2d_bytes_per_ms == pytest.approx(0.5 * FAST, rel=0.02)
+    assert machine.of_device(1).d2h_bytes_per_ms == FAST
+    assert machine.of_device(0) == DeviceTraits(1.0, 5, FAST, FAST)
+    assert (machine.device_memory_bytes, machine.transfer_latency_ms) == (5, 0.01)
+
+
+def test_steps_that_are_about_as_fast_change_nothing() -> None:
+    assert refined(KNOWN, 0.95 * FAST) == StepLinks(KNOWN).of(Machine(2, 5))
+
+
+@pytest.mark.parametrize("what", ["few", "small", "short"])
+def test_copies_that_tell_little_do_not_count(what: str) -> None:
+    known = with_links(KNOWN, {(0, "h2d"): FAST}, 10.0, None, ()) if what == "short" else KNOWN
+    num_bytes, num_copies = (LEAST_BYTES - 1 if what == "small" else 2 * LEAST_BYTES), (4 if what == "few" else 9)
+    machine = refined(known, 0.5 * FAST, lambda pool: bulk_copies(pool, num_bytes, num_copies))
+    assert machine.h2d_bytes_per_ms == FAST
+    assert machine.is_uniform
+
+
+def test_a_machine_with_fewer_devices_stays_as_it_is() -> None:
+    known = with_links(KNOWN, {(0, "h2d"): FAST}, None, None, [SharedLink((0, 1), FAST)])
+    assert StepLinks(known).of(Machine(1)) == Machine(1)
+
+
+def test_the_first_eight_steps_count() -> None:
+    step_links, pool = StepLinks(KNOWN), pool_of(1, SharedBus([1.0], [1.0]))
+    for _ in range(8):
+        assert step_links.wants_more
+        step_links.begin(pool)
+        step_links.end(pool)
+    assert not step_links.wants_more
+
+
+def test_activations_are_not_noted() -> None:
+    clock = FlyingClock()
+    clock.start()
+    pool, step_links = pool_of(1, TimedLink(FAST, clock=clock)), StepLinks(Machine(1))
+    pool.open()
+    step_links.begin(pool)
+    for is_bulk in (False, True):
+        pool[0].upload([torch.empty(3, dtype=torch.uint8)], "x", is_bulk=is_bulk).await_done()
+    pool.close()
+    assert [moved.num_bytes for moved in pool[0].moved or ()] == [3]
+    step_links.stop(pool)

@@ -1,0 +1,58 @@
+"""What a run says of its links, and where it measures none."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe import VirtualLink
+from lightning_roundpipe.integration.links import Links, added_bytes_per_ms, describe
+from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
+
+measure = Links.measure
+GB_PER_S = 1e6  # bytes per ms
+
+
+@pytest.mark.parametrize("copies", [False, True, VirtualLink(1000.0)])
+def test_links_of_virtual_devices_are_not_measured(
+    small: Any, make_trainer: Any, make_loader: Any, copies: Any, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Links, "measure", measure)
+    with caplog.at_level("INFO"):
+        trainer = make_trainer(options={"virtual_copies": copies})
+        trainer.fit(small(), make_loader())
+    assert "links:" not in caplog.text
+    assert trainer.strategy._links.of(trainer.strategy.pool) is None
+
+
+def test_additions_on_the_host_are_timed_by_the_clock() -> None:
+    """Three buffers of 64 MiB pass in the second that each reading of the clock takes."""
+    times = itertools.count()
+    assert added_bytes_per_ms(1, lambda: float(next(times))) == pytest.approx(3 * 64 * 2**20 / 1e3)
+
+
+def test_the_log_says_what_all_devices_have_in_common() -> None:
+    machine = Machine(
+        2,
+        h2d_bytes_per_ms=25 * GB_PER_S,
+        d2h_bytes_per_ms=26 * GB_PER_S,
+        transfer_latency_ms=0.0123,
+        host_bytes_per_ms=180 * GB_PER_S,
+    )
+    assert describe(machine) == (
+        "links: 25.0 GB/s to and 26.0 GB/s from every device; latency 12.3 us, memory of the host 180 GB/s"
+    )
+
+
+def test_the_log_says_what_differs_and_what_is_shared() -> None:
+    own = (DeviceTraits(), DeviceTraits(h2d_bytes_per_ms=6 * GB_PER_S), DeviceTraits())
+    shared = (SharedLink((0, 2), 26 * GB_PER_S),)
+    machine = Machine(3, None, 25 * GB_PER_S, 26 * GB_PER_S, 0.01, 180 * GB_PER_S, devices=own, shared_links=shared)
+    assert describe(machine) == (
+        "links: 25.0 GB/s to and 26.0 GB/s from devices 0, 2, 6.00 GB/s to and 26.0 GB/s from device 1; "
+        "latency 10.0 us, memory of the host 180 GB/s\n"
+        "devices that share a link: 0, 2 (26.0 GB/s)"
+    )
