@@ -19,6 +19,10 @@ On how many devices a stage is at a time follows from few numbers, which are tri
 with heavy weights and little work are on fewer devices than others. The most devices for any stage. And whether the
 first stages are on more of them, so that the pipeline fills faster, or the last ones, so that it drains faster.
 
+Where nothing has to travel and all devices are alike, no cost is needed to choose: the numbers of micro-batches and
+devices alone decide, so that gradients are added up in the same order whatever was measured. r is the largest number
+that divides the devices into rings and the micro-batches of each round into equal groups.
+
 Devices without a memory limit are the host's own cores, and what is kept on them takes the memory of the host, of which
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
 stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
@@ -122,6 +126,7 @@ class Score:
         self._known: dict[tuple[object, ...], float] = {}
         self._tried: dict[Candidate, tuple[float, int]] = {}  # the time in ms, and how many stage runs there are
         self._lane_bytes_per_ms = _lane_bytes_per_ms(machine)
+        self.has_ways = not (machine.is_uniform and math.isinf(self._lane_bytes_per_ms))  # that decide on splits
         self.has_links = math.isfinite(self._lane_bytes_per_ms)
         self._memory = machine.memories[-1] if machine.memories else None
         self.has_limit = self._memory is not None
@@ -215,10 +220,15 @@ class Score:
         """The candidates, the fastest first, the fewest stage runs among equals."""
         return sorted(self._tried, key=lambda candidate: (self._tried[candidate], candidate))
 
-    def best(self) -> tuple[Candidate, float]:
-        """The fastest candidate, and the time in ms of the fastest one with every stage on one device at a time."""
+    def best(self, split: Split | None = None) -> tuple[Candidate, float]:
+        """The fastest candidate, and the time in ms of the fastest one with every stage on one device at a time.
+
+        Args:
+            split: of the candidate; None for any.
+        """
         ranked = self.ranked()
         single = next(candidate for candidate in ranked if candidate.split == _UNSPLIT)
+        ranked = ranked if split is None else [candidate for candidate in ranked if candidate.split == split]
         if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
             return ranked[0], self._tried[single][0]
         formula = next(iter(self._tried))
@@ -226,6 +236,10 @@ class Score:
         finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], single, formula))
         times = {candidate: self._simulated_ms(candidate) for candidate in finalists}
         return min(finalists, key=times.__getitem__), times[single]
+
+    def num_rings(self, round_size: int) -> int:
+        """The most rings of equally many devices that equal groups of each round's micro-batches can have."""
+        return math.gcd(self.num_devices, round_size, self.num_microbatches)
 
     def partition(self, candidate: Candidate) -> Partition:
         """The stages of a candidate."""
@@ -264,17 +278,21 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
         score: Tells their times.
         round_sizes: What may be tried; the first one for everything, the others for the fastest.
     """
-    size, may_split = round_sizes[0], score.may_split and score.has_limit
+    size = round_sizes[0]
+    rings = Split(score.num_rings(size)) if score.may_split and not score.has_ways else None
+    splits: tuple[Split, ...] = (_UNSPLIT,)
+    if score.may_split and score.has_limit:
+        splits = (_UNSPLIT, Split(score.num_devices)) if rings is None else (rings,)
     score.of(Candidate.of(search.best(score.num_devices, score.num_microbatches), _UNSPLIT, size))
     limits = search.limits_between(_NUM_LIMITS)
     times: dict[int, float] = {}
     for limit in limits:
         cuts = search.cuts(limit)
-        for most in (1, score.num_devices) if may_split else (1,):
-            ms = score.of(Candidate.of(cuts, Split(most), size))
+        for split in splits:
+            ms = score.of(Candidate.of(cuts, split, size))
             times[limit] = min(ms, times.get(limit, ms))
     good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
-    if may_split:
+    if len(splits) > 1:
         _try_splits(score)
     split = score.ranked()[0].split
     rng = random.Random(0)
@@ -291,6 +309,10 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
             )
             score.of(Candidate.of(tapered, split, size))
     _improve(score, rng)
+    if rings is not None:
+        for candidate in score.ranked()[:_NUM_SPLIT]:
+            score.of(candidate._replace(split=rings))
+        return score.best(rings)
     if score.may_split:
         _try_splits(score)
     for other in round_sizes[1:]:
@@ -302,7 +324,7 @@ def _try_splits(score: Score) -> None:
     """Try other splits of the fastest few, one number after the other."""
     for start in score.ranked()[:_NUM_SPLIT]:
         now = start
-        most = [count for count in (score.num_devices >> shift for shift in range(10)) if count > 1]
+        most = [count for count in range(score.num_devices, 1, -1) if score.num_devices % count == 0]
         for others in (
             [{"load": load} for load in _LOADS] if score.has_links else [],
             [{"most": count} for count in most],

@@ -85,9 +85,9 @@ def test_impossible_links_are_refused(field: str, value: Any) -> None:
 
 WIDTH, ROWS = 16, 32
 STATES = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # weights and gradients of a block
-# What a row of a micro-batch needs there: input and output, the gradients of both, and the outputs of the four
-# micro-batches of a round that wait for their next stage.
-ROW = 4 * WIDTH * (4 + 4)
+# What a row of a micro-batch needs there: input and output, the gradients of both, and the outputs of the two
+# micro-batches of the smallest round that wait for their next stage.
+ROW = 4 * WIDTH * (4 + 2)
 # Between 4 and 8, and 8 and 16.
 FITS_4_ROWS, FITS_8_ROWS = STATES + 6 * ROW, STATES + 12 * ROW
 TOO_LITTLE = (DeviceOutOfMemoryError, StageMemoryError)
@@ -184,7 +184,7 @@ def test_auto_finds_a_number_that_fits_and_nothing_is_lost(train: Any, norm: boo
     ours = train(Watched(norm), FITS_4_ROWS)
     assert ours[1].strategy.last_step.num_microbatches == 8
     assert ours[0].calls.num > 3 * 8, "the first attempt has called the step as well"
-    assert_equal_runs(ours, train(Watched(norm), None, 8))
+    assert_equal_runs(ours, train(Watched(norm), None, 8), rtol=1e-5)  # which has larger rounds
 
 
 def test_the_peak_is_below_the_limit(train: Any) -> None:
@@ -237,7 +237,7 @@ def test_what_can_never_fit_says_what_takes_the_memory(train: Any) -> None:
 
 
 def test_evaluation_is_run_again_as_well(train: Any, make_trainer: Any) -> None:
-    options = {"virtual_copies": True, "device_memory_limit": STATES // 2 + 6 * 4 * WIDTH * (2 + 4)}
+    options = {"virtual_copies": True, "device_memory_limit": STATES // 2 + 6 * 4 * WIDTH * (2 + 2)}
     found = []
     for given, number in ((options, "auto"), ({}, 8)):
         trainer = make_trainer(num_microbatches=number, options=given)
@@ -323,12 +323,13 @@ def test_units_that_the_user_has_chosen_stay_whole(make_trainer: Any) -> None:
 
 
 def test_a_link_of_given_speed_changes_no_result(make_trainer: Any, small: Any, make_loader: Any) -> None:
+    """But the order of sums: with a link, on how many devices a stage is follows measured costs."""
     states = []
     for copies in (True, VirtualLink(gb_per_s=10.0, latency_us=20.0)):
         module = small()
         make_trainer(options={"virtual_copies": copies}).fit(module, make_loader())
         states.append(module.state_dict())
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-7)
 
 
 def test_the_run_reports_what_the_host_needs(
