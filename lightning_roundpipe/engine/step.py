@@ -66,7 +66,9 @@ class Step:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         has_copies = not all(device.aliases_host for device in resources.pool.devices)
         self._adder = resources.adders.take() if has_copies else None
-        gradients = GradientStore(resources.replicas.weights.gradient_dtypes, self._adder)
+        gradients = GradientStore(
+            resources.replicas.weights.gradient_dtypes, self._adder, num_devices=len(resources.pool)
+        )
         self._shared = StepContext(
             request,
             resources,

@@ -9,9 +9,10 @@ who else adds, is at: ::
     accumulation thread     waits for part 2's download | sum += part 2 | waits for part 3's download | sum += part 3
 
 The parts of a source are added in their order, whichever comes first, and so are the sources of a weight at the end:
-sums are the same in every run. The host holds two parts of a source at most, beside the sum: the thread that brings
-another one waits. What need not be waited for is added at once, by the thread that brings it, unless another one is
-at its source. Nothing is waited for with the lock held.
+sums are the same in every run. The host holds as many parts of a source as there are devices, which may end stage runs
+of one stage at the same time, and one more, beside the sum: the thread that brings another one waits. What need not be
+waited for is added at once, by the thread that brings it, unless another one is at its source. Nothing is waited for
+with the lock held.
 """
 
 from __future__ import annotations
@@ -59,13 +60,18 @@ class GradientStore:
     Args:
         dtypes: gives masters whose gradient has to fit into another dtype: where it does not, it becomes infinite.
         adder: the accumulation thread, which was started; None lets those wait and add that bring gradients.
+        num_devices: that bring gradients.
     """
 
     def __init__(
-        self, dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict, adder: Worker | None = None
+        self,
+        dtypes: Callable[[], Mapping[nn.Parameter, torch.dtype]] = dict,
+        adder: Worker | None = None,
+        num_devices: int = 1,
     ) -> None:
         self._dtypes = dtypes
         self._adder = adder
+        self._num_devices = num_devices
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
@@ -93,8 +99,8 @@ class GradientStore:
 
         Args:
             source: see :meth:`add`.
-            ordinal: 0, 1, ... of the parts of this source, which are added in this order. Those before it are in the
-                sum when this returns, as far as they have come.
+            ordinal: 0, 1, ... of the parts of this source, which are added in this order. Where more parts wait than
+                there are devices, this waits until those before it are in the sum, as far as they have come.
         """
         with self._lock:
             queue = self._queues.setdefault(source, _Queue())
@@ -102,9 +108,11 @@ class GradientStore:
             part = None if queue.is_busy else queue.waiting.get(queue.next)
             queue.is_busy = queue.is_busy or part is not None
         self._add_up(source, queue, part, may_wait=self._adder is None)
-        if queue.is_busy and queue.next < ordinal:
+        if queue.is_busy and queue.next < ordinal and len(queue.waiting) > self._num_devices:
             with self._changed:
-                self._changed.wait_for(lambda: not queue.is_busy or queue.next >= ordinal)
+                self._changed.wait_for(
+                    lambda: not queue.is_busy or queue.next >= ordinal or len(queue.waiting) <= self._num_devices
+                )
 
     def _add_up(self, source: Source, queue: _Queue, part: _Part | None, *, may_wait: bool) -> None:
         """Adds ``part``, whose turn it is, and those that follow.

@@ -102,20 +102,25 @@ def test_sums_are_the_same_whatever_comes_first(
     assert torch.equal(store.take()[master], wanted)
 
 
-def test_the_host_holds_two_parts_of_a_source(adder: Worker, master: nn.Parameter) -> None:
-    """Who brings a third one waits until the first is in the sum; who brings parts of other sources does not."""
-    store = GradientStore(adder=adder)
-    first, second = (Arriving(part) for part in parts(2))
-    store.add_later([master], first, SOURCE, 0)
-    bringing = in_background(lambda: store.add_later([master], second, SOURCE, 1))
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_the_host_holds_one_part_of_a_source_more_than_there_are_devices(
+    adder: Worker, master: nn.Parameter, num_devices: int
+) -> None:
+    """Who brings another one waits until the first is in the sum; who brings parts of other sources does not."""
+    store = GradientStore(adder=adder, num_devices=num_devices)
+    *held, last = (Arriving(part) for part in parts(num_devices + 1))
+    for ordinal, arriving in enumerate(held):  # none of these calls waits: nothing has come yet
+        store.add_later([master], arriving, SOURCE, ordinal)
+    bringing = in_background(lambda: store.add_later([master], last, SOURCE, num_devices))
     store.add_later([master], Done([parts(3)[2]]), (7,), 0)
-    while not first.waited_by:  # until it is the turn of the first
+    while not held[0].waited_by:  # until it is the turn of the first
         bringing.join(0.001)
     assert bringing.is_alive()
-    first.end()
+    held[0].end()
     bringing.join(TIMEOUT_S)
     assert not bringing.is_alive()
-    second.end()
+    for arriving in (*held[1:], last):
+        arriving.end()
     assert store.take()[master].isfinite().all()
 
 
