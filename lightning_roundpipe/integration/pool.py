@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -15,9 +15,12 @@ from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
 from ..options import RoundPipeOptions, VirtualLink
-from ..planning.costs import CostProfile, Machine
+from ..planning.costs import CostProfile, DeviceTraits, Machine
 from ..planning.plan import StepPlan, plan_evaluation, plan_training
 from ..reporting.host_report import HostReport
+
+# Memory limits of devices that differ by less are taken for the smallest of them: devices that are alike take turns.
+_ALIKE = 1.1
 
 
 def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) -> DevicePool:
@@ -44,14 +47,17 @@ def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) 
 def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | None = None) -> Machine:
     """What is known about the pool: its memory, and its links: those of virtual devices are given, those of GPUs are
     ``links``, if they were measured."""
+    machine = Machine(len(pool), pool.memory_limit)
+    limits = [device.memory.limit or 0 for device in pool.devices]
+    if max(limits) > _ALIKE * min(limits):
+        machine = replace(machine, devices=tuple(DeviceTraits(memory_bytes=limit) for limit in limits))
     if links is not None:
-        return links.of(Machine(len(pool), pool.memory_limit))
+        return links.of(machine)
     if not pool.is_virtual or not isinstance(options.virtual_copies, VirtualLink):
-        return Machine(len(pool), pool.memory_limit)
+        return machine
     link = options.virtual_copies
-    return Machine(
-        len(pool),
-        pool.memory_limit,
+    return replace(
+        machine,
         h2d_bytes_per_ms=link.bytes_per_ms,
         d2h_bytes_per_ms=link.bytes_per_ms,
         transfer_latency_ms=link.latency_ms,
@@ -73,7 +79,7 @@ def make_engine(
         sizes = options.round_sizes_for(len(pool), num_microbatches)
         made = search(costs, machine, num_microbatches=num_microbatches, round_size=sizes)
         if training and report is not None:
-            report.note_plan(made.partition, costs, num_microbatches, made.round_size or num_microbatches)
+            report.note_plan(made, costs, num_microbatches)
         return made
 
     threads = ThreadBudget.of(pool, options.threads_per_device)

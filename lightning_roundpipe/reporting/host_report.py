@@ -11,9 +11,12 @@ from torch import nn
 
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
-from ..planning.partition import Partition
+from ..planning.plan import StepPlan
 from ..planning.quantities import format_bytes
 from .host_memory import activation_bytes, allocated_bytes, available_bytes, model_memory
+
+# The first plan is made from guesses, and the next one after the second step.
+_REPORTED_STEP = 3
 
 
 class HostReport:
@@ -38,7 +41,7 @@ class HostReport:
         self._optimizers = optimizers
         self._available = available or available_bytes
         self._has_warned = False
-        self._has_reported = False
+        self._num_steps = 0
         self._stale = stale
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS)
 
@@ -57,16 +60,19 @@ class HostReport:
             "the rest."
         )
 
-    def note_plan(self, partition: Partition, costs: CostProfile, num_microbatches: int, round_size: int) -> None:
+    def note_plan(self, plan: StepPlan, costs: CostProfile, num_microbatches: int) -> None:
         """The calls are known, and so are the sizes of their inputs, but most of them are not there yet."""
-        num_in_flight = min(num_microbatches, 2 * round_size)  # the backward of two rounds may be awaited at a time
-        self.memory = replace(self.memory, activations=activation_bytes(partition, costs, num_in_flight))
+        # The backward of two rounds may be awaited at a time.
+        num_in_flight = min(num_microbatches, 2 * (plan.round_size or num_microbatches))
+        self.memory = replace(self.memory, activations=activation_bytes(plan.partition, costs, num_in_flight))
         self.check()
 
-    def note_step(self, working_copies: int) -> None:
-        """A training step has ended: reports once."""
-        if self._has_reported:
-            return
-        self._has_reported = True
-        self.memory = replace(self.memory, working_copies=working_copies)
-        rank_zero_info(f"this run needs up to {self.memory.describe()} on the host")
+    def note_step(self, working_copies: int, plan: StepPlan | None = None) -> None:
+        """A training step has ended, which ran by a plan, if it was made for several stages: reports once; on the plan
+        when it may have been made from measured costs."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self.memory = replace(self.memory, working_copies=working_copies)
+            rank_zero_info(f"this run needs up to {self.memory.describe()} on the host")
+        elif self._num_steps == _REPORTED_STEP and plan is not None and plan.reason:
+            rank_zero_info(f"dispatch of training steps: {plan.reason}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind, StepPlan
 from lightning_roundpipe.reporting.host_memory import (
     HostMemory,
     activation_bytes,
@@ -167,6 +167,7 @@ COSTS = CostProfile(tuple(CallCost(f"call {i}", 1.0, 2.0, input_bytes=1000) for 
 STAGES = Partition(
     2, (Stage(0, StageKind.FORWARD, 0, 1), Stage(1, StageKind.FUSED, 1, 2), Stage(2, StageKind.BACKWARD, 0, 1))
 )
+PLAN = StepPlan(STAGES, (2, 2, 1), 8, "r=1 to 2: because")
 
 
 class Free:
@@ -196,20 +197,23 @@ def test_the_host_is_checked_before_it_is_filled(recwarn: pytest.WarningsRecorde
 def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.WarningsRecorder) -> None:
     report = make_report(Free(1320 + 5 * 2000))
     report.check()
-    report.note_plan(STAGES, COSTS, 5, 8)
+    report.note_plan(PLAN, COSTS, 5)
     assert not recwarn
     with pytest.warns(UserWarning, match="activations 11.7 KiB.* still to be allocated, and 11.1 KiB are available"):
-        report.note_plan(STAGES, COSTS, 6, 8)
+        report.note_plan(PLAN, COSTS, 6)
     before = len(recwarn)
-    report.note_plan(STAGES, COSTS, 7, 8)  # once is enough
+    report.note_plan(PLAN, COSTS, 7)  # once is enough
     assert len(recwarn) == before
 
 
 def test_what_the_host_needs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     report = make_report(Free(0))
     with caplog.at_level("INFO"):
-        report.note_step(working_copies=220)
-        report.note_step(working_copies=220)
+        for _ in range(5):
+            report.note_step(working_copies=220, plan=PLAN)
+    assert [r.message for r in caplog.records if "dispatch" in r.message] == [
+        "dispatch of training steps: r=1 to 2: because"
+    ]
     (message,) = [record.message for record in caplog.records if "on the host" in record.message]
     assert message == (
         "this run needs up to 1.93 KiB (optimizer state 880 B, weights 440 B, gradients 440 B, working copies 220 B) "

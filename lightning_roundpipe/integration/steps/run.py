@@ -146,7 +146,8 @@ class Steps:
             batches.bring_back(step.batch)
             logs.replay(batches.weights, batches.sizes, batches.batch_size)
             if name == "training_step" and self.report is not None:
-                self.report.note_step(self.engine.working_copies.expected_bytes)
+                plan = self.engine.plan_of(name)
+                self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)
             step.end()
         return batches, result
 

@@ -349,3 +349,14 @@ def test_the_run_warns_before_the_host_is_full(
     monkeypatch.setattr(host_report, "available_bytes", lambda: 100)
     with pytest.warns(UserWarning, match=r"this run may need .* on the host.* 100 B are available"):
         make_trainer().fit(small(), make_loader())
+
+
+@pytest.mark.parametrize(("sizes", "are_alike"), [((100, 105), True), ((100, 150), False)])
+def test_devices_of_unequal_memory_are_planned_for_as_they_are(sizes: tuple[int, int], are_alike: bool) -> None:
+    options = RoundPipeOptions(virtual_copies=True, device_memory_limit="1MiB")
+    pool = make_pool([HOST, HOST], options)
+    for device, size in zip(pool.devices, sizes, strict=True):
+        device.memory.limit = size
+    machine = machine_of(pool, options)
+    assert machine.is_uniform is are_alike
+    assert machine.memories == (sizes[:1] if are_alike else sizes)
