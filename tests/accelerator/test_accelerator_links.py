@@ -71,7 +71,7 @@ def test_measuring_leaves_nothing_and_lets_nothing_wait(sim: ModuleType, driver:
     assert counts["copies_to_device"] > 0
     assert all(device.moved is None and device.memory.used == 0 for device in pool.devices)
     for index in range(len(pool)):
-        traits = machine.of_device(index)
+        traits = machine.traits[index]
         assert 0 < traits.h2d_bytes_per_ms < math.inf  # type: ignore[operator]
         assert 0 < traits.d2h_bytes_per_ms < math.inf  # type: ignore[operator]
     assert 0 < machine.host_bytes_per_ms < math.inf

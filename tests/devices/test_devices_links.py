@@ -50,7 +50,7 @@ def test_a_timed_link_is_measured_as_it_is() -> None:
     machine = measured(pool, Machine(2, 7), budget_ms=1e9, now_ms=clock.now_ms)
     assert machine.transfer_latency_ms == pytest.approx(0.05, rel=0.05)
     for index in range(2):
-        traits = machine.of_device(index)
+        traits = machine.traits[index]
         assert traits.h2d_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
         assert traits.d2h_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
     assert machine.is_uniform
@@ -60,7 +60,7 @@ def test_a_timed_link_is_measured_as_it_is() -> None:
 
 def test_slow_links_and_directions_show() -> None:
     machine = measured_on(SharedBus([2.5 * FAST, 2.4 * FAST, 0.6 * FAST], [2 * FAST] * 3), 3)
-    ups = [machine.of_device(index).h2d_bytes_per_ms for index in range(3)]
+    ups = [machine.traits[index].h2d_bytes_per_ms for index in range(3)]
     assert ups[0] == ups[1] == pytest.approx(2.4 * FAST, rel=0.02)
     assert ups[2] == pytest.approx(0.6 * FAST, rel=0.02)
     assert machine.d2h_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
@@ -190,7 +190,11 @@ def test_figures_go_into_a_machine_that_knows_more() -> None:
         transfer_latency_ms=0.01,
         host_bytes_per_ms=8.0,
         optimizer_bytes_per_ms=5.0,
-        devices=(DeviceTraits(0.5, 3), DeviceTraits(), DeviceTraits(h2d_bytes_per_ms=6.0)),
+        devices=(
+            DeviceTraits(0.5, 3, 25.0, 20.0),
+            DeviceTraits(1.0, None, 25.0, 20.0),
+            DeviceTraits(1.0, None, 6.0, 20.0),
+        ),
         shared_links=(shared,),
     )
     assert with_links(machine, {}, 0.01, 1.0, [shared]) == machine, "nothing was measured"
@@ -227,9 +231,9 @@ KNOWN = Machine(2, h2d_bytes_per_ms=FAST, d2h_bytes_per_ms=FAST, transfer_latenc
 
 def test_steps_that_are_slower_replace_what_was_measured() -> None:
     machine = refined(KNOWN, 0.5 * FAST)
-    assert machine.of_device(1).h2d_bytes_per_ms == pytest.approx(0.5 * FAST, rel=0.02)
-    assert machine.of_device(1).d2h_bytes_per_ms == FAST
-    assert machine.of_device(0) == DeviceTraits(1.0, 5, FAST, FAST)
+    assert machine.traits[1].h2d_bytes_per_ms == pytest.approx(0.5 * FAST, rel=0.02)
+    assert machine.traits[1].d2h_bytes_per_ms == FAST
+    assert machine.traits[0] == DeviceTraits(1.0, 5, FAST, FAST)
     assert (machine.device_memory_bytes, machine.transfer_latency_ms) == (5, 0.01)
 
 

@@ -48,7 +48,7 @@ def test_the_log_says_what_all_devices_have_in_common() -> None:
 
 
 def test_the_log_says_what_differs_and_what_is_shared() -> None:
-    own = (DeviceTraits(), DeviceTraits(h2d_bytes_per_ms=6 * GB_PER_S), DeviceTraits())
+    own = [DeviceTraits(1.0, None, up * GB_PER_S, 26 * GB_PER_S) for up in (25, 6, 25)]
     shared = (SharedLink((0, 2), 26 * GB_PER_S),)
     machine = Machine(3, None, 25 * GB_PER_S, 26 * GB_PER_S, 0.01, 180 * GB_PER_S, devices=own, shared_links=shared)
     assert describe(machine) == (
