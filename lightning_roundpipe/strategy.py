@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,25 +230,34 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Writes what was asked for and forgets the engine, whose threads end."""
+        """Writes what was asked for and forgets the engine, whose threads end.
+
+        An error that Lightning is about to raise is not replaced by those that follow from it, as on a GPU that raises
+        whatever it is asked for.
+        """
+        is_handling = sys.exc_info()[0] is not None
         try:
-            self._updates.finish()
-        finally:
-            self._overlap = None
-            self._tear_down()
+            with contextlib.ExitStack() as stack:  # all of it, even if a part raises
+                stack.callback(self._tear_down)
+                stack.callback(setattr, self, "_overlap", None)
+                self._updates.finish()
+        except Exception:
+            if not is_handling:
+                raise
 
     def _tear_down(self) -> None:
         steps = self._steps
-        self._recordings.finish(None if steps is None else steps.engine)
-        self._close_steps()
-        self.pool.dispose()  # stays, for its statistics
-        vars(self.accelerator).pop("get_device_stats", None)
-        super().teardown()
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().teardown)
+            vars(self.accelerator).pop("get_device_stats", None)
+            stack.callback(self.pool.dispose)  # stays, for its statistics
+            stack.callback(self._close_steps)
+            self._recordings.finish(None if steps is None else steps.engine)
 
     def _close_steps(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -236,6 +236,7 @@ class GpuDevice(Device):
         if self._is_disposed:
             return
         self._is_disposed = True
+        self._leaving.clear()  # what could not be asked for any more
         try:
             if self._is_limited:
                 with self._noting_loss():

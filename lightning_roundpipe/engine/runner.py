@@ -162,10 +162,10 @@ class Engine:
         self._resources.adders.close()
 
     def _forget(self) -> None:
-        self._replicas.clear()
         self._plans.clear()
         self._resources.switches.clear()
         self._table = None
+        self._replicas.clear()
 
     def run(self, request: StepRequest) -> StepResult:
         """Runs one step; see [Note: one step].

@@ -10,6 +10,7 @@ from step to step that way. A call off the plan loads what it needs when it come
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -206,13 +207,14 @@ class ReplicaCache:
             replica.unload(unless=self.weights.outlast_step)
 
     def clear(self) -> None:
-        """Forgets all replicas."""
-        for replica in list(self._replicas.values()):
-            replica.unload()
-        self._replicas.clear()
-        self.weights.clear()
-        for row in self._by_device:
-            row.clear()
+        """Forgets all replicas, also on a GPU that raises whatever it is asked for."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.weights.clear)
+            for replica in self._replicas.values():
+                stack.callback(replica.unload)
+            self._replicas.clear()
+            for row in self._by_device:
+                row.clear()
 
 
 class Loader:
