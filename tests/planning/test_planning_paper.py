@@ -13,8 +13,9 @@ Bubbles: one isolated iteration of 16 micro-batches on 8 devices, with the paper
   when its device is free, but no earlier than needed to have the recompute done when the gradient arrives.
 
 Throughput: tokens of an optimizer step / ``step_ms`` of several overlapping steps (asynchronous optimizer), with this
-package's own plan of the paper's ring: a stage on one device at a time. The machine is `PaperModel.machine`: memory of the GPU, links as fast as the hops say. A hop goes
-down to the host and up again. Nothing else is limited: the paper gives no speed for host memory or the optimizer.
+package's own plan of the paper's ring: a stage on one device at a time. The machine is `PaperModel.machine`: memory of
+the GPU, links as fast as the hops say. A hop goes down to the host and up again. Nothing else is limited: the paper
+gives no speed for host memory or the optimizer.
 """
 
 from __future__ import annotations
