@@ -18,7 +18,6 @@ from lightning_roundpipe.planning import (
     Machine,
     Partition,
     StageCost,
-    StageKind,
     StageMemoryError,
     StepPlan,
     partition,

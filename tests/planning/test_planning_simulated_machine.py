@@ -204,9 +204,7 @@ def test_gradients_of_several_runs_of_a_stage_are_added_up_on_the_host() -> None
 def test_additions_of_a_stage_wait_for_each_other() -> None:
     """Four parts that come home together: three additions of 3 ms, one after the other."""
     costs = [StageCost(10.0, gradient_bytes=100)]
-    result = simulate(
-        round_robin(1, 4, 4, splits=4), costs, Machine(4, d2h_bytes_per_ms=20.0, host_bytes_per_ms=100.0)
-    )
+    result = simulate(round_robin(1, 4, 4, splits=4), costs, Machine(4, d2h_bytes_per_ms=20.0, host_bytes_per_ms=100.0))
     assert result.step_ms == 10 + 5 + 3 * 3
 
 
