@@ -69,7 +69,7 @@ def draw_formula(path: Path) -> None:
     counts = {"num_microbatches": NUM_MICROBATCHES}
     found = {
         "least (M S + N (N - 1)) t_max": partition(PROFILE, num_devices=NUM_DEVICES, **counts),
-        "shortest simulated step": plan_training(PROFILE, Machine(NUM_DEVICES), **counts),
+        "shortest simulated step": plan_training(PROFILE, Machine(NUM_DEVICES), **counts, may_split=False).partition,
     }
     draw_timelines([panel(f"{name}, {plan.num_stages} stages", plan) for name, plan in found.items()], path)
 

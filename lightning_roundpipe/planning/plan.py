@@ -195,14 +195,14 @@ def _plan(
     score = Score(profile, left, num_microbatches, hop_ms, is_training, may_split)
     best, best_ms, single_ms = explore(search, score, rounds)
     partition, splits = score.partition(best), score.splits(best)
-    return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms))
+    return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms, may_split))
 
 
-def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float) -> str:
+def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float, may_split: bool) -> str:
     """Why the stages are split as they are."""
     most = max(splits)
     if most == 1:
-        return "r=1: every stage on one device at a time is fastest"
+        return f"r=1: every stage on one device at a time {'is fastest' if may_split else 'was asked for'}"
     which = f"r={most}" if min(splits) == most else f"r={min(splits)} to {most}"
     saved = format_share(1 - step_ms / single_ms) if single_ms else "0.0%"
     text = f"{which}: {format_ms(step_ms)} a step, {saved} less than with every stage on one device at a time"

@@ -209,7 +209,7 @@ def test_the_reason_tells_the_splits_and_the_time(name: str) -> None:
     assert plan.reason.startswith(f"r={high}: " if low == high else f"r={low} to {high}: ")
     assert f" {format_ms(simulation.step_ms)} a step, " in plan.reason
     assert ("on fewer devices" in plan.reason) == (low < high)
-    assert planned(name, may_split=False)[0].reason == "r=1: every stage on one device at a time is fastest"
+    assert planned(name, may_split=False)[0].reason == "r=1: every stage on one device at a time was asked for"
 
 
 def random_case(seed: int) -> tuple[CostProfile, Machine, int, list[int]]:
