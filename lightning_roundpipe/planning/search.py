@@ -16,11 +16,14 @@ fewest stage runs among equals. The formula's own partition is one of the candid
 
 On how many devices a stage is at a time follows from few numbers, which are tried one after the other (`Split`). The
 *load*: a stage run must compute at least so many times as long as its weights or its gradients travel, so that stages
-with heavy weights and little work are on fewer devices than others. The most devices for any stage. And whether the
-first stages are on more of them, so that the pipeline fills faster, or the last ones, so that it drains faster.
+with heavy weights and little work are on fewer devices than others: on a number that divides that of all devices, so
+that all get equally many stage runs. The most devices for any stage. And whether the first stages are on more of them,
+so that the pipeline fills faster, or the last ones, so that it drains faster. Where devices wait for each other even
+so, the shortest stages there can be, single calls, are tried as well.
 
-The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there, with
-the fastest one of r = 1 among them.
+The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there. If
+splits do not save clearly more than the search could have missed, plans without them are searched as if there were no
+others, and the faster one wins.
 """
 
 from __future__ import annotations
