@@ -15,10 +15,9 @@ from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
     Machine,
-    Partition,
+    StepPlan,
     partition,
     plan_training,
-    round_robin,
     simulate,
     stage_costs,
 )
@@ -26,14 +25,16 @@ from lightning_roundpipe.planning.plan import stage_memory_limit
 from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES
 
 METHOD = """
-Wall-clock time of planning.plan_training (the plan of a run: the fastest partition found in the simulator) and of
-planning.partition (the exact minimum of the paper's formula), alternately, in one process; medians of the repetitions.
-The same in CPU time of the process, which other processes disturb less. The model is the paper's profile of
-Llama-3.1-8B (tests/planning/paper.py) with another number of layers, and its head. 'equal' has equal layers on a
-machine without limits: nothing travels. 'uneven' multiplies the times of every layer by factors drawn uniformly between
+Wall-clock time of planning.plan_training (the plan of a run: the fastest stages, splits and rounds found in the
+simulator), of the same with every stage on one device at a time ('unsplit'), and of planning.partition (the exact
+minimum of the paper's formula), alternately, in one process; medians of the repetitions. The same in CPU time of the
+process, which other processes disturb less. The model is the paper's profile of Llama-3.1-8B (tests/planning/paper.py)
+with another number of layers, and its head. 'equal' has equal layers on a machine without limits: nothing travels.
+'uneven' multiplies the times of every layer by factors drawn uniformly between
 0.7 and 1.3, seeded, as measured times would be, and plans for the paper's machine: 24 GiB per device, links of 20
-MiB/ms. Both planners get the same memory limit per stage. step_over_formula is the simulated step of the plan over that
-of the formula's partition, on the same machine.
+MiB/ms. 'host' is the same with a host memory of 200 GB/s, for which the fastest plans are simulated once more. All
+planners get the same memory limit per stage. step_over_formula is the simulated step of the plan over that of the
+formula's partition, on the same machine, and splits the least and the most devices that a stage is on.
 """
 NUM_LAYERS = (25, 50, 100, 200, 500, 1000)
 GOALS_MS = {100: 50.0, 1000: 2000.0}
@@ -62,7 +63,13 @@ def uneven(num_layers: int) -> tuple[CostProfile, Machine]:
     return CostProfile((*map(vary, layers), head)), MODEL.machine(NUM_DEVICES)
 
 
-KINDS = {"equal": equal, "uneven": uneven}
+def host(num_layers: int) -> tuple[CostProfile, Machine]:
+    """The same, with a host memory that has a limit."""
+    profile, machine = uneven(num_layers)
+    return profile, replace(machine, host_bytes_per_ms=200e6)
+
+
+KINDS = {"equal": equal, "uneven": uneven, "host": host}
 
 
 class Case:
@@ -72,18 +79,23 @@ class Case:
         self.kind = kind
         self.num_layers = num_layers
         self._profile, self._machine = KINDS[kind](num_layers)
-        self._planners: dict[str, Callable[[], Partition]] = {"plan_training": self._plan, "partition": self._formula}
-        self._found: dict[str, Partition] = {}
+        self._planners: dict[str, Callable[[], StepPlan]] = {
+            "plan_training": self._plan,
+            "unsplit": lambda: self._plan(may_split=False),
+            "partition": self._formula,
+        }
+        self._found: dict[str, StepPlan] = {}
         self._taken_ms: dict[str, list[float]] = {name: [] for name in self._planners}
         self._cpu_ms: dict[str, list[float]] = {name: [] for name in self._planners}
 
-    def _plan(self) -> Partition:
-        return plan_training(self._profile, self._machine, num_microbatches=NUM_MICROBATCHES)
+    def _plan(self, *, may_split: bool = True) -> StepPlan:
+        return plan_training(self._profile, self._machine, num_microbatches=NUM_MICROBATCHES, may_split=may_split)
 
-    def _formula(self) -> Partition:
-        limit = stage_memory_limit(self._profile, self._machine, is_training=True)
+    def _formula(self) -> StepPlan:
+        limit = stage_memory_limit(self._profile, self._machine.device_memory_bytes, is_training=True)
         counts = {"num_devices": NUM_DEVICES, "num_microbatches": NUM_MICROBATCHES}
-        return partition(self._profile, **counts, memory_limit=limit)
+        found = partition(self._profile, **counts, memory_limit=limit)
+        return StepPlan(found, (1,) * found.num_stages)
 
     def run(self) -> None:
         """One repetition."""
@@ -105,16 +117,19 @@ class Case:
             "plan_training_cpu_ms": median(self._cpu_ms["plan_training"]),
             "goal_ms": goal,
             "goal_met": None if goal is None else taken["median"] <= goal,
+            "unsplit_cpu_ms": median(self._cpu_ms["unsplit"]),
             "partition_ms": spread(self._taken_ms["partition"]),
             "partition_cpu_ms": median(self._cpu_ms["partition"]),
-            "stages": self._found["plan_training"].num_stages,
-            "stages_of_formula": self._found["partition"].num_stages,
+            "stages": self._found["plan_training"].partition.num_stages,
+            "stages_of_formula": self._found["partition"].partition.num_stages,
+            "splits": [pick(self._found["plan_training"].splits) for pick in (min, max)],
             "step_over_formula": rounded(steps_ms["plan_training"] / steps_ms["partition"]),
+            "step_over_unsplit": rounded(steps_ms["plan_training"] / steps_ms["unsplit"]),
         }
 
-    def _step_ms(self, found: Partition) -> float:
-        schedule = round_robin(found.num_stages, NUM_MICROBATCHES, NUM_DEVICES)
-        return simulate(schedule, stage_costs(found, self._profile), self._machine).step_ms
+    def _step_ms(self, found: StepPlan) -> float:
+        schedule = found.schedule(self._profile, self._machine, NUM_MICROBATCHES)
+        return simulate(schedule, stage_costs(found.partition, self._profile), self._machine).step_ms
 
 
 def cases(num_layers: tuple[int, ...]) -> Iterator[Case]:

@@ -83,6 +83,12 @@ def add_png(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+def add_no_split(parser: argparse.ArgumentParser) -> None:
+    """Add ``--no-split``."""
+    words = "run every stage on one device at a time, as the RoundPipe paper does (default: on several where it pays)"
+    parser.add_argument("--no-split", action="store_false", dest="may_split", help=words)
+
+
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe the run (profile, devices, micro-batches, rounds) and the machine."""
     parser.add_argument(
@@ -92,6 +98,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--microbatches", parse_count, "M", "micro-batches per step", required=True)
     rounds = "micro-batches that walk through the stages together (default: two per device, as in training)"
     add_option(parser, "--round-size", parse_count, "R", rounds)
+    add_no_split(parser)
     group = parser.add_argument_group("machine", "What is left out is unlimited, or takes no time.")
     group.add_argument(
         "--machine",

@@ -34,7 +34,7 @@ _MAX_PLANNED_STEPS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What all contenders run: `round_size` for RoundPipe, `num_steps` for its asynchronous optimizer."""
+    """What all contenders run; `round_size` and `may_split` are for RoundPipe, `num_steps` for steps that overlap."""
 
     profile: CostProfile
     machine: Machine
@@ -43,6 +43,7 @@ class Case:
     num_steps: int
     hop_ms: float
     dtype: str
+    may_split: bool = True
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,11 @@ def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]
 def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
     """One step, or several that overlap.
 
-    The ring does not stop between steps that overlap, so that a plan for several steps in one may be faster than the
-    plan for one; which, the simulator tells.
+    Devices do not stop between steps that overlap, so that a plan for several steps in one may be faster than the plan
+    for one, and one that splits no stage faster than one that does; which, the simulator tells.
     """
     num_steps = case.num_steps if optimizer == "asynchronous" else 1
+    modes = {case.may_split, False} if optimizer == "asynchronous" else {case.may_split}
     plans = dict.fromkeys(
         plan_training(
             case.profile,
@@ -158,7 +160,9 @@ def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
             num_microbatches=planned * case.num_microbatches,
             round_size=case.round_size,
             hop_ms=case.hop_ms,
+            may_split=may_split,
         )
+        for may_split in sorted(modes)
         for planned in range(1, min(num_steps, _MAX_PLANNED_STEPS) + 1)
     )
     results = [(plan, _simulate_steps(case, plan, num_steps, optimizer)) for plan in plans]

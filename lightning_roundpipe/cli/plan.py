@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_picture_path(args.png)
     profile, machine, round_size = load_profile(args.profile), machine_of(args), round_size_of(args)
     counts = {"num_microbatches": args.microbatches, "round_size": round_size}
-    plan = plan_training(profile, machine, hop_ms=args.hop_ms, **counts)
+    plan = plan_training(profile, machine, hop_ms=args.hop_ms, may_split=args.may_split, **counts)
     partition = plan.partition
     schedule = plan.schedule(profile, machine, args.microbatches, hop_ms=args.hop_ms)
     costs = stage_costs(partition, profile)

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         num_steps=args.steps,
         hop_ms=args.hop_ms,
         dtype=args.dtype,
+        may_split=args.may_split,
     )
     results: list[Contender | Skipped] = [read_contender(case, args.schedule)] if args.schedule else []
     results += compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])

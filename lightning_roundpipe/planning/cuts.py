@@ -24,11 +24,15 @@ limit by a rounding error.
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from .costs import CallCost
+
+# Of the F stages and of the B stages; see `partition.pieces`.
+Cuts = tuple[Sequence[int], Sequence[int]]
 
 
 class StageSearch:
@@ -309,3 +313,47 @@ def _to_ticks(values: Sequence[float]) -> list[int]:
     ratios = [value.as_integer_ratio() for value in values]
     denominator = max(denominator for _, denominator in ratios)
     return [numerator * (denominator // own) for numerator, own in ratios]
+
+
+def single_calls(num_calls: int, *, is_training: bool) -> Cuts:
+    """The cuts between all calls."""
+    return (range(num_calls), range(num_calls)) if is_training else (range(num_calls + 1), (0,))
+
+
+def neighbour_cuts(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:
+    """Change cuts a little; None where the random choice cannot be made."""
+    choice = rng.random()
+    if choice < 0.1 and is_training:
+        return _move_fused_stage(rows, rows[0][-1] + rng.choice((-1, 1)), num_calls)
+    row = rows[rng.randrange(2)] if is_training else rows[0]
+    if len(row) < 2:
+        return None
+    if choice < 0.8:  # one call less for a stage, one more for another: the cuts between them move
+        first, last = sorted(rng.choices(range(1, len(row)), k=2))
+        step = rng.choice((-1, 1))
+        row[first:last] = [cut + step for cut in row[first:last]]
+        return None if any(a >= b for a, b in pairwise(row)) else (rows[0], rows[1])
+    index = rng.randrange(len(row) - 1)
+    if choice < 0.9:
+        if row[index + 1] - row[index] < 2:
+            return None
+        row.insert(index + 1, rng.randrange(row[index] + 1, row[index + 1]))
+    elif index == 0:
+        return None
+    else:
+        del row[index]
+    return rows[0], rows[1]
+
+
+def _move_fused_stage(rows: list[list[int]], start: int, num_calls: int) -> Cuts | None:
+    """Let the fused stage begin at call `start`, next to where it begins now."""
+    if not 0 <= start < num_calls:
+        return None
+    for row in rows:
+        if len(row) == 1:
+            row.append(start)
+        elif row[-2] == start:
+            row.pop()
+        else:
+            row[-1] = start
+    return rows[0], rows[1]

@@ -51,12 +51,13 @@ def dispatch(
         costs: One cost per stage. Where all devices are alike they have no influence.
         machine, hop_ms: As for `simulate`.
         num_microbatches, round_size: As for `round_robin`.
-        splits: For each stage the most devices that it is on at a time, at least 1.
+        splits: For each stage the most devices that it is on at a time, at least 1. More than there are mean all.
         first_device: Where devices that are alike begin to take turns.
 
     Raises:
         ValueError: If a count is below 1, or `splits` has not one entry per stage.
     """
+    splits = within(splits, machine)
     if machine.is_uniform:
         counts = len(costs), num_microbatches, machine.num_devices
         return round_robin(*counts, round_size=round_size, splits=splits, first_device=first_device)
@@ -76,30 +77,35 @@ def dispatch_ms(
 ) -> float:
     """Return the time in ms of one step of `dispatch`, with a synchronous optimizer.
 
-    It is the `step_ms` of `simulate`, as long as nothing is shared by the ways of several devices (otherwise a lower
-    one), in the time that it takes to add up the actions.
+    It is the `step_ms` of `simulate`, as long as nothing is shared by the ways of several devices, in the time that it
+    takes to add up the actions. Of a host with a limit it knows how long the last additions of gradients take, but not
+    that copies slow each other down.
 
     Args:
         costs, machine, num_microbatches, splits, round_size, hop_ms: As for `dispatch`.
     """
     rounds = list(_rounds(num_microbatches, round_size))
-    num_last = min(splits[-1], len(rounds[-1]))
-    num_devices = machine.num_devices
+    num_devices, num_copies, splits = machine.num_devices, 1, within(splits, machine)
     clock: _Clock
     if not machine.is_uniform:
         clock = _ListClock(costs, machine, hop_ms, num_microbatches)
     else:
         clock = _TurnClock(costs, machine, hop_ms, num_microbatches)
-        if min(splits) >= num_devices and all(len(microbatches) >= num_devices for microbatches in rounds):
+        if min(splits) == num_devices and all(len(microbatches) >= num_devices for microbatches in rounds):
             # Every device has micro-batches of its own, and waits for none of another one: the last has the most.
             rounds = [range(m.start + len(m) * (num_devices - 1) // num_devices, m.stop) for m in rounds]
-            clock.devices, splits = clock.devices[:1], [1] * len(costs)
+            clock.devices, splits, num_copies = clock.devices[:1], [1] * len(costs), num_devices
     clock.run(splits, rounds)
     done = max(clock.leave(device) for device in clock.devices)
-    # When the last gradients are home, those of the other runs of their stage have still to be added up.
-    num_bytes = ADDITION_PASSES * (num_last - 1) * costs[-1].gradient_bytes
-    done += num_bytes / machine.host_bytes_per_ms
-    return done + sum(cost.gradient_bytes for cost in costs) / machine.optimizer_bytes_per_ms
+    if math.isfinite(machine.host_bytes_per_ms):
+        done = max(done, clock.added_at(machine.host_bytes_per_ms, num_copies))
+    done += sum(cost.gradient_bytes for cost in costs) / machine.optimizer_bytes_per_ms
+    return max(done, clock.lanes_ms())
+
+
+def within(splits: Sequence[int], machine: Machine) -> tuple[int, ...]:
+    """Return splits over no more devices than the machine has."""
+    return tuple(min(count, machine.num_devices) for count in splits)
 
 
 def _rounds(num_microbatches: int, round_size: int | None) -> Iterator[range]:
@@ -111,14 +117,23 @@ def _rounds(num_microbatches: int, round_size: int | None) -> Iterator[range]:
 class _Device:
     """What the next stage run on a device has to know about those before."""
 
-    __slots__ = ("cost", "down_free", "free", "freed_before", "index", "num_actions", "stage", "starts_at", "up_free")
+    __slots__ = (
+        *("cost", "down_bytes", "down_free", "free", "freed_before", "index", "num_actions", "stage", "starts_at"),
+        *("up_bytes", "up_free"),
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.free = self.up_free = self.down_free = self.starts_at = self.freed_before = 0.0
         self.stage = -1
-        self.num_actions = 0
+        self.num_actions = self.up_bytes = self.down_bytes = 0
         self.cost = StageCost(0.0)
+
+    def count_bytes(self) -> None:
+        """Count what the current stage run has moved."""
+        cost, count = self.cost, self.num_actions
+        self.up_bytes += cost.weight_bytes + count * cost.input_bytes
+        self.down_bytes += cost.gradient_bytes + count * cost.output_bytes
 
 
 class _Clock:
@@ -132,6 +147,7 @@ class _Clock:
         self.latency_ms = machine.transfer_latency_ms
         self.traits = machine.traits
         self.hop_ms = hop_ms
+        self._home: list[list[float]] = [[] for _ in costs]  # when gradients of a stage have come home
 
     def run(self, splits: Sequence[int], rounds: Sequence[range]) -> None:
         """Let all micro-batches of these rounds go through all stages."""
@@ -151,6 +167,28 @@ class _Clock:
         begin = max(device.free, device.down_free)
         return begin + self.latency_ms + num_bytes / self.traits[device.index].d2h_bytes_per_ms
 
+    def added_at(self, host_bytes_per_ms: float, num_copies: int) -> float:
+        """The time at which the gradients of all stage runs have been added up, each as often as there are copies."""
+        for device in self.devices:
+            if device.cost.gradient_bytes:
+                self._home[device.stage].append(self.leave(device))
+        last = 0.0
+        for cost, times in zip(self.costs, self._home, strict=True):
+            adding_ms = ADDITION_PASSES * cost.gradient_bytes / host_bytes_per_ms
+            added = 0.0
+            for index, home in enumerate(sorted(times)):
+                added = max(home, added) + (num_copies - (index == 0)) * adding_ms
+            last = max(last, added)
+        return last
+
+    def lanes_ms(self) -> float:
+        """The least time in ms that the busiest lane needs."""
+        lanes = []
+        for device, traits in zip(self.devices, self.traits, strict=False):
+            device.count_bytes()
+            lanes += [device.up_bytes / traits.h2d_bytes_per_ms, device.down_bytes / traits.d2h_bytes_per_ms]
+        return max(lanes)
+
     def weights_at(self, device: _Device, cost: StageCost) -> float:
         """The time at which the weights of another stage can be on the device."""
         last, traits = device.cost, self.traits[device.index]
@@ -169,8 +207,10 @@ class _Clock:
     def change_stage(self, device: _Device, stage: int, weights_at: float) -> None:
         """Let the device go on with another stage, whose weights are there at `weights_at`."""
         freed = device.free
+        device.count_bytes()
         if device.cost.gradient_bytes:
             freed = device.down_free = self.leave(device)
+            self._home[device.stage].append(freed)
         cost = self.costs[stage]
         if cost.weight_bytes:
             device.up_free = weights_at

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from .builders import next_first_device
 from .costs import CallCost, CostProfile, Machine
 from .cuts import StageSearch
-from .dispatch import dispatch
+from .dispatch import dispatch, within
 from .partition import Partition, StageKind, keep_together, no_calls
 from .quantities import format_bytes, format_ms, format_share
 from .schedule import Schedule
@@ -79,7 +79,7 @@ class StepPlan:
             num_microbatches,
             machine.num_devices,
             round_size=self.round_size,
-            splits=self.splits,
+            splits=within(self.splits, machine),
             first_device=first_device,
         )
 
@@ -192,17 +192,17 @@ def _plan(
                 raise
             del rounds[0]
     search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
-    score = Score(profile, left, num_microbatches, hop_ms, is_training=is_training, may_split=may_split)
-    best, single_ms = explore(search, score, rounds)
+    score = Score(profile, left, num_microbatches, hop_ms, is_training, may_split)
+    best, best_ms, single_ms = explore(search, score, rounds)
     partition, splits = score.partition(best), score.splits(best)
-    return StepPlan(partition, splits, best.round_size, _reason(splits, score.of(best), single_ms))
+    return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms, may_split))
 
 
-def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float) -> str:
+def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float, may_split: bool) -> str:
     """Why the stages are split as they are."""
     most = max(splits)
     if most == 1:
-        return "r=1: every stage on one device at a time is fastest"
+        return f"r=1: every stage on one device at a time {'is fastest' if may_split else 'was asked for'}"
     which = f"r={most}" if min(splits) == most else f"r={min(splits)} to {most}"
     saved = format_share(1 - step_ms / single_ms) if single_ms else "0.0%"
     text = f"{which}: {format_ms(step_ms)} a step, {saved} less than with every stage on one device at a time"

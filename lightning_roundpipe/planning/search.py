@@ -16,8 +16,10 @@ fewest stage runs among equals. The formula's own partition is one of the candid
 
 On how many devices a stage is at a time follows from few numbers, which are tried one after the other (`Split`). The
 *load*: a stage run must compute at least so many times as long as its weights or its gradients travel, so that stages
-with heavy weights and little work are on fewer devices than others. The most devices for any stage. And whether the
-first stages are on more of them, so that the pipeline fills faster, or the last ones, so that it drains faster.
+with heavy weights and little work are on fewer devices than others: on a number that divides that of all devices, so
+that all get equally many stage runs. The most devices for any stage. And whether the first stages are on more of them,
+so that the pipeline fills faster, or the last ones, so that it drains faster. Where devices wait for each other even
+so, the shortest stages there can be, single calls, are tried as well.
 
 Where nothing has to travel and all devices are alike, no cost is needed to choose: the numbers of micro-batches and
 devices alone decide, so that gradients are added up in the same order whatever was measured. r is the largest number
@@ -27,8 +29,9 @@ Devices without a memory limit are the host's own cores, and what is kept on the
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
 stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
 
-The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there, with
-the fastest one of r = 1 among them.
+The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there. If
+splits do not save clearly more than the search could have missed, plans without them are searched as if there were no
+others, and the faster one wins.
 """
 
 from __future__ import annotations
@@ -36,11 +39,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from .costs import CostProfile, Machine
-from .cuts import StageSearch
+from .cuts import Cuts, StageSearch, neighbour_cuts, single_calls
 from .dispatch import dispatch, dispatch_ms
 from .partition import Partition, assemble, pieces
 from .simulate import simulate
@@ -61,8 +63,9 @@ _NUM_ACTIONS = 60_000
 _NUM_ACTIONS_PER_CALL = 500
 _ACTIONS_PER_RUN = 8
 _LEAST_SHARE = 0.2
-
-Cuts = tuple[Sequence[int], Sequence[int]]
+_UNSPLIT_SHARE = 1.5  # where no stage is split, and stage runs are few enough not to be counted
+# What splits must save at least, or plans without them are searched as if there were no others.
+_CLEAR = 0.08
 
 
 class Split(NamedTuple):
@@ -71,13 +74,14 @@ class Split(NamedTuple):
     Attributes:
         most: Devices for any stage, in the middle of the step.
         load: How long a stage run computes at least, over the time for which its weights or gradients travel.
-        fills, drains: Whether stage i from the begin, or from the end, is on the (i + 1)-th part of all devices.
+        fills, drains: How many stages from the begin, or from the end, are on all devices; as many are on half of them,
+            then on a third, and so on.
     """
 
     most: int
     load: float = 0.0
-    fills: bool = False
-    drains: bool = False
+    fills: int = 0
+    drains: int = 0
 
 
 class Candidate(NamedTuple):
@@ -112,10 +116,10 @@ class Score:
         machine: Machine,
         num_microbatches: int,
         hop_ms: float,
-        *,
         is_training: bool,
         may_split: bool,
     ) -> None:
+        self._profile = profile
         self.num_calls, self.num_devices = len(profile.calls), machine.num_devices
         self.num_microbatches = num_microbatches
         self.num_actions = 0
@@ -130,6 +134,11 @@ class Score:
         self.has_links = math.isfinite(self._lane_bytes_per_ms)
         self._memory = machine.memories[-1] if machine.memories else None
         self.has_limit = self._memory is not None
+        # With a number that divides that of the devices, every device gets a stage run as often as the others.
+        self._even = [
+            max((d for d in range(1, n + 1) if machine.num_devices % d == 0), default=0)
+            for n in range(machine.num_devices + 1)
+        ]
 
     def of(self, candidate: Candidate) -> float:
         """The simulated time of a step, in ms."""
@@ -150,7 +159,7 @@ class Score:
             num_actions *= self.num_devices
         elif min(splits) == self.num_devices:  # of one device
             num_actions, num_runs = num_actions // self.num_devices, num_runs // self.num_devices
-        self.num_actions += num_actions + _ACTIONS_PER_RUN * num_runs
+        self.num_actions += num_actions + (_ACTIONS_PER_RUN * num_runs if self.may_split else 0)
         ms = dispatch_ms(
             costs,
             self._machine,
@@ -173,12 +182,11 @@ class Score:
             for stage, cost in enumerate(costs):
                 travel_ms = split.load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
                 if travel_ms * most > round_size * cost.duration_ms:
-                    counts[stage] = max(1, int(round_size * cost.duration_ms / travel_ms))
-        for stage in range(min(num_devices, num_stages)):
-            if split.fills:
-                counts[stage] = max(counts[stage], num_devices // (stage + 1))
-            if split.drains:
-                counts[-1 - stage] = max(counts[-1 - stage], num_devices // (stage + 1))
+                    counts[stage] = self._even[max(1, int(round_size * cost.duration_ms / travel_ms))]
+        for ends, order in ((split.fills, 1), (split.drains, -1)):
+            for index in range(min(num_devices * ends, num_stages)):
+                stage = index if order > 0 else -1 - index
+                counts[stage] = max(counts[stage], num_devices // (index // ends + 1))
         return tuple(counts)
 
     def _host_ms(self, costs: Sequence[StageCost], splits: Sequence[int], round_size: int) -> float:
@@ -198,12 +206,16 @@ class Score:
 
     def budget(self, num_tries: int, share: float) -> Iterator[None]:
         """Yield until so many have been tried, or simulating has taken this share of the time that is left for it."""
-        total = max(_NUM_ACTIONS, _NUM_ACTIONS_PER_CALL * self.num_calls)
+        total = max(_NUM_ACTIONS, _NUM_ACTIONS_PER_CALL * self.num_calls) * (1.0 if self.may_split else _UNSPLIT_SHARE)
         stop = self.num_actions + share * max(total - self.num_actions, _LEAST_SHARE * total)
         for _ in range(num_tries):
             if self.num_actions >= stop:
                 return
             yield
+
+    def without_splits(self) -> Score:
+        """The same, with nothing tried yet and every stage on one device at a time."""
+        return Score(self._profile, self._machine, self.num_microbatches, self._hop_ms, self.is_training, False)
 
     def fits(self, cuts: Cuts) -> bool:
         """Whether every stage of several calls keeps within the memory: two of its kind, and its activations."""
@@ -217,25 +229,21 @@ class Score:
         return True
 
     def ranked(self) -> list[Candidate]:
-        """The candidates, the fastest first, the fewest stage runs among equals."""
-        return sorted(self._tried, key=lambda candidate: (self._tried[candidate], candidate))
+        """The candidates, the fastest first, the fewest stage runs among equals; those that split if they may."""
+        tried = [c for c in self._tried if self.may_split or c.split == _UNSPLIT]
+        return sorted(tried, key=lambda candidate: (self._tried[candidate], candidate))
 
     def best(self, split: Split | None = None) -> tuple[Candidate, float]:
-        """The fastest candidate, and the time in ms of the fastest one with every stage on one device at a time.
-
-        Args:
-            split: of the candidate; None for any.
-        """
-        ranked = self.ranked()
-        single = next(candidate for candidate in ranked if candidate.split == _UNSPLIT)
-        ranked = ranked if split is None else [candidate for candidate in ranked if candidate.split == split]
+        """The fastest candidate, of those that are split in a way if one is given, and its simulated time in ms."""
+        ranked = [candidate for candidate in self.ranked() if split in (None, candidate.split)]
         if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
-            return ranked[0], self._tried[single][0]
+            return ranked[0], self._tried[ranked[0]][0]
         formula = next(iter(self._tried))
         num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._costs(ranked[0])) * self.num_microbatches))
-        finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], single, formula))
+        finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], formula))
         times = {candidate: self._simulated_ms(candidate) for candidate in finalists}
-        return min(finalists, key=times.__getitem__), times[single]
+        best = min(finalists, key=times.__getitem__)
+        return best, times[best]
 
     def num_rings(self, round_size: int) -> int:
         """The most rings of equally many devices that equal groups of each round's micro-batches can have."""
@@ -270,19 +278,49 @@ def _lane_bytes_per_ms(machine: Machine) -> float:
     )
 
 
-def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tuple[Candidate, float]:
-    """Return the fastest plan, and the time in ms of the fastest one that splits no stage.
+def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tuple[Candidate, float, float]:
+    """Return the fastest plan, its time in ms, and that of the fastest one found that splits no stage.
 
     Args:
         search: Makes cuts within the memory that the first round size leaves.
         score: Tells their times.
         round_sizes: What may be tried; the first one for everything, the others for the fastest.
     """
+    if not score.may_split:
+        _search(search, score, round_sizes, (_UNSPLIT,))
+        best, best_ms = score.best()
+        return best, best_ms, best_ms
+    if not score.has_ways:
+        return _explore_rings(search, score, round_sizes[0])
+    _search(search, score, round_sizes, (_UNSPLIT, Split(score.num_devices)) if score.has_limit else (_UNSPLIT,))
+    best, best_ms = score.best()
+    score.may_split = False
+    _try_rounds(score, round_sizes)
+    single, single_ms = score.best()
+    if best_ms > (1 - _CLEAR) * single_ms:
+        unsplit = score.without_splits()
+        _search(search, unsplit, round_sizes, (_UNSPLIT,))
+        single, single_ms = unsplit.best()
+    return (best, best_ms, single_ms) if best_ms < single_ms else (single, single_ms, single_ms)
+
+
+def _explore_rings(search: StageSearch, score: Score, size: int) -> tuple[Candidate, float, float]:
+    """The same where nothing has to travel and all devices are alike: counts alone decide on r."""
+    rings = Split(score.num_rings(size))
+    if score.has_limit:
+        _search(search, score, (size,), (rings,))
+    else:
+        unsplit = score.without_splits()
+        _search(search, unsplit, (size,), (_UNSPLIT,))
+        for candidate in unsplit.ranked()[:_NUM_SPLIT]:
+            score.of(candidate._replace(split=rings))
+    best, best_ms = score.best(rings)
+    return best, best_ms, score.of(best._replace(split=_UNSPLIT))
+
+
+def _search(search: StageSearch, score: Score, round_sizes: Sequence[int], splits: Sequence[Split]) -> None:
+    """Try candidates: cuts for a row of limits with each of the splits, and what comes of the fastest."""
     size = round_sizes[0]
-    rings = Split(score.num_rings(size)) if score.may_split and not score.has_ways else None
-    splits: tuple[Split, ...] = (_UNSPLIT,)
-    if score.may_split and score.has_limit:
-        splits = (_UNSPLIT, Split(score.num_devices)) if rings is None else (rings,)
     score.of(Candidate.of(search.best(score.num_devices, score.num_microbatches), _UNSPLIT, size))
     limits = search.limits_between(_NUM_LIMITS)
     times: dict[int, float] = {}
@@ -292,9 +330,14 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
             ms = score.of(Candidate.of(cuts, split, size))
             times[limit] = min(ms, times.get(limit, ms))
     good = sorted(limits, key=times.__getitem__)[:_NUM_VARIED]
+    split = splits[0]
     if len(splits) > 1:
-        _try_splits(score)
-    split = score.ranked()[0].split
+        _try_splits(score, score.ranked()[:_NUM_SPLIT])
+        if min(score.splits(score.ranked()[0])) < score.num_devices:
+            # Devices wait for each other, so that many short stages pay: the shortest are single calls.
+            single = single_calls(score.num_calls, is_training=score.is_training)
+            _try_splits(score, [Candidate.of(single, Split(score.num_devices), size)])
+        split = score.ranked()[0].split
     rng = random.Random(0)
     if score.is_training:
         for limit in good[:_NUM_EVENED]:
@@ -309,26 +352,26 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
             )
             score.of(Candidate.of(tapered, split, size))
     _improve(score, rng)
-    if rings is not None:
-        for candidate in score.ranked()[:_NUM_SPLIT]:
-            score.of(candidate._replace(split=rings))
-        return score.best(rings)
-    if score.may_split:
-        _try_splits(score)
-    for other in round_sizes[1:]:
-        score.of(score.ranked()[0]._replace(round_size=other))
-    return score.best()
+    if score.may_split and score.has_ways:
+        _try_splits(score, score.ranked()[:_NUM_SPLIT])
+    _try_rounds(score, round_sizes)
 
 
-def _try_splits(score: Score) -> None:
-    """Try other splits of the fastest few, one number after the other."""
-    for start in score.ranked()[:_NUM_SPLIT]:
+def _try_rounds(score: Score, round_sizes: Sequence[int]) -> None:
+    """Try the other round sizes for the fastest."""
+    for size in round_sizes[1:]:
+        score.of(score.ranked()[0]._replace(round_size=size))
+
+
+def _try_splits(score: Score, starts: Sequence[Candidate]) -> None:
+    """Try other splits of these, one number after the other."""
+    for start in starts:
         now = start
         most = [count for count in range(score.num_devices, 1, -1) if score.num_devices % count == 0]
         for others in (
             [{"load": load} for load in _LOADS] if score.has_links else [],
             [{"most": count} for count in most],
-            [{"fills": True}, {"drains": True}, {"fills": True, "drains": True}],
+            [{"fills": fills, "drains": drains} for fills in (0, 1, 2) for drains in (0, 1, 2) if fills or drains],
         ):
             base = now.split if now.split.most > 1 else Split(score.num_devices)
             tried = [now, *(now._replace(split=base._replace(**other)) for other in others)]
@@ -342,7 +385,7 @@ def _improve(score: Score, rng: random.Random) -> None:
     for _ in score.budget(_NUM_NEIGHBOURS, share=1.0):
         if num_failures == _NUM_FAILURES:
             now, num_failures = next(starts, now), 0
-        cuts = _neighbour([list(now.forward), list(now.backward)], rng, score.num_calls, score.is_training)
+        cuts = neighbour_cuts([list(now.forward), list(now.backward)], rng, score.num_calls, score.is_training)
         num_failures += 1
         if cuts is None or not score.fits(cuts):
             continue
@@ -350,42 +393,3 @@ def _improve(score: Score, rng: random.Random) -> None:
         if score.of(other) <= score.of(now):
             num_failures *= score.of(other) == score.of(now)
             now = other
-
-
-def _neighbour(rows: list[list[int]], rng: random.Random, num_calls: int, is_training: bool) -> Cuts | None:
-    """Change cuts a little; None where the random choice cannot be made."""
-    choice = rng.random()
-    if choice < 0.1 and is_training:
-        return _move_fused_stage(rows, rows[0][-1] + rng.choice((-1, 1)), num_calls)
-    row = rows[rng.randrange(2)] if is_training else rows[0]
-    if len(row) < 2:
-        return None
-    if choice < 0.8:  # one call less for a stage, one more for another: the cuts between them move
-        first, last = sorted(rng.choices(range(1, len(row)), k=2))
-        step = rng.choice((-1, 1))
-        row[first:last] = [cut + step for cut in row[first:last]]
-        return None if any(a >= b for a, b in pairwise(row)) else (rows[0], rows[1])
-    index = rng.randrange(len(row) - 1)
-    if choice < 0.9:
-        if row[index + 1] - row[index] < 2:
-            return None
-        row.insert(index + 1, rng.randrange(row[index] + 1, row[index + 1]))
-    elif index == 0:
-        return None
-    else:
-        del row[index]
-    return rows[0], rows[1]
-
-
-def _move_fused_stage(rows: list[list[int]], start: int, num_calls: int) -> Cuts | None:
-    """Let the fused stage begin at call `start`, next to where it begins now."""
-    if not 0 <= start < num_calls:
-        return None
-    for row in rows:
-        if len(row) == 1:
-            row.append(start)
-        elif row[-2] == start:
-            row.pop()
-        else:
-            row[-1] = start
-    return rows[0], rows[1]

@@ -18,8 +18,8 @@ arrived and the weights of its stage are there.
   the device. It shares the lane with the activations of the stage run before, which go first.
 - Gradients come down after the stage run, and its memory is free when they have arrived.
 - The host memory is one server for all weights and gradients under way, in the order in which they set off, and so is
-  each link that devices share, in each direction. Where a stage has several stage runs in a step, their gradients are
-  added up on the host: from the second one on, that reads the sum and the part, and writes the sum.
+  each link that devices share, in each direction. Where a stage has several stage runs in a step, the host adds their
+  gradients up one by one: from the second one on, that reads the sum and the part, and writes the sum.
 - The optimizer runs on the host after the last gradient of a step. A synchronous one holds up the next step. Behind an
   asynchronous one, step t waits for the update after step t - 2 only (staleness 1; RoundPipe paper, arXiv 2604.27085,
   section on the consistency protocol).
@@ -175,7 +175,7 @@ class _Run:
             _Device(index, self._stage_runs(actions), self.machine.traits[index], lanes[index])
             for index, actions in enumerate(schedule.devices)
         ]
-        self.has_gradients_of: set[tuple[int, int]] = set()  # stages and steps of which some are on the host
+        self.sum_at: dict[tuple[int, int], float] = {}  # when the last gradients of a stage and step were added up
         self.added_bytes = 0
         self.now, self.late_ms = 0.0, 0.0
         self.transfers: list[Span] = []
@@ -340,14 +340,14 @@ class _Run:
 
     def _added_at(self, run: _StageRun) -> float:
         """When the gradients of a stage run are in the sum on the host."""
-        key = run.stage, run.step
-        if key not in self.has_gradients_of:
-            self.has_gradients_of.add(key)
-            return run.freed_at
-        num_bytes = ADDITION_PASSES * run.cost.gradient_bytes
-        self.added_bytes += num_bytes
-        adding_ms = num_bytes / self.machine.host_bytes_per_ms
-        return max(run.freed_at + adding_ms, self.host.serve(self.now, num_bytes))
+        key, added_at = (run.stage, run.step), run.freed_at
+        if key in self.sum_at:
+            num_bytes = ADDITION_PASSES * run.cost.gradient_bytes
+            self.added_bytes += num_bytes
+            added_at = max(added_at, self.sum_at[key]) + num_bytes / self.machine.host_bytes_per_ms
+            added_at = max(added_at, self.host.serve(self.now, num_bytes))
+        self.sum_at[key] = added_at
+        return added_at
 
     def _woken(self, device: _Device, action: Action, step: int) -> Iterable[int]:
         self.left[step] -= 1

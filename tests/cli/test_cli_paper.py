@@ -1,6 +1,7 @@
 """The estimate against every throughput that the RoundPipe paper (arXiv 2604.27085) measured, with its options.
 
-One set of assumptions holds for all models, numbers of GPUs and both machines: it was chosen by the RTX 4090s alone.
+The paper's system runs every stage on one device at a time, and so does what is compared with it. One set of
+assumptions holds for all models, numbers of GPUs and both machines: it was chosen by the RTX 4090s alone.
 ``python -m tests.cli.test_cli_paper`` writes the comparison into docs/estimate.md.
 """
 
@@ -81,7 +82,8 @@ def command(run: Run, optimizer: str) -> list[str]:
     """The arguments of ``roundpipe`` for a run."""
     common = ("estimate", "--model", HUB_NAMES[run.model], "--gpu", run.gpu, "--devices", str(run.num_devices))
     sizes = ("--seq-len", "2048", "--batch-size", str(MODELS[run.model].num_sequences))
-    return [*common, *sizes, "--dtype", "fp16", "--fp16-accumulation", "--chunked-loss", "--optimizer", optimizer]
+    options = ("--dtype", "fp16", "--fp16-accumulation", "--chunked-loss", "--no-split")
+    return [*common, *sizes, *options, "--optimizer", optimizer]
 
 
 @cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_roundpipe.cli import main
 from lightning_roundpipe.planning import (
     CostProfile,
     Machine,
@@ -30,11 +32,13 @@ AS_PLANNED = Machine(8, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6)
 
 def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--round-size", "8")
-    partition = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8, hop_ms=1.6)
-    costs = stage_costs(partition, llama)
-    schedule = round_robin(partition.num_stages, 16, 8, round_size=8)
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8, hop_ms=1.6)
+    partition, costs = plan.partition, stage_costs(plan.partition, llama)
+    schedule = round_robin(partition.num_stages, 16, 8, round_size=8, splits=plan.splits)
     simulation = simulate(schedule, costs, AS_PLANNED, hop_ms=1.6)
     assert document["partition"] == partition.format()
+    assert document["splits"] == [row["devices_at_a_time"] for row in document["stages"]] == list(plan.splits)
+    assert document["reason"] == plan.reason
     assert document["step_ms"] == simulation.step_ms
     assert document["optimizer_ms"] == simulation.optimizer_ms > 0
     assert document["bubble_ratio"] == simulation.timeline.bubble_ratio
@@ -61,7 +65,24 @@ def test_a_machine_that_is_left_out_is_unlimited(llama: CostProfile, llama_file:
     assert document["machine"]["h2d_bytes_per_ms"] is None  # infinite
     assert document["machine"]["device_memory_bytes"] is None
     assert document["round_size"] == 16  # two per device
-    assert document["partition"] == plan_training(llama, Machine(8), num_microbatches=16, round_size=16).format()
+    plan = plan_training(llama, Machine(8), num_microbatches=16, round_size=16)
+    assert (document["partition"], document["splits"]) == (plan.partition.format(), list(plan.splits))
+
+
+def test_every_stage_on_one_device_at_a_time(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--no-split")
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=16, hop_ms=1.6, may_split=False)
+    assert set(document["splits"]) == {1}
+    assert document["partition"] == plan.partition.format()
+    assert run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE)["step_ms"] < document["step_ms"]
+
+
+def test_people_are_told_why_stages_are_split(llama_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", llama_file, *PIPELINE, *MACHINE]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Dispatch"))
+    assert re.match(
+        r"Dispatch    r=\d( to \d)?: [\d.]+ s a step, [\d.]+% less than with every stage on one device", line
+    )
 
 
 def test_a_round_holds_no_more_than_all_micro_batches(llama_file: str, run_json: RunJson) -> None:
@@ -77,7 +98,8 @@ def test_files_hold_what_was_planned(llama: CostProfile, llama_file: str, run_js
     assert timeline.num_devices == 8
     assert timeline.bubble_ratio == pytest.approx(document["bubble_ratio"], abs=1e-6)
     schedule = parse_schedule(text.read_text(encoding="utf-8"))
-    assert schedule == round_robin(len(document["stages"]), 16, 8)
+    assert schedule == round_robin(len(document["stages"]), 16, 8, splits=document["splits"])
+    assert max(document["splits"]) > 1
     assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 

@@ -73,15 +73,16 @@ def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: s
     arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
     found = rows(run_json(*arguments))["RoundPipe asynchronous"]
 
-    def simulated(planned_steps: int) -> Any:
-        partition = plan_training(llama, Machine(8), num_microbatches=16 * planned_steps, round_size=16, hop_ms=3.2)
-        schedule = round_robin(partition.num_stages, 16, 8, round_size=16, num_steps=3)
-        costs = stage_costs(partition, llama)
-        return partition.format(), simulate(
+    def simulated(planned_steps: int, may_split: bool) -> Any:
+        counts = {"num_microbatches": 16 * planned_steps, "round_size": 16}
+        plan = plan_training(llama, Machine(8), **counts, hop_ms=3.2, may_split=may_split)
+        schedule = round_robin(plan.partition.num_stages, 16, 8, round_size=16, splits=plan.splits, num_steps=3)
+        costs = stage_costs(plan.partition, llama)
+        return plan.partition.format(), simulate(
             schedule, costs, hop_ms=3.2, microbatches_per_step=16, optimizer="asynchronous"
         )
 
-    candidates = [simulated(planned_steps) for planned_steps in (1, 2, 3)]
+    candidates = [simulated(planned_steps, may_split) for may_split in (False, True) for planned_steps in (1, 2, 3)]
     stages, simulation = min(candidates, key=lambda candidate: candidate[1].timeline.makespan_ms)
     assert found["stages"] == stages
     assert found["step_ms"] == simulation.step_ms
@@ -95,8 +96,12 @@ def test_speeds_are_relative_to_the_fastest_that_binds_stages(llama_file: str, r
         assert row["speed"] == pytest.approx(best_ms / row["step_ms"])
     assert max(found[bound]["speed"] for bound in NAMES[:4]) == 1.0
     bubbles = [found[schedule]["bubble_ratio"] for schedule in NAMES]
+    assert bubbles[1] > max(bubbles[2:4]) >= min(bubbles[2:4]) > max(bubbles[4:])
+    ring = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--no-split"))
     # the order of the paper's table: 1F1B, looped schedules, synchronous, asynchronous
-    assert bubbles[1] > max(bubbles[2:4]) >= min(bubbles[2:4]) > bubbles[4] > bubbles[5]
+    assert min(bubbles[2:4]) > ring[NAMES[4]]["bubble_ratio"] > ring[NAMES[5]]["bubble_ratio"]
+    assert ring[NAMES[4]]["step_ms"] > found[NAMES[4]]["step_ms"]
+    assert ring[NAMES[5]]["step_ms"] >= found[NAMES[5]]["step_ms"]
 
 
 def test_memory_is_compared_with_the_limit(llama_file: str, capsys: pytest.CaptureFixture[str]) -> None:

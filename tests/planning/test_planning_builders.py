@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,83 @@ def test_steps_of_round_robin_are_one_step_after_the_other(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Splits
+
+
+def test_two_splits_on_four_devices_are_two_rings() -> None:
+    """The rings share no micro-batch: 0 1 on devices 0 and 2, 2 3 on devices 1 and 3."""
+    schedule = round_robin(3, 4, 4, splits=2)
+    assert schedule.format() == (
+        "schedule stages=3 microbatches=4 devices=4\n"
+        "device 0: 0:0 0:1 2:0 2:1\n"
+        "device 1: 0:2 0:3 2:2 2:3\n"
+        "device 2: 1:0 1:1\n"
+        "device 3: 1:2 1:3\n"
+    )
+    alone = round_robin(3, 2, 2)
+    for ring, shift in (((0, 2), 0), ((1, 3), 2)):
+        for device, actions in zip(ring, alone.devices, strict=True):
+            shifted = tuple(Action(a.stage_index, a.microbatch_index + shift) for a in actions)
+            assert schedule.devices[device] == shifted
+
+
+def test_every_stage_has_its_own_number_of_splits() -> None:
+    assert round_robin(3, 4, 4, splits=(4, 2, 1)).format() == (
+        "schedule stages=3 microbatches=4 devices=4\n"
+        "device 0: 0:0 1:0 1:1\n"
+        "device 1: 0:1 1:2 1:3\n"
+        "device 2: 0:2 2:0 2:1 2:2 2:3\n"
+        "device 3: 0:3\n"
+    )
+
+
+def test_splits_that_divide_nothing_are_as_equal_as_they_can_be() -> None:
+    """5 micro-batches in 3 groups on 2 devices; the last round of 2 has no more groups than micro-batches."""
+    assert round_robin(2, 5, 2, splits=3).format() == (
+        "schedule stages=2 microbatches=5 devices=2\ndevice 0: 0:0 0:3 0:4 1:1 1:2\ndevice 1: 0:1 0:2 1:0 1:3 1:4\n"
+    )
+    assert round_robin(1, 5, 3, splits=3, round_size=3).format() == (
+        "schedule stages=1 microbatches=5 devices=3\ndevice 0: 0:0 0:3\ndevice 1: 0:1 0:4\ndevice 2: 0:2\n"
+    )
+
+
+def test_more_splits_than_micro_batches_are_one_for_each() -> None:
+    assert round_robin(2, 3, 4, splits=9) == round_robin(2, 3, 4, splits=3)
+    assert next_first_device(2, 3, 4, splits=9) == next_first_device(2, 3, 4, splits=3) == 2
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(counts, counts, counts, st.none() | counts, few, st.data())
+def test_splits_are_neighbouring_groups_in_turn(
+    s: int, m: int, n: int, round_size: int | None, num_steps: int, data: st.DataObject
+) -> None:
+    """Valid, by the constructor; the text says it all; and steps one after the other keep the turns."""
+    splits = data.draw(st.lists(counts, min_size=s, max_size=s))
+    whole = round_robin(s, m, n, round_size=round_size, splits=splits, num_steps=num_steps)
+    assert parse_schedule(whole.format()) == whole
+    devices: list[list[Action]] = [[] for _ in range(n)]
+    device = first = 0
+    size = round_size or m
+    for step in range(num_steps):
+        part = round_robin(s, m, n, round_size=round_size, splits=splits, first_device=first)
+        for index, actions in enumerate(part.devices):
+            devices[index] += [Action(a.stage_index, step * m + a.microbatch_index) for a in actions]
+        first = next_first_device(s, m, n, round_size=round_size, splits=splits, first_device=first)
+        for begin in range(0, m, size):
+            in_round = range(begin, min(begin + size, m))
+            for stage, most in enumerate(splits):
+                count = min(most, len(in_round))
+                cuts = [len(in_round) * i // count for i in range(count + 1)]
+                for start, stop in pairwise(cuts):
+                    assert {whole.device_of(Action(stage, step * m + i)) for i in in_round[start:stop]} == {device}
+                    device = (device + 1) % n
+                sizes = [stop - start for start, stop in pairwise(cuts)]
+                assert max(sizes) - min(sizes) <= 1
+    assert whole.devices == tuple(map(tuple, devices))
+    assert device == first == next_first_device(s, m, n, round_size=round_size, splits=splits, num_steps=num_steps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Stages bound to devices
 
 
@@ -149,6 +227,9 @@ def test_small_schedules_are_those_of_the_literature(schedule: Schedule, rows: t
         *((build, (0, 1), "num_stages must be >= 1, got 0") for build in (gpipe, one_f_one_b)),
         *((build, (1, -2), "num_microbatches must be >= 1, got -2") for build in (gpipe, one_f_one_b)),
         (partial(round_robin, round_size=0), (1, 1, 1), "round_size must be >= 1, got 0"),
+        *((partial(build, splits=0), (1, 1, 1), "splits must be >= 1, got 0") for build in WITH_DEVICES[:2]),
+        *((partial(build, splits=(2, 0)), (2, 1, 1), "splits must be >= 1, got 0") for build in WITH_DEVICES[:2]),
+        *((partial(build, splits=(2,)), (2, 1, 1), "1 entries and there are 2 stages") for build in WITH_DEVICES[:2]),
         (partial(round_robin, num_steps=0), (1, 1, 1), "num_steps must be >= 1, got 0"),
         (partial(round_robin, first_device=2), (1, 1, 2), "first_device must be one of the 2 devices, got 2"),
         (looped_bfs, (12, 16, 8), "multiple of num_devices=8, got 12: cut the model into 8 or 16 stages"),

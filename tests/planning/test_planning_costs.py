@@ -1,15 +1,16 @@
-"""CallCost and CostProfile: validation, and JSON there and back."""
+"""CallCost and CostProfile: validation, and JSON there and back. Machines whose devices differ."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.planning import CallCost, CostProfile
+from lightning_roundpipe.planning import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
 
 PROFILE = CostProfile((CallCost("embed", 0.5, 0, 100, 100, 8, 64), CallCost("layers.0", 7.43, 15.83)))
 
@@ -86,3 +87,46 @@ ENTRY = {"name": "a", "forward_ms": 1, "backward_ms": 2}
 def test_json_that_is_no_profile_is_refused(document: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostProfile.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speed": 0.0}, "speed of a device must be a finite number > 0, got 0.0"),
+        ({"speed": math.inf}, "speed of a device must be a finite number > 0, got inf"),
+        ({"speed": math.nan}, "speed of a device must be a finite number > 0, got nan"),
+        ({"memory_bytes": -1}, "memory_bytes must be >= 0, got -1"),
+        ({"h2d_bytes_per_ms": 0.0}, "h2d_bytes_per_ms must be > 0"),
+        ({"d2h_bytes_per_ms": math.nan}, "d2h_bytes_per_ms must be > 0"),
+    ],
+)
+def test_impossible_traits_of_a_device_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeviceTraits(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("devices", "rate", "message"),
+    [
+        ((0,), 1.0, r"at least two devices, got \(0,\): leave it out"),
+        ((1, 1), 1.0, "at least two devices"),
+        ((0, 1), 0.0, "bytes_per_ms must be > 0"),
+    ],
+)
+def test_impossible_shared_links_are_refused(devices: tuple[int, ...], rate: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SharedLink(devices, rate)
+
+
+def test_a_machine_knows_what_its_devices_have_in_common() -> None:
+    alike = Machine(2, 100, 5.0, 6.0)
+    assert alike.is_uniform
+    assert alike.traits == (DeviceTraits(1.0, 100, 5.0, 6.0),) * 2
+    assert alike.memories == (100,)
+    assert Machine(2).memories == ()
+    same = DeviceTraits(0.5, 70)
+    assert Machine(2, devices=(same, DeviceTraits(0.5, 70))).is_uniform
+    mixed = Machine(3, devices=(same, DeviceTraits(memory_bytes=50), DeviceTraits()))
+    assert not mixed.is_uniform
+    assert mixed.memories == (50, 70)
+    assert mixed.traits[0] is same

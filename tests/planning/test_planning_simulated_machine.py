@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
+    DeviceTraits,
     Machine,
+    SharedLink,
     Span,
     StageCost,
     bound_stage_costs,
@@ -181,6 +183,110 @@ def test_activations_alone_can_keep_the_host_memory_busy() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Additions on the host, shared links, unequal devices
+
+SPLIT = parse_schedule("schedule stages=1 microbatches=2 devices=2\ndevice 0: 0:0\ndevice 1: 0:1\n")
+
+
+def test_gradients_of_several_runs_of_a_stage_are_added_up_on_the_host() -> None:
+    """10 ms of work, then 100 bytes of gradients from both devices: 5 ms on the links, beside 1 + 1 ms of the host
+    memory; then that reads the sum and the part and writes the sum: 3 ms."""
+    costs = [StageCost(10.0, gradient_bytes=100)]
+    result = simulate(SPLIT, costs, Machine(2, d2h_bytes_per_ms=20.0, host_bytes_per_ms=100.0))
+    assert result.step_ms == 10 + 5 + 3
+    assert result.lower_bounds_ms["host memory"] == 2 + 3
+    assert result.timeline.makespan_ms == 15, "adding is the host's"
+    alone = simulate(round_robin(1, 2, 1), costs, Machine(1, d2h_bytes_per_ms=20.0, host_bytes_per_ms=100.0))
+    assert alone.lower_bounds_ms["host memory"] == 1, "a single run leaves nothing to add"
+    assert alone.step_ms == 20 + 5
+
+
+def test_additions_of_a_stage_wait_for_each_other() -> None:
+    """Four parts that come home together: three additions of 3 ms, one after the other."""
+    costs = [StageCost(10.0, gradient_bytes=100)]
+    result = simulate(round_robin(1, 4, 4, splits=4), costs, Machine(4, d2h_bytes_per_ms=20.0, host_bytes_per_ms=100.0))
+    assert result.step_ms == 10 + 5 + 3 * 3
+
+
+def test_every_round_adds_its_gradients_and_every_step_begins_anew() -> None:
+    costs = [StageCost(1.0, gradient_bytes=100)]
+    machine = Machine(2, host_bytes_per_ms=100.0)
+    rounds = simulate(round_robin(1, 2, 2, round_size=1), costs, machine)
+    assert rounds.lower_bounds_ms["host memory"] == 2 + 3
+    two_steps = simulate(round_robin(1, 1, 2, num_steps=2), costs, machine, microbatches_per_step=1)
+    assert two_steps.lower_bounds_ms["host memory"] == 1
+
+
+def test_devices_on_a_shared_link_slow_each_other_down() -> None:
+    """Devices 0 and 1 get 100 bytes each through 10 bytes/ms in all; device 2 has a way of its own."""
+    schedule = parse_schedule(
+        "schedule stages=1 microbatches=3 devices=3\ndevice 0: 0:0\ndevice 1: 0:1\ndevice 2: 0:2\n"
+    )
+    costs = [StageCost(1.0, weight_bytes=100)]
+    shared = Machine(3, h2d_bytes_per_ms=10.0, shared_links=(SharedLink((0, 1), 10.0),))
+    result = simulate(schedule, costs, shared)
+    assert moved(result.timeline.spans, "h2d") == [(0, 10), (0, 10), (0, 20)]
+    assert sorted(span.device for span in result.timeline.spans if span.kind == "h2d" and span.end_ms == 10) == [0, 2]
+    assert result.step_ms == 21
+    wide = Machine(3, h2d_bytes_per_ms=10.0, shared_links=(SharedLink((0, 1), 20.0),))
+    assert simulate(schedule, costs, wide).step_ms == 11
+
+
+def test_a_shared_link_is_one_for_each_direction() -> None:
+    """Weights of device 1 come up while gradients of device 0 go down."""
+    schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
+    costs = [StageCost(1.0, gradient_bytes=100), StageCost(1.0, weight_bytes=100)]
+    machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=10.0, shared_links=(SharedLink((0, 1), 10.0),))
+    assert simulate(schedule, costs, machine).step_ms == 11
+
+
+def test_devices_of_unequal_speed_take_their_own_time() -> None:
+    """4 ms of work at half speed are 8 ms; a device at double speed takes 2."""
+    devices = (DeviceTraits(0.5), DeviceTraits(2.0))
+    result = simulate(SPLIT, [StageCost(4.0)], Machine(2, devices=devices))
+    assert [result.timeline.busy_ms(device) for device in range(2)] == [8, 2]
+    assert result.step_ms == 8
+    assert result.lower_bounds_ms["compute"] == 8 / 2.5
+
+
+def test_devices_of_unequal_links_and_memory_keep_to_their_own() -> None:
+    """The first device uploads at 10 bytes/ms and has no room for two stages, the second one has both."""
+    schedule = round_robin(2, 2, 2, splits=2)
+    costs = [StageCost(6.0, weight_bytes=100)] * 2
+    devices = (DeviceTraits(1.0, 150, 10.0), DeviceTraits(1.0, None, 20.0))
+    result = simulate(schedule, costs, Machine(2, devices=devices))
+    ends = [max(x.end_ms for x in result.timeline.spans if x.device == device) for device in range(2)]
+    assert ends == [10 + 6 + 10 + 6, 5 + 6 + 6]
+    assert result.memory_bytes == (100, 200)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 4), st.sampled_from([math.inf, 50.0]), st.data())
+def test_no_resource_is_faster_than_its_bound_with_splits(
+    s: int, m: int, n: int, host: float, data: st.DataObject
+) -> None:
+    seed = data.draw(st.integers(0, 9))
+    costs = [StageCost(1.0 + (seed + i) % 3, 0.5, 10 * i, 5 * i, (seed * i) % 7, i % 3, i % 3, 2) for i in range(s)]
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=n, max_size=n))
+    devices = tuple(DeviceTraits(speed, None, 20.0 * speed, 10.0) for speed in speeds)
+    links = (SharedLink((0, 1), 15.0),) if data.draw(st.booleans()) else ()
+    machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0, devices, links)
+    splits = data.draw(st.lists(st.integers(1, n), min_size=s, max_size=s))
+    schedule = round_robin(s, m, n, splits=splits, round_size=data.draw(st.none() | st.integers(1, 4)))
+    result = simulate(schedule, costs, machine, hop_ms=0.2)
+    bounds = result.lower_bounds_ms
+    assert result.step_ms >= max(bounds.values()) * (1 - 1e-12)
+    assert result.step_ms >= bounds["optimizer"] + bounds["compute"]
+    assert bounds["compute"] == pytest.approx(sum(c.duration_ms for c in costs) * m / sum(speeds))
+    unshared = simulate(schedule, costs, Machine(n, None, 20.0, 10.0, 0.1, math.inf, 30.0, devices), hop_ms=0.2)
+    assert unshared.step_ms <= result.step_ms * (1 + 1e-12), "what is shared makes nothing faster"
+    for lane in ("h2d", "d2h"):
+        for device in range(n):
+            spans = moved(tuple(x for x in result.timeline.spans if x.device == device), lane)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "one copy at a time per lane"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Several steps
 
 
@@ -292,6 +398,8 @@ def test_bound_stages_move_activations_only() -> None:
         ({"h2d_bytes_per_ms": 0.0}, "h2d_bytes_per_ms must be > 0"),
         ({"host_bytes_per_ms": math.nan}, "host_bytes_per_ms must be > 0"),
         ({"transfer_latency_ms": -1.0}, "transfer_latency_ms must be a finite number of ms >= 0"),
+        ({"devices": (DeviceTraits(), DeviceTraits())}, "devices has 2 entries for num_devices=1"),
+        ({"shared_links": (SharedLink((0, 1), 5.0),)}, "names a device that is not one of 1"),
     ],
 )
 def test_impossible_machines_are_refused(arguments: dict[str, float], message: str) -> None:

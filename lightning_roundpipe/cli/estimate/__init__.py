@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
-from ..arguments import Subparsers, add_command, add_json, add_option, parse_count, parse_tflops
+from ..arguments import Subparsers, add_command, add_json, add_no_split, add_option, parse_count, parse_tflops
 from ..memory import BYTES_PER_WEIGHT
 from ..output import show
 from .assumptions import assumed, assumptions, hints
@@ -52,6 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     sequences = "sequences per micro-batch, or auto: as many as fit and leave two micro-batches per device (default)"
     add_option(parser, "--microbatch-size", _parse_microbatch_size, "b", sequences)
     add_option(parser, "--round-size", parse_count, "R", "micro-batches per round (default: two per device)")
+    add_no_split(parser)
     add_option(parser, "--lora-rank", parse_count, "r", "rank of the adapters (default: 32)", default=32)
     parser.add_argument(
         "--dtype", choices=tuple(BYTES_PER_WEIGHT), default="bf16", help="type to compute in (default: bf16)"
@@ -187,6 +188,7 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
         args.batch_size,
         args.round_size or 2 * args.devices,
         optimizer=args.optimizer,
+        may_split=args.may_split,
         paces=(paces[0], paces[1]),
     )
 

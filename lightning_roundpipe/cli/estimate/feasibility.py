@@ -29,6 +29,7 @@ class Cluster:
         batch_size: Sequences per step.
         round_size: Micro-batches that walk through the stages together.
         optimizer: Whether the next step waits for the optimizer.
+        may_split: Whether a stage may run on several devices at a time.
         paces: What real code reaches, at worst and at best.
     """
 
@@ -38,6 +39,7 @@ class Cluster:
     batch_size: int
     round_size: int
     optimizer: Literal["synchronous", "asynchronous"] = "synchronous"
+    may_split: bool = True
     paces: tuple[Pace, Pace] = (SLOW, FAST)
 
     def num_microbatches(self, microbatch_size: int) -> int:
@@ -139,7 +141,7 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
     machine = _machine(workload, cluster, pace)
     count = cluster.num_microbatches(microbatch_size)
     size = min(cluster.round_size, count)
-    plan = plan_training(profile, machine, num_microbatches=count, round_size=size)
+    plan = plan_training(profile, machine, num_microbatches=count, round_size=size, may_split=cluster.may_split)
     partition = plan.partition
     costs = stage_costs(partition, profile)
     # Every weight is updated once, also where a tied table counts in two stages.
