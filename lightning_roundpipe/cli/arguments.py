@@ -138,6 +138,13 @@ _MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...]
     ),
 )
 
+# Field of `Machine` -> field of `DeviceTraits`, which takes its place where devices differ.
+_TRAITS = {
+    "device_memory_bytes": "memory_bytes",
+    "h2d_bytes_per_ms": "h2d_bytes_per_ms",
+    "d2h_bytes_per_ms": "d2h_bytes_per_ms",
+}
+
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that the arguments of `add_pipeline` describe."""
@@ -147,8 +154,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if args.machine is None:
         return Machine(args.num_devices, **given)
     machine = load_machine(args.machine, args.num_devices)
-    unset: dict[str, Any] = dict.fromkeys(given.keys() & {field.name for field in fields(DeviceTraits)})
-    return replace(machine, devices=tuple(replace(own, **unset) for own in machine.devices), **given)
+    own: dict[str, Any] = {_TRAITS[name]: value for name, value in given.items() if name in _TRAITS}
+    return replace(machine, devices=tuple(replace(traits, **own) for traits in machine.devices), **given)
 
 
 def load_machine(path: str, num_devices: int) -> Machine:
@@ -156,7 +163,8 @@ def load_machine(path: str, num_devices: int) -> Machine:
     text = read_text(path, "machine")
     try:
         document = json.loads(text)["machine"]
-        devices = tuple(DeviceTraits(**own) for own in document.get("devices", ()))
+        alike = {trait: document[name] for name, trait in _TRAITS.items() if name in document}
+        devices = tuple(DeviceTraits(**{**alike, **own}) for own in document.get("devices", ()))
         shared = tuple(SharedLink(**link) for link in document.get("shared_links", ()))
         machine = Machine(**{**document, "devices": devices, "shared_links": shared})
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -162,11 +162,12 @@ def test_a_saved_machine_is_planned_for_and_options_take_its_place(
     arguments = ("plan", "--profile", llama_file, *PIPELINE, "--machine", path)
     machine = run_json(*arguments)["machine"]
     assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (25e6, 0.01)
-    assert machine["devices"][0]["h2d_bytes_per_ms"] == 6e6
+    assert [device["h2d_bytes_per_ms"] for device in machine["devices"]] == [6e6] + [25e6] * 7
     assert machine["shared_links"] == shared
     machine = run_json(*arguments, "--h2d", "20GB/s", "--device-memory", "24GiB")["machine"]
     assert (machine["h2d_bytes_per_ms"], machine["device_memory_bytes"]) == (20e6, 24 * 2**30)
-    assert (machine["devices"][0]["speed"], machine["devices"][0]["h2d_bytes_per_ms"]) == (0.5, None)
+    first = machine["devices"][0]
+    assert (first["speed"], first["h2d_bytes_per_ms"], first["memory_bytes"]) == (0.5, 20e6, 24 * 2**30)
 
 
 def test_a_machine_whose_devices_are_alike_serves_for_any_number(

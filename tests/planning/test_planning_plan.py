@@ -100,7 +100,8 @@ def test_close_to_the_best_of_all_partitions(
         for _, costs in made
         for count in range(1, devices + 1)
     )
-    plan = plan_training(profile, machine, **counts)
+    limited = Machine(devices, 10**9)  # without a limit the cuts are those of the ring
+    plan = plan_training(profile, limited, **counts)
     assert step_ms(plan, profile, machine, microbatches) <= 1.02 * best
 
 
@@ -205,19 +206,24 @@ def test_the_plan_is_deterministic() -> None:
 
 
 @pytest.mark.parametrize("num_calls", [100, 1000])
-def test_the_search_keeps_within_its_budget(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory", [None, 10**12], ids=["no limit", "limit"])
+def test_the_search_keeps_within_its_budget(
+    num_calls: int, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of simulated actions; how long they take, the benchmark `partitioner` measures."""
     simulated: list[float] = []
+    counts_runs = memory is not None  # without a limit, cuts are searched for the ring
 
     def counted(costs: Sequence[StageCost], machine: Machine, **options: Any) -> float:
         share = 1 / machine.num_devices if min(options["splits"]) == machine.num_devices else 1  # one device is enough
         num_runs = sum(options["splits"]) * -(-options["num_microbatches"] // options["round_size"])
         num_actions = len(costs) * options["num_microbatches"]
-        simulated.append(share * (num_actions + search_module._ACTIONS_PER_RUN * num_runs))
+        simulated.append(share * (num_actions + search_module._ACTIONS_PER_RUN * num_runs * counts_runs))
         return dispatch_ms(costs, machine, **options)
 
     monkeypatch.setattr(search_module, "dispatch_ms", counted)
     profile = profile_of([1 + i % 5 for i in range(num_calls)])
-    plan_training(profile, Machine(8), num_microbatches=16, round_size=16)
+    plan_training(profile, Machine(8, memory), num_microbatches=16, round_size=16)
     budget = max(search_module._NUM_ACTIONS, search_module._NUM_ACTIONS_PER_CALL * num_calls)
+    budget *= 1 if counts_runs else search_module._UNSPLIT_SHARE
     assert budget / 2 < sum(simulated) < 1.05 * budget
