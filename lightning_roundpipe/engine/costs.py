@@ -96,9 +96,14 @@ class DeviceSpeeds:
             median = row[device] = _RunningMedian()
         median.add(ms, learned)
 
+    def clear(self) -> None:
+        """Forgets the calls; what is known of the devices stays."""
+        self._times.clear()
+
     def changed(self, machine: Machine) -> tuple[float, ...] | None:
         """The speeds of all devices, if they are others than those of ``machine``."""
-        self.known = self._measured()
+        if self._times:
+            self.known = self._measured()
         believed = [traits.speed for traits in machine.traits]
         pairs = zip(self.known, believed, strict=True)
         return self.known if any(abs(speed / old - 1) > _ALIKE for speed, old in pairs) else None

@@ -392,6 +392,8 @@ class Plans:
         """Forgets the plans and what was measured; the units are other ones from now on."""
         self._known.clear()
         self._apart.clear()
+        if self._speeds is not None:
+            self._speeds.clear()
 
 
 def _activations(partition: Partition, costs: CostProfile) -> tuple[tuple[int, int], ...]:
