@@ -236,7 +236,11 @@ class GpuDevice(Device):
         if self._is_disposed:
             return
         self._is_disposed = True
-        self._leaving.clear()  # what could not be asked for any more
+        try:
+            for freed in self._leaving:
+                freed.has_computed()
+        except Exception:  # a GPU that raises whatever it is asked for: nothing will pass any more
+            self._leaving.clear()
         try:
             if self._is_limited:
                 with self._noting_loss():

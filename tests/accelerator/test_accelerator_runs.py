@@ -106,7 +106,7 @@ def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: py
 
     def note(trainer: L.Trainer) -> None:
         kept = list(trainer.strategy._overlap._stale._snapshots.values())  # type: ignore[attr-defined]
-        locked.append([tensor.is_pinned() for k in kept for tensor in k.tensors.values()])
+        locked.append([tensor.is_pinned() for k in kept for tensor in list(k.tensors.values())])
 
     options = {"optimizer_overlap": "stale"}
     expected = fit("roundpipe", Small, make_loader(40, 5), options=options, num_microbatches=4)
