@@ -53,6 +53,7 @@ _NUM_VARIED = 16
 _NUM_VARIATIONS = 200
 _NUM_NEIGHBOURS = 2_000
 _NUM_SIMULATED = 4
+_NUM_SIMULATED_ACTIONS = 4_000
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
 _NUM_SPLIT = 3
@@ -129,6 +130,7 @@ class Score:
         self._table = StageTable(profile, is_training=is_training)
         self._known: dict[tuple[object, ...], float] = {}
         self._tried: dict[Candidate, tuple[float, int]] = {}  # the time in ms, and how many stage runs there are
+        self._simulated: dict[Candidate, float] = {}  # the time in ms
         self._lane_bytes_per_ms = _lane_bytes_per_ms(machine)
         self.has_ways = not (machine.is_uniform and math.isinf(self._lane_bytes_per_ms))  # that decide on splits
         self.has_links = math.isfinite(self._lane_bytes_per_ms)
@@ -239,7 +241,8 @@ class Score:
         if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
             return ranked[0], self._tried[ranked[0]][0]
         formula = next(iter(self._tried))
-        num_simulated = min(_NUM_SIMULATED, _NUM_ACTIONS // (len(self._costs(ranked[0])) * self.num_microbatches))
+        num_actions = len(self._costs(ranked[0])) * self.num_microbatches
+        num_simulated = min(_NUM_SIMULATED, max(1, _NUM_SIMULATED_ACTIONS // num_actions))
         finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], formula))
         times = {candidate: self._simulated_ms(candidate) for candidate in finalists}
         best = min(finalists, key=times.__getitem__)
@@ -257,6 +260,11 @@ class Score:
         return [self._table.cost(*piece) for piece in pieces(self.num_calls, candidate.forward, candidate.backward)]
 
     def _simulated_ms(self, candidate: Candidate) -> float:
+        if candidate not in self._simulated:
+            self._simulated[candidate] = self._simulate(candidate)
+        return self._simulated[candidate]
+
+    def _simulate(self, candidate: Candidate) -> float:
         costs = self._costs(candidate)
         schedule = dispatch(
             costs,
