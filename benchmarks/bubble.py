@@ -48,9 +48,9 @@ time of the process over the wall-clock time. The first steps, of which one reco
 the steps after. Cases alternate from step to step. every_stage_on_one_device_at_a_time is the same model with plans
 that split no stage. over_total_speed is the step over the work divided by the speed of all devices, minus one;
 ideal_over_total_speed the same in the simulator.
-scaling: one model on 1, 2, 4 and 8 devices, its times divided by 8 over their number. unequal_devices: virtual devices
-of speeds below 1 are busy for longer than their units wait; the engine measures the speeds in the steps before those
-that count. Without splits each stage still goes to the device that would end it first.
+scaling: one model on 1, 2, 4 and 8 devices, its times half of those above, and divided by 8 over their number.
+unequal_devices: virtual devices of speeds below 1 are busy for longer than their units wait; the engine measures the
+speeds in the steps before those that count. Without splits each stage still goes to the device that would end it first.
 paper_models: the layers and heads of the paper's table of profiles (tests/planning/paper.py, forward and backward in
 ms), all times multiplied by time_factor, the largest power of 1/2 with which every device has at most max_work_ms to
 do. M micro-batches in one round. ideal_bubble_with_hops is the schedule that ran, simulated with the table's hop times
@@ -70,8 +70,8 @@ SPEEDS = {"fast": 1.0, "slow": 4.0}
 GOALS = {"fast": 0.08, "slow": 0.03}
 CONFIGURATIONS = ((8, 8), (16, 16), (32, 16))  # (micro-batches, round size)
 KEY = "train"
-# Speeds of devices are known to the plan from the second step on, to be measured again until the fourth.
-NUM_WARM_UP = 4
+# Steps that do not count. Speeds of devices are known to the plan from the third step on.
+NUM_WARM_UP = {False: 2, True: 4}  # by whether devices differ
 SCALED = "Llama-3.1-8B"
 UNEQUAL = (
     ("Llama-3.1-8B", (1.0, 0.5)),
@@ -211,6 +211,7 @@ class Case:
     ) -> None:
         self.profile = profile
         self.num_devices, self._speeds, self._may_split = num_devices, speeds, may_split
+        self.has_own_speeds = speeds is not None
         self._num_microbatches = num_microbatches
         self._round_size = round_size
         self._model = Model(profile, unit)
@@ -327,7 +328,7 @@ class OtherDevices:
 
     def __init__(self, name: str, num_devices: int, speeds: Sequence[float] | None, *, may_split: bool = True) -> None:
         profile = MODELS[name].profile()
-        profile = scaled(profile, time_factor(profile) * num_devices / NUM_DEVICES)
+        profile = scaled(profile, time_factor(profile) / 2 * num_devices / NUM_DEVICES)
         self._name, self._speeds, self._may_split = name, speeds, may_split
         self.case = Case(
             profile,
@@ -416,9 +417,10 @@ def main() -> None:
         *(paper.unsplit for paper in papers),
         *(shown.case for shown in (*scaling, *unequal, *small)),
     ]
-    for repetition in range(-NUM_WARM_UP, repeats):
+    for repetition in range(-max(NUM_WARM_UP.values()), repeats):
         for case in cases:
-            case.run(store=repetition >= 0)
+            if repetition >= -NUM_WARM_UP[case.has_own_speeds]:
+                case.run(store=repetition >= 0)
         progress(f"{max(0, repetition + 1)} of {repeats} repetitions")
     rows = [paper.summary() for paper in papers]
     progress(markdown(rows))
