@@ -48,7 +48,7 @@ time of the process over the wall-clock time. The first steps, of which one reco
 the steps after. Cases alternate from step to step. every_stage_on_one_device_at_a_time is the same model with plans
 that split no stage. over_total_speed is the step over the work divided by the speed of all devices, minus one;
 ideal_over_total_speed the same in the simulator.
-scaling: one model on 1, 2, 4 and 8 devices, its times half of those above, and divided by 8 over their number.
+scaling: one model on 1, 2, 4 and 8 devices, its times divided by 8 over their number.
 unequal_devices: virtual devices of speeds below 1 are busy for longer than their units wait; the engine measures the
 speeds in the steps before those that count. Without splits each stage still goes to the device that would end it first.
 paper_models: the layers and heads of the paper's table of profiles (tests/planning/paper.py, forward and backward in
@@ -62,7 +62,7 @@ stage save work, so that a plan with the larger bubble may be the faster one.
 small_model: 28 equal layers and a head, in which a backward takes two forwards; 'slow' waits four times as long as
 'fast'.
 """
-MAX_WORK_MS = 7000.0
+MAX_WORK_MS = 3500.0
 NUM_LAYERS = 28
 LAYER_MS = (2.0, 4.0)
 HEAD_MS = (6.0, 12.0)
@@ -328,7 +328,7 @@ class OtherDevices:
 
     def __init__(self, name: str, num_devices: int, speeds: Sequence[float] | None, *, may_split: bool = True) -> None:
         profile = MODELS[name].profile()
-        profile = scaled(profile, time_factor(profile) / 2 * num_devices / NUM_DEVICES)
+        profile = scaled(profile, time_factor(profile) * num_devices / NUM_DEVICES)
         self._name, self._speeds, self._may_split = name, speeds, may_split
         self.case = Case(
             profile,
