@@ -368,7 +368,7 @@ def markdown(papers: Sequence[dict[str, Any]]) -> str:
         single = row["every_stage_on_one_device_at_a_time"]
         bubbles = (row["bubble"], row["ideal_bubble"], row["over_ideal"]["median"], single["bubble"])
         bubbles = (*bubbles, single["ideal_bubble"])
-        cells = [row["model"], f"{row['time_factor']:g}", *(f"{100 * share:.1f} %" for share in bubbles)]
+        cells = [row["model"], f"{row['time_factor']:g}", *(f"{100 * max(0.0, share):.1f} %" for share in bubbles)]
         cells.append(f"{100 * row['papers']['published_bubble']:.1f} %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
