@@ -49,7 +49,8 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | N
     ``links``, if they were measured."""
     machine = Machine(len(pool), pool.memory_limit)
     limits = [device.memory.limit or 0 for device in pool.devices]
-    if max(limits) > _ALIKE * min(limits):
+    shares_gpu = not pool.is_virtual and len(pool.gpus) < len(pool)  # its devices divide what is left of it
+    if max(limits) > _ALIKE * min(limits) and not shares_gpu:
         machine = replace(machine, devices=tuple(DeviceTraits(memory_bytes=limit) for limit in limits))
     if links is not None:
         return links.of(machine)
