@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +148,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
+        self._has_failed = False
         self._pool: DevicePool | None = None
         self._steps: Steps | None = None
         self._overlap: OptimizerOverlap | None = None
@@ -229,20 +229,26 @@ class RoundPipeStrategy(SingleProcessStrategy):
         self._module.to(self.root_device)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning is about to tear the run down, and to raise ``exception`` then."""
+        super().on_exception(exception)
+        self._has_failed = True
+
+    @override
     def teardown(self) -> None:
         """Writes what was asked for and forgets the engine, whose threads end.
 
         An error that Lightning is about to raise is not replaced by those that follow from it, as on a GPU that raises
         whatever it is asked for.
         """
-        is_handling = sys.exc_info()[0] is not None
+        has_failed, self._has_failed = self._has_failed, False
         try:
             with contextlib.ExitStack() as stack:  # all of it, even if a part raises
                 stack.callback(self._tear_down)
                 stack.callback(setattr, self, "_overlap", None)
                 self._updates.finish()
         except Exception:
-            if not is_handling:
+            if not has_failed:
                 raise
 
     def _tear_down(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
@@ -162,3 +163,27 @@ def test_no_checkpoint_of_weights_after_an_error(
         files[mode] = sorted(os.listdir(tmp_path / mode))
     assert files["off"] == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     assert files["exact"] == files["off"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["the run is fine", "the run fails"])
+def test_an_error_of_the_end_of_a_fit_is_raised_unless_the_run_has_failed(
+    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also where the fit is a second try, in the handler of an error that has nothing to do with it."""
+    dispose = DevicePool.dispose
+
+    def dispose_badly(pool: DevicePool) -> None:
+        dispose(pool)
+        raise ZeroDivisionError("no end")
+
+    class Fit(small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if fails:
+                raise Stop("the run")
+
+    monkeypatch.setattr(DevicePool, "dispose", dispose_badly)
+    try:
+        raise KeyError("the first try")
+    except KeyError:
+        with pytest.raises(Stop if fails else ZeroDivisionError, match="the run" if fails else "no end"):
+            make_trainer().fit(Fit(), make_loader())
