@@ -22,7 +22,7 @@ local until it goes on.
 [Note: lost devices]
 A device is lost when its driver says that the hardware, or what the driver has there for this process, does not work
 any more. Which error meets it first, where, and what becomes of that error on its way through torch and code of the
-user, is not known. So nobody looks for it in the errors of a step: the device itself is asked (:meth:`Device.check`),
+user, is not known. So the errors of a step are not searched for it: the device itself is asked (:meth:`Device.check`),
 before the results of a step count, and when a step has failed. Of a lost device nothing is waited for, and closing it
 raises nothing. It is taken to write nothing any more: memory of the host that its copies were to go to is used again.
 """

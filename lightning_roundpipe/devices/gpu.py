@@ -128,7 +128,7 @@ class GpuDevice(Device):
         driver.retain()
 
     def check(self) -> None:
-        """Work that has failed is reported to who waits for it; of a GPU that is lost, to everybody from then on."""
+        """Work that has failed is reported where it is waited for; of a lost GPU, in every call from then on."""
         with contextlib.suppress(Exception), self._noting_loss():  # other errors were raised where they belong
             self._await_compute()
 

@@ -203,7 +203,8 @@ class Simulation:
         memory_bytes: Peak per device: weights and gradients of the stage runs that are there, and the activations.
         h2d_bytes, d2h_bytes: Bytes that travelled per device, all steps together.
         late_upload_ms: How long devices waited for weights and for nothing else, all together, after their first stage
-        run. lower_bounds_ms: What each resource alone would need for a step, in ms: "compute", "h2d", "d2h",
+            run.
+        lower_bounds_ms: What each resource alone would need for a step, in ms: "compute", "h2d", "d2h",
             "host memory", "optimizer".
     """
 
