@@ -1,0 +1,179 @@
+"""How the others learn that a rank has failed, and of what.
+
+::
+
+    rank 1 raises ValueError         rank 0 waits for rank 1               rank 2 computes
+      letter --------------------->  mailbox: reads it, at the latest
+      letter --------------------------- after a fifth of a second ----->  mailbox keeps it
+      connections close               RankError: "rank 1 ... ValueError"   next wait: the same RankError
+
+Every rank has a *mailbox*: a listening socket whose address all know. Nothing listens there: the kernel keeps what
+arrives until the rank waits for others the next time, so that there is no thread and no heartbeat. A rank that fails
+sends its error to all; one that fails because of another passes on that one's. A rank that was killed sends nothing,
+but its kernel then refuses connections to its mailbox: so the others find out who it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+# How long a rank that has lost a connection waits for a letter that says why.
+_PATIENCE_S = 3.0
+_RECHECK_S = 0.05
+# Until another host answers, or does not.
+_CONNECT_S = 2.0
+_LETTER_BYTES = 64 * 1024
+_TRACE_LINES = 12
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What has gone wrong on a rank, as the others show it."""
+
+    rank: int
+    place: str
+    error: str
+    trace: str = ""
+
+    def __str__(self) -> str:
+        trace = f"\n\nThere:\n{self.trace}" if self.trace else ""
+        return f"rank {self.rank} ({self.place}) {self.error}{trace}"
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or ranks do not agree; the message names the rank, and its error.
+
+    Attributes:
+        failure: of the other rank; None if it is not known.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+def place_of_this_process() -> str:
+    """Host and process, as messages name them."""
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What the others are to be told: the error of this rank, or that of the one which it has failed of."""
+    if isinstance(error, RankError) and error.failure is not None:
+        return error.failure
+    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-_TRACE_LINES:]
+    return Failure(rank, place_of_this_process(), f"has failed: {text}", "\n".join(lines))
+
+
+class Mailbox:
+    """Where other ranks leave their last words. Used by the threads that wait for others.
+
+    Args:
+        host: under which others reach this process; empty to let the one that is nearest to ``towards`` be found.
+        towards: host of rank 0.
+    """
+
+    def __init__(self, host: str, towards: str) -> None:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
+        self._socket.setblocking(False)
+        self.address = [host or _own_address(towards), str(self._socket.getsockname()[1])]
+        self._secret = ""
+        self._addresses: list[list[str]] = []
+        self._found: Failure | None = None
+        _open_mailboxes.add(self)
+
+    def connect(self, addresses: Sequence[Sequence[str]], places: Sequence[str], secret: str) -> None:
+        """All mailboxes, by rank, who has them, and what letters of this run begin with."""
+        self._addresses = [list(address) for address in addresses]
+        self._places = list(places)
+        self._secret = secret
+
+    def look(self) -> Failure | None:
+        """The failure of another rank that has arrived; the first one stays."""
+        while self._found is None:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # nothing there, or closed
+                break
+            with connection:
+                self._found = self._read(connection)
+        return self._found
+
+    def _read(self, connection: socket.socket) -> Failure | None:
+        connection.settimeout(_CONNECT_S)
+        text = b""
+        with contextlib.suppress(OSError):
+            while len(text) < _LETTER_BYTES and (piece := connection.recv(_LETTER_BYTES)):
+                text += piece
+        try:
+            letter = json.loads(text)
+            return Failure(**letter["failure"]) if letter["secret"] == self._secret else None
+        except (ValueError, KeyError, TypeError):  # of somebody else, or a look whether this rank lives
+            return None
+
+    def send(self, failure: Failure, rank: int) -> None:
+        """Tells all but this rank, and the one that has failed."""
+        text = json.dumps({"secret": self._secret, "failure": asdict(failure)}).encode()[:_LETTER_BYTES]
+        for other, address in enumerate(self._addresses):
+            if other not in (rank, failure.rank):
+                with contextlib.suppress(OSError), _connection(address) as connection:
+                    connection.sendall(text)
+
+    def find_out(self, rank: int) -> Failure | None:
+        """Who has failed, when a connection is lost: what a letter says, or else that a process is gone."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while (found := self.look()) is None and time.monotonic() < deadline:
+            gone = [other for other in range(len(self._addresses)) if other != rank and not self._is_alive(other)]
+            if (found := self.look()) is None and gone:
+                error = "has ended without an error message: it was killed, or its machine is out of reach"
+                return Failure(gone[0], self._places[gone[0]], error)
+            time.sleep(_RECHECK_S)
+        return found
+
+    def _is_alive(self, rank: int) -> bool:
+        try:
+            _connection(self._addresses[rank]).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """No letter can come any more, and who asks whether this rank lives is told that it does not."""
+        self._socket.close()
+        _open_mailboxes.discard(self)
+
+
+_open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for mailbox in list(_open_mailboxes):
+        mailbox.close()
+
+
+# A worker of a loader, which may outlive a rank that is killed, would keep the mailbox open.
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _connection(address: Sequence[str]) -> socket.socket:
+    return socket.create_connection((address[0], int(address[1])), timeout=_CONNECT_S)
+
+
+def _own_address(towards: str) -> str:
+    """The address of this host that is used on the way to another one; nothing is sent."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
