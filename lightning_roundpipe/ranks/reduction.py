@@ -107,13 +107,14 @@ class Reduction:
         self.group = group
         self._parameters = parameters
         self.sender = Sender(group.add_up)
-        self.worker = Worker(1)
+        self._worker = Worker(1)
         self.weights: dict[str, nn.Parameter] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._digest = -1.0
         self._early: frozenset[str] = frozenset()
         self.early_buckets: list[Bucket] = []
         self._local: dict[nn.Parameter, None] = {}
+        self._sending: threading.Event | None = None
 
     def agree(self, facts: Sequence[float], what: str) -> list[list[float]]:
         """A step begins: what each rank knows about it, by rank.
@@ -195,9 +196,23 @@ class Reduction:
                 master.grad = gradient
                 self._local[master] = None
 
+    def in_background(self, work: Callable[[], None]) -> threading.Event:
+        """Lets the reducing thread call ``work``, which raises nothing; set when it has."""
+        done = self._sending = threading.Event()
+
+        def call() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        self._worker.begin(call, "roundpipe-reduction")
+        return done
+
     def close(self) -> None:
-        """Ends the thread; the group has been closed, so that it waits for no rank."""
-        self.worker.close()
+        """Ends the thread. One that still waits for another rank, after an error, ends when the group is closed."""
+        if self._sending is None or self._sending.is_set():
+            self._worker.close()
 
 
 class StepReduction:
@@ -225,19 +240,16 @@ class StepReduction:
         Args:
             fail: makes them stop, because of an error on the reducing thread.
         """
+
+        def send() -> None:
+            try:
+                self._send_early(arrivals)
+            except BaseException as error:  # must reach the thread of the step
+                self._error = error
+                fail(error)
+
         if self._training.early_buckets:
-            self._done = done = threading.Event()
-
-            def send() -> None:
-                try:
-                    self._send_early(arrivals)
-                except BaseException as error:  # must reach the thread of the step
-                    self._error = error
-                    fail(error)
-                finally:
-                    done.set()
-
-            self._training.worker.begin(send, "roundpipe-reduction")
+            self._done = self._training.in_background(send)
 
     def stop(self) -> bool:
         """The step ends, well or not: nothing more is sent; whether anything was."""
@@ -273,12 +285,15 @@ class StepReduction:
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 raise TypeError(
-                    f"the gradient of {self._training.name_of(master)!r} is sparse: ranks add up dense ones. Use sparse=False"
+                    f"the gradient of {self._training.name_of(master)!r} is sparse, and ranks add up dense ones: use "
+                    "sparse=False"
                 )
             sums[master] = gradient.contiguous()
 
     def _send(self, bucket: Bucket, sums: Gradients) -> None:
-        self._training.sender.send(bucket, sums, f"gradients of {self._training.name_of(bucket[0].master)} in {self._what}")
+        self._training.sender.send(
+            bucket, sums, f"gradients of {self._training.name_of(bucket[0].master)} in {self._what}"
+        )
 
     def finish(self, arrivals: Arrivals) -> Gradients:
         """The backward has ended: the sums over ranks, of all weights that any rank has a gradient of.
@@ -322,8 +337,8 @@ class StepReduction:
         if strangers := set(rests).difference(weights.values()):
             shapes = ", ".join(str(tuple(stranger.shape)) for stranger in strangers)
             raise RuntimeError(
-                f"parameters that are no part of the LightningModule have gradients (of shape {shapes}): what ranks add "
-                "up are those of its parameters(). Make them attributes of the module"
+                f"parameters that are no part of the LightningModule have gradients (of shape {shapes}): ranks add up "
+                "those of its parameters(). Make them attributes of the module"
             )
         mine = [
             _HAS * (weight in self._sums or weight in rests)
@@ -339,7 +354,7 @@ class StepReduction:
             if 0 < len(trained) < len(flags):
                 frozen = next(rank for rank in range(len(flags)) if rank not in trained)
                 raise RankError(
-                    f"ranks train different weights in {self._what}: {name!r} requires a gradient on rank {trained[0]}, "
+                    f"ranks train different weights in {self._what}: {name!r} requires a gradient on rank {trained[0]} "
                     f"and none on rank {frozen}. Freeze the same weights on all ranks, whatever their data"
                 )
         return {name: functools.reduce(operator.or_, flags) for name, flags in columns.items()}

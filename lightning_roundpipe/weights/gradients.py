@@ -14,8 +14,8 @@ of one stage at the same time, and one more, beside the sum: the thread that bri
 waited for is added at once, by the thread that brings it, unless another one is at its source. Nothing is waited for
 with the lock held.
 
-What else needs sums while parts still come (ranks: [Note: reduction] in :mod:`ranks.reduction`) says what it *foresees*:
-of which weights how many parts come from which sources. It may take the sum of those of a weight when all have come.
+Who needs sums while parts still come ([Note: reduction] in :mod:`ranks.reduction`) is told what is *foreseen*: of which
+weights how many parts come from which sources. The sum of those of a weight may be taken when all have come.
 """
 
 from __future__ import annotations
