@@ -310,6 +310,7 @@ class RoundPipeStrategy(RankStrategy):
             report=report,
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
+            group=self._group,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
         )
@@ -347,12 +348,13 @@ class RoundPipeStrategy(RankStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         self.share_buffers()
-        scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
+        num_batches = self._module.trainer.accumulate_grad_batches
+        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.world_size > 1)
         with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(result.outputs, batches, result.gradients, scale)
+        return merged_step(result.outputs, batches, result.gradients, scale, is_final=self.steps.ranks.has_local)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -364,13 +366,19 @@ class RoundPipeStrategy(RankStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
+            self.steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-            Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
+            total = hand_over(loss, gradients, scale, is_final=self.steps.ranks.has_local)
+            Strategy.backward(self, total, optimizer, *args, **kwargs)
 
         return manual.backward(closure_loss, scale, whole, args, kwargs)
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        """While open, gradients stay on this rank: Lightning's way to accumulate them."""
+        return self.steps.ranks.blocked()
 
     @override
     def optimizer_step(

@@ -10,8 +10,7 @@ begins, and its buffers, if they have changed, before each training step and eac
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -84,7 +83,6 @@ class RankStrategy(ParallelStrategy):
         self._place = Place()
         self._group: RankGroup = ALONE
         self._own_devices: list[torch.device] | None = None
-        self._is_sync_blocked = False
         self._buffers = SharedBuffers()
 
     # --- ranks ---------------------------------------------------------------------------------------------------
@@ -240,16 +238,6 @@ class RankStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         check_has_data(self.lightning_module)
         super().setup(trainer)
-
-    @contextlib.contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        """Around steps whose gradients stay on this rank, until those of a later step are added to them."""
-        self._is_sync_blocked = True
-        try:
-            yield
-        finally:
-            self._is_sync_blocked = False
 
     @override
     def on_validation_start(self) -> None:

@@ -119,6 +119,10 @@ class BatchSplitter:
         min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
         return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
 
+    def facts_of(self, batches: Batches) -> list[float]:
+        """See :meth:`LossWeights.facts`."""
+        return self._weights.facts(batches.microbatches, batches.sizes)
+
     def _weighed(self, split: MicrobatchSplit) -> Batches:
         weights, loss_weights = self._weights.of(split.microbatches, split.sizes)
         return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size)
