@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
@@ -31,17 +31,18 @@ from .integration.checks import check_model, note_unused_gpus
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
 from .integration.pool import ThreadBudget, make_pool
-from .integration.single_process import SingleProcessStrategy
+from .integration.rank_strategy import RankStrategy
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
+from .ranks.group import ALONE
 from .reporting.host_report import HostReport
 from .reporting.tracing import Recordings, TraceWriter
 from .usercode.lock import current
 
 
-class RoundPipeStrategy(SingleProcessStrategy):
+class RoundPipeStrategy(RankStrategy):
     """Trains any LightningModule over a pool of devices whose weights live on the host.
 
     The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
@@ -88,6 +89,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
+            as torchrun has started. See the page on several machines.
+        cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
+        process_group_backend: of the default group of ``torch.distributed``; None is ``"gloo"``.
+        timeout: of each wait for other ranks; None is 30 minutes.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
         precision_plugin: a precision object; usually named by ``Trainer(precision=...)``.
@@ -98,10 +104,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
     """
 
     strategy_name = "roundpipe"
-    global_rank = 0
-    local_rank = 0
-    node_rank = 0
-    world_size = 1
 
     def __init__(
         self,
@@ -121,11 +123,23 @@ class RoundPipeStrategy(SingleProcessStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        ranks_per_node: int | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        super().__init__(
+            ranks_per_node=ranks_per_node,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            accelerator=accelerator,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self.options = RoundPipeOptions(
             num_microbatches=num_microbatches,
             round_size=round_size,
@@ -143,8 +157,6 @@ class RoundPipeStrategy(SingleProcessStrategy):
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
         )
-        self.parallel_devices: list[torch.device] | None = None
-        self.num_nodes = 1
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
@@ -166,16 +178,14 @@ class RoundPipeStrategy(SingleProcessStrategy):
     def pool(self) -> DevicePool:
         """The devices that run the steps."""
         if self._pool is None:
-            self._pool = make_pool(self.parallel_devices or [self.root_device], self.options)
+            devices = self._own_devices or self.parallel_devices or [self.root_device]
+            self._pool = make_pool(devices, self.options)
         return self._pool
 
     @override
     def _configure_launcher(self) -> None:
-        """One process, no launcher. Called when devices and precision are known: checks them."""
-        if self.num_nodes > 1:
-            raise MisconfigurationException(
-                f"strategy='roundpipe' runs on one node, but num_nodes={self.num_nodes}: use num_nodes=1"
-            )
+        """Called when devices and precision are known: checks them."""
+        super()._configure_launcher()
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
 
@@ -186,12 +196,15 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Makes the device pool."""
+        """Meets the other ranks, and makes the device pool."""
+        super().setup_environment()
         if self._pool is not None:
             self._pool.dispose()
             # Without what an earlier run has lost; if that is all there was, the driver says so.
             left = [device.torch_device for device in self._pool.devices if device.lost is None]
-            if self.parallel_devices and left:
+            if self._own_devices and left:
+                self._own_devices = left
+            elif self.parallel_devices and left:
                 self.parallel_devices = left
             self._pool = None
         note_unused_gpus([device.torch_device for device in self.pool.devices])
@@ -233,6 +246,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """Lightning is about to tear the run down, and to raise ``exception`` then."""
         super().on_exception(exception)
         self._has_failed = True
+        self._leave_ranks(exception)
 
     @override
     def teardown(self) -> None:
@@ -267,7 +281,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap"))}
+        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap")), "_group": ALONE}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -296,6 +310,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             report=report,
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
+            group=self._group,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
         )
@@ -332,6 +347,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
+        self.share_buffers()
         num_batches = self._module.trainer.accumulate_grad_batches
         scale = expected_scale(self.precision_plugin, num_batches, is_final=self.world_size > 1)
         with self.precision_plugin.train_step_context():

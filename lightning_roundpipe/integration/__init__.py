@@ -2,8 +2,8 @@
 
 - :mod:`steps`: a step, from the batch to what it returns; all that happens around the engine.
 - :mod:`batches`: from a batch to weighted micro-batches, and from their results to those of the batch.
-- :mod:`single_process`, :mod:`checks`: what Lightning asks of a strategy beside steps, and what is refused before a
-  run.
+- :mod:`rank_strategy`, :mod:`launcher`, :mod:`checks`: what Lightning asks of a strategy beside steps, the processes of
+  a run, and what is refused before it.
 - :mod:`overlap`: updates behind the pipeline.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of
   models, Lightning's profilers.

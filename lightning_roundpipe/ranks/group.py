@@ -16,10 +16,11 @@ different things: that is an error on all of them, which says who is where.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -98,6 +99,20 @@ class RankGroup:
         """What is to be raised for an error of ``torch.distributed``: which rank has failed, if that is known."""
         return error
 
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Around collectives of others on the default group: their errors tell which rank has failed.
+
+        Raises:
+            RankError: if another rank has failed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if (told := self.explain(error, what)) is error:
+                raise
+            raise told from error
+
     def close(self, error: BaseException | None = None) -> None:
         """The end; with an error, the others are told of it."""
 
@@ -169,7 +184,7 @@ class ManyRanks(RankGroup):
         mine = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
         size = int(self.exchange([len(mine)], what)[source][0])
         bytes_ = mine if self.rank == source else torch.empty(size, dtype=torch.uint8)
-        self._wait(lambda: dist.broadcast(bytes_, source, group=self._control, async_op=True), what)
+        self._send(bytes_, source, what)
         return value if self.rank == source else pickle.loads(bytes_.numpy().tobytes())
 
     @torch.no_grad()
@@ -179,19 +194,22 @@ class ManyRanks(RankGroup):
                 continue
             # Bytes travel whatever the dtype.
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._wait(lambda flat=flat: dist.broadcast(flat, source, group=self._control, async_op=True), what)
+            self._send(flat, source, what)
             if self.rank != source:
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def add_up(self, tensor: Tensor, what: str) -> None:
         self._wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
 
+    def _send(self, tensor: Tensor, source: int, what: str) -> None:
+        self._wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
+
     def _all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(found, tensor, group=self._control, async_op=True), what)
         return found
 
-    def _wait(self, begin: Any, what: str) -> None:
+    def _wait(self, begin: Callable[[], Any], what: str) -> None:
         """Lets a collective begin, and waits for its end.
 
         Raises:

@@ -1,0 +1,301 @@
+"""What Lightning asks of a strategy beside its steps: the ranks of the run, checkpoint files, profilers, checks.
+
+[Note: ranks of a run]
+A run has one process, unless a launcher has started several (torchrun, srun, ...), ``num_nodes`` is more than one, or
+``ranks_per_node`` is given. Each process is a *rank*, as Lightning's cluster environments number them, with all of the
+model and some of the devices. They meet when the first run begins, and stay connected until one fails or ends: between
+two runs ``trainer.strategy.broadcast`` works as with DDP. Rank 0 gives the others its weights and buffers when a run
+begins, and its buffers, if they have changed, before each training step and each validation, as DDP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core import rank_zero as rank_zero_of_utilities
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..options import check_count
+from ..ranks.environment import Place, connect, own_devices
+from ..ranks.group import ALONE, RankGroup
+from ..ranks.model import SharedBuffers, share_state
+from .checks import check_has_data, check_modes, check_precision, note_layer_sync
+from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
+from .launcher import RankLauncher, place_in, ranks_here
+from .profiling import adapt, profiler_of, restore
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+
+T = TypeVar("T")
+
+# That of DDP.
+_TIMEOUT = timedelta(minutes=30)
+
+
+class RankStrategy(ParallelStrategy):
+    """A strategy for one rank of a run, or its only process; see [Note: ranks of a run].
+
+    Args:
+        ranks_per_node: processes on each machine; None for those that a launcher has started, and else one.
+        process_group_backend: of the default group of ``torch.distributed``.
+        timeout: of each wait for other ranks; None for 30 minutes.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks_per_node: int | None,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        accelerator: Accelerator | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if ranks_per_node is not None:
+            check_count("ranks_per_node", ranks_per_node, "or None (those that a launcher has started, and else one)")
+        self._ranks_per_node = ranks_per_node
+        self._backend = process_group_backend or "gloo"
+        self._timeout = timeout or _TIMEOUT
+        self.num_nodes = 1
+        self._place = Place()
+        self._group: RankGroup = ALONE
+        self._own_devices: list[torch.device] | None = None
+        self._buffers = SharedBuffers()
+
+    # --- ranks ---------------------------------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer when launcher and plugins are known: finds this rank's place, and checks plugins.
+
+        Raises:
+            MisconfigurationException: if what tells of other processes does not agree, or the precision plugin needs
+                another strategy.
+        """
+        self._place = place_in(self.cluster_environment, self.num_nodes, self._ranks_per_node)
+        check_precision(self.precision_plugin)
+        if self.is_distributed:
+            for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
+                vars(only)["rank"] = self._place.rank
+        note_layer_sync(self._layer_sync)
+
+    @override
+    def _configure_launcher(self) -> None:
+        """None for one process. Called by the Trainer when devices and plugins are known."""
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            here = ranks_here(self._place, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, here, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        """Meets the other ranks, if there are any and this has not been done.
+
+        Raises:
+            RankError: if they do not come.
+            ValueError: if this machine has fewer devices than ranks.
+        """
+        if not self.is_distributed or self._group is not ALONE:
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        reset_seed()
+        check = self._launcher.check if isinstance(self._launcher, RankLauncher) else lambda: None
+        host, port = environment.main_address, environment.main_port
+        self._group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
+        self._own_devices = own_devices(self._group, self._place, self.parallel_devices or [self.root_device])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self._place.size > 1
+
+    @property
+    def process_group_backend(self) -> str:
+        """Of the default group; tensors on the host travel over gloo in any case."""
+        return "cpu:gloo,cuda:nccl" if self._backend == "nccl" else self._backend
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self._place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self._place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self._place.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._place.size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For the sampler that Lightning gives loaders; None if it gives them none."""
+        kwargs = {"num_replicas": self._place.size, "rank": self._place.rank} if self.is_distributed else None
+        return cast("dict[str, Any]", kwargs)
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """A tensor over all ranks; anything else as it is."""
+        if self._group is ALONE or not isinstance(tensor, Tensor):
+            return tensor
+        with self._group.explained("a value that is reduced over ranks"):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked; the tensor itself in a run of one process."""
+        if self._group is ALONE:
+            return tensor
+        with self._group.explained("a tensor that is gathered from all ranks"):
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when all ranks have come here."""
+        self._group.barrier(f"the barrier {name!r}")
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank ``src``."""
+        return cast(T, self._group.broadcast(obj, f"an object of rank {src}", src))
+
+    def _leave_ranks(self, error: BaseException) -> None:
+        """Tells the others of an error. The next run would have to meet them again."""
+        group, self._group = self._group, ALONE
+        group.close(error)
+
+    # --- set-up and tear-down ----------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        """The first hook of a run, before anything is profiled.
+
+        Raises:
+            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
+        """
+        check_modes()
+        if (profiler := profiler_of(model)) is not None:
+            adapt(profiler)
+        super().connect(model)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The module as the precision plugin has converted it, with the weights and buffers of rank 0.
+
+        Raises:
+            MisconfigurationException: if it is another module: steps would go around it.
+            RankError: if another rank has a module with other weights.
+        """
+        if model is not self.lightning_module:
+            raise MisconfigurationException(
+                f"{type(self.precision_plugin).__name__}.convert_module returned a {type(model).__name__} in place of "
+                "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
+            )
+        share_state(self._group, model)
+        self._buffers.start(model)
+        return model
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets up, if every weight has data.
+
+        Raises:
+            MisconfigurationException: naming a weight that has none.
+        """
+        assert self.lightning_module is not None
+        check_has_data(self.lightning_module)
+        super().setup(trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        """All ranks evaluate with the buffers of rank 0."""
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Gives the other ranks the buffers of rank 0 that have changed; all ranks call this at the same time."""
+        if self._group is not ALONE:
+            assert self.lightning_module is not None
+            self._buffers.share(self._group, self.lightning_module)
+
+    @override
+    def teardown(self) -> None:
+        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
+        module = self._lightning_module
+        if module is not None and (profiler := profiler_of(module)) is not None:
+            restore(profiler)
+        if module is not None and any(weight.is_meta for weight in module.parameters()):
+            self._lightning_module = None
+        try:
+            if self.is_distributed:
+                super().teardown()
+            else:  # the variables of its environment stay
+                super(ParallelStrategy, self).teardown()
+        finally:
+            self._lightning_module = module
+
+    # --- checkpoints of other strategies, see [Note: foreign checkpoints] ----------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint file.
+
+        Raises:
+            IsADirectoryError: for a folder, as FSDP and DeepSpeed write it; the message says how it becomes a file.
+            MisconfigurationException: for files that cannot be used, saying why and what to do.
+        """
+        refuse_folder(checkpoint_path, self.checkpoint_io)
+        # Before Lightning 2.6 there is no such argument.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **given)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        is_resumed = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return as_lightning_checkpoint(checkpoint, checkpoint_path, is_resumed=is_resumed)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights, also under names that wrappers have given them."""
+        assert self.lightning_module is not None
+        state = with_names_of(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of the optimizers, also if parameters have names in it."""
+        module = self.lightning_module
+        assert module is not None
+        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+        states = [by_position(state, module, optimizer) for state, optimizer in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
