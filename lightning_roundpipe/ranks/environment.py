@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +22,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .failures import RankError, place_of_this_process
+from .failures import RankError, own_address, place_of_this_process
 from .group import ManyRanks, RankGroup
+
+if sys.platform.startswith("linux"):
+    import fcntl
 
 # A rank that waits for others to come looks so often whether they still can.
 _RECHECK_S = 0.1
@@ -29,6 +35,10 @@ _CONNECT = timedelta(seconds=5)
 
 # Ranks may meet again after an error, over the same store.
 _meetings = itertools.count()
+
+# The variable of gloo, and how Linux is asked for the address of an interface: man 7 netdevice.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS_IN_IFREQ = 0x8915, 40, slice(20, 24)
 
 T = TypeVar("T")
 
@@ -66,8 +76,31 @@ def connect(
     """
     if owns_default := not dist.is_initialized():
         store = _all_have_come(place, host, port, timeout, check)
+        _choose_interface(host)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     return ManyRanks(timeout, host, owns_default=owns_default)
+
+
+def _choose_interface(host: str) -> None:
+    """Lets gloo use the interface by which this machine reaches rank 0, unless the user has chosen one.
+
+    By itself it takes the one of the host's name, which many systems give the address 127.0.1.1.
+    """
+    if _INTERFACE not in os.environ and (name := interface_of(own_address(host))) is not None:
+        os.environ[_INTERFACE] = name
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where that cannot be told, or for loopback."""
+    if not sys.platform.startswith("linux") or address.startswith("127."):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
+                if socket.inet_ntoa(answer[_ADDRESS_IN_IFREQ]) == address:
+                    return name
+    return None
 
 
 def _all_have_come(place: Place, host: str, port: int, timeout: timedelta, check: Callable[[], None]) -> Any:

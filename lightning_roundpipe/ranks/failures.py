@@ -22,8 +22,9 @@ import socket
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 # How long a rank that has lost a connection waits for a letter that says why.
 _PATIENCE_S = 3.0
@@ -87,10 +88,11 @@ class Mailbox:
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
         self._socket.setblocking(False)
-        self.address = [host or _own_address(towards), str(self._socket.getsockname()[1])]
+        self.address = [host or own_address(towards), str(self._socket.getsockname()[1])]
         self._secret = ""
         self._addresses: list[list[str]] = []
         self._found: Failure | None = None
+        self._waits: dict[int, str] = {}
         _open_mailboxes.add(self)
 
     def connect(self, addresses: Sequence[Sequence[str]], places: Sequence[str], secret: str) -> None:
@@ -107,28 +109,45 @@ class Mailbox:
             except OSError:  # nothing there, or closed
                 break
             with connection:
-                self._found = self._read(connection)
+                letter = self._read(connection)
+            if "failure" in letter:
+                self._found = Failure(**letter["failure"])
+            elif letter:
+                self._waits[letter["rank"]] = letter["waits_for"]
         return self._found
 
-    def _read(self, connection: socket.socket) -> Failure | None:
+    def _read(self, connection: socket.socket) -> dict[str, Any]:
         connection.settimeout(_CONNECT_S)
         text = b""
         with contextlib.suppress(OSError):
             while len(text) < _LETTER_BYTES and (piece := connection.recv(_LETTER_BYTES)):
                 text += piece
         try:
-            letter = json.loads(text)
-            return Failure(**letter["failure"]) if letter["secret"] == self._secret else None
-        except (ValueError, KeyError, TypeError):  # of somebody else, or a look whether this rank lives
-            return None
+            letter: dict[str, Any] = json.loads(text)
+            return letter if letter["secret"] == self._secret else {}
+        except (ValueError, KeyError, TypeError):  # of a stranger, or a look whether this rank lives
+            return {}
 
     def send(self, failure: Failure, rank: int) -> None:
         """Tells all but this rank, and the one that has failed."""
-        text = json.dumps({"secret": self._secret, "failure": asdict(failure)}).encode()[:_LETTER_BYTES]
-        for other, address in enumerate(self._addresses):
-            if other not in (rank, failure.rank):
-                with contextlib.suppress(OSError), _connection(address) as connection:
-                    connection.sendall(text)
+        others = [other for other in range(len(self._addresses)) if other not in (rank, failure.rank)]
+        self._post({"failure": asdict(failure)}, others)
+
+    def send_wait(self, rank: int, what: str) -> None:
+        """Tells all others what this rank waits for."""
+        others = [other for other in range(len(self._addresses)) if other != rank]
+        self._post({"rank": rank, "waits_for": what}, others)
+
+    def waiting_for(self, what: str) -> set[int]:
+        """The ranks that have told that they wait for this."""
+        self.look()
+        return {rank for rank, awaited in self._waits.items() if awaited == what}
+
+    def _post(self, letter: dict[str, Any], ranks: Iterable[int]) -> None:
+        text = json.dumps({"secret": self._secret, **letter}).encode()[:_LETTER_BYTES]
+        for rank in ranks:
+            with contextlib.suppress(OSError), _connection(self._addresses[rank]) as connection:
+                connection.sendall(text)
 
     def find_out(self, rank: int) -> Failure | None:
         """Who has failed, when a connection is lost: what a letter says, or else that a process is gone."""
@@ -170,7 +189,7 @@ def _connection(address: Sequence[str]) -> socket.socket:
     return socket.create_connection((address[0], int(address[1])), timeout=_CONNECT_S)
 
 
-def _own_address(towards: str) -> str:
+def own_address(towards: str) -> str:
     """The address of this host that is used on the way to another one; nothing is sent."""
     for family, kind, protocol, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -34,7 +34,7 @@ from .failures import Mailbox, RankError, failure_of, place_of_this_process
 _RECORD = 32
 _HEADER = 2
 _RECHECK = timedelta(seconds=0.2)
-# A rank that has waited for so long leaves word of it, so that those who are missing can be named.
+# A rank that has waited for so long tells it, so that those who are missing can be named.
 _TOLD_AFTER_S = 1.0
 _LATE_S = 0.5
 
@@ -144,7 +144,6 @@ class ManyRanks(RankGroup):
     def __init__(self, timeout: timedelta, main_address: str, *, owns_default: bool = False) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._owns_default = owns_default
-        self._store = dist.PrefixStore("waits", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._timeout_s = timeout.total_seconds()
         self._mailbox: Mailbox | None = None
         self._control = dist.new_group(backend="gloo", timeout=timeout)
@@ -225,6 +224,7 @@ class ManyRanks(RankGroup):
         return found
 
     def wait(self, begin: Callable[[], Any], what: str) -> None:
+        self.check(what)
         start = time.monotonic()
         is_told = False
         try:
@@ -241,22 +241,10 @@ class ManyRanks(RankGroup):
                 self.check(what)
                 waited_s = time.monotonic() - start
                 if not is_told and waited_s > min(_TOLD_AFTER_S, self._timeout_s / 2):
-                    is_told = self._tell(what)
+                    self._send_wait(what)
+                    is_told = True
                 if waited_s > self._timeout_s:
                     raise self._late(what) from error
-
-    def _tell(self, what: str) -> bool:
-        """Leaves word of what this rank waits for."""
-        with contextlib.suppress(RuntimeError):  # rank 0, which keeps it, is gone: the wait will tell
-            self._store.set(str(self.rank), what)
-        return True
-
-    def _missing(self, what: str) -> list[int]:
-        """Ranks that do not wait for this."""
-        with contextlib.suppress(RuntimeError):
-            here = [self._store.check([str(rank)]) for rank in range(self.size)]
-            return [rank for rank in range(self.size) if not here[rank] or self._store.get(str(rank)) != what.encode()]
-        return []
 
     def _result(self, work: Any, what: str) -> None:
         """What has come of a collective: it may have ended well since a piece of the wait was over."""
@@ -278,11 +266,16 @@ class ManyRanks(RankGroup):
             return self._late(what)
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
 
+    def _send_wait(self, what: str) -> None:
+        if self._mailbox is not None:
+            self._mailbox.send_wait(self.rank, what)
+
     def _late(self, what: str) -> RankError:
-        self._tell(what)
-        time.sleep(_LATE_S)  # others whose time is over at the same moment leave word as well
-        missing = [rank for rank in self._missing(what) if rank != self.rank]
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or 'nobody knows which'}"
+        self._send_wait(what)
+        time.sleep(_LATE_S)  # others whose time is over at the same moment tell it as well
+        here = {self.rank} if self._mailbox is None else {self.rank, *self._mailbox.waiting_for(what)}
+        missing = [rank for rank in range(self.size) if rank not in here]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(which one is not known)'}"
         return RankError(
             f"rank {self.rank} has waited for {what} for {self._timeout_s:g} s, the time limit "
             f"(RoundPipeStrategy(timeout=...)), and {who} did not come, without an error. A rank that does something "
@@ -302,7 +295,7 @@ class ManyRanks(RankGroup):
             if self._owns_default:
                 dist.destroy_process_group()
         # Connections close with the last reference.
-        del self._control, self._gradients, self._store
+        del self._control, self._gradients
 
 
 def _number_of(what: str) -> int:

@@ -7,14 +7,15 @@ and its output. A rank that hangs shows its stacks and ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.forks import Forks
+from tests.support.hosts import Host
 
 _SCRIPT = Path(__file__).with_name("script.py")
 
@@ -43,6 +44,7 @@ def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     per_node: int | None = None,
+    hosts: Sequence[Host] = (),
     limit_s: float = 60.0,
 ) -> list[RankEnd]:
     """Runs ``function(*arguments)`` on each of ``size`` ranks.
@@ -51,7 +53,8 @@ def run_ranks(
         folder: where the ranks run, and leave files.
         function: of the top of a module, which may be imported by a process that has computed nothing.
         arguments: as JSON has them.
-        per_node: ranks that take themselves for those of one machine; None for all.
+        per_node: ranks that take themselves for those of one machine; None for all, or one on each of ``hosts``.
+        hosts: that the ranks are on; empty for this one.
         limit_s: after which a rank is taken for hanging.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +63,8 @@ def run_ranks(
         "function": function.__name__,
         "arguments": arguments,
         "size": size,
-        "per_node": per_node or size,
+        "per_node": per_node or (1 if hosts else size),
+        "hosts": [asdict(host) for host in hosts],
         "limit_s": limit_s,
     }
     forks.run(_SCRIPT, json.dumps(order), folder=folder)
@@ -74,9 +78,11 @@ def _end_of(folder: Path, rank: int, status: int, late_s: float) -> RankEnd:
     return RankEnd(value, status, (folder / f"rank-{rank}.out").read_text(), late_s)
 
 
-def values_of_ranks(forks: Forks, folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def values_of_ranks(
+    forks: Forks, folder: Path, size: int, function: Callable[..., Any], *arguments: Any, hosts: Sequence[Host] = ()
+) -> list[Any]:
     """What the function has returned on each of ``size`` ranks, all of which must end well."""
-    ends = run_ranks(forks, folder, size, function, *arguments)
+    ends = run_ranks(forks, folder, size, function, *arguments, hosts=hosts)
     failed = {rank: f"status {end.status}:\n{end.output}" for rank, end in enumerate(ends) if end.status}
     assert not failed, "\n\n".join(f"rank {rank} has ended with {text}" for rank, text in failed.items())
     return [end.value for end in ends]

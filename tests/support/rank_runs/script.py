@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tests.support import hosts
+
 _KILLED_AFTER_S = 10.0
 _RECHECK_S = 0.01
 
@@ -29,7 +31,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def variables(rank: int, size: int, per_node: int, port: int) -> dict[str, str]:
+def variables(rank: int, size: int, per_node: int, address: str, port: int) -> dict[str, str]:
     """What torchrun sets for a rank."""
     place = {
         "RANK": rank,
@@ -37,7 +39,7 @@ def variables(rank: int, size: int, per_node: int, port: int) -> dict[str, str]:
         "GROUP_RANK": rank // per_node,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": per_node,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "test",
     }
@@ -50,7 +52,11 @@ def run_rank(rank: int, order: dict[str, Any], port: int, folder: Path) -> None:
     for target in (1, 2):
         os.dup2(output, target)
     faulthandler.dump_traceback_later(order["limit_s"], exit=True)
-    os.environ.update(variables(rank, order["size"], order["per_node"], port))
+    per_node, address = order["per_node"], "127.0.0.1"
+    if order["hosts"]:
+        address = order["hosts"][0]["address"]
+        hosts.enter(order["hosts"][rank // per_node]["name"])
+    os.environ.update(variables(rank, order["size"], per_node, address, port))
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(order["module"]), order["function"])
     value = function(*order["arguments"])
