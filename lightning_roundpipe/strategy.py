@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -169,12 +169,6 @@ class RoundPipeStrategy(RankStrategy):
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
     @property
-    @override
-    def root_device(self) -> torch.device:
-        """The host: parameters, optimizers, metrics and checkpoints live there."""
-        return torch.device("cpu")
-
-    @property
     def pool(self) -> DevicePool:
         """The devices that run the steps."""
         if self._pool is None:
@@ -188,11 +182,6 @@ class RoundPipeStrategy(RankStrategy):
         super()._configure_launcher()
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
-
-    @property
-    def _autocast_device(self) -> str:
-        types = {device.type for device in self.parallel_devices or [self.root_device]}
-        return (types - {"cpu"} or types).pop()
 
     @override
     def setup_environment(self) -> None:
@@ -383,9 +372,12 @@ class RoundPipeStrategy(RankStrategy):
 
         return manual.backward(closure_loss, scale, whole, args, kwargs)
 
-    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
         """While open, gradients stay on this rank: Lightning's way to accumulate them."""
-        return self.steps.ranks.blocked()
+        with self.steps.ranks.blocked():
+            yield
 
     @override
     def optimizer_step(

@@ -1,5 +1,4 @@
-"""What steps on several threads cannot honour, and models whose weights cannot travel: refused before
-a run.
+"""What steps on several threads cannot honour, and models whose weights cannot travel: refused before a run.
 
 
 [Note: weights that cannot travel]

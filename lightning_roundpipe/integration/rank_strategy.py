@@ -10,12 +10,14 @@ begins, and its buffers, if they have changed, before each training step and eac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -84,6 +86,7 @@ class RankStrategy(ParallelStrategy):
         self._group: RankGroup = ALONE
         self._own_devices: list[torch.device] | None = None
         self._buffers = SharedBuffers()
+        self._num_reductions = itertools.count()
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
@@ -126,6 +129,17 @@ class RankStrategy(ParallelStrategy):
         host, port = environment.main_address, environment.main_port
         self._group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
         self._own_devices = own_devices(self._group, self._place, self.parallel_devices or [self.root_device])
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """The host: parameters, optimizers, metrics and checkpoints live there."""
+        return torch.device("cpu")
+
+    @property
+    def _autocast_device(self) -> str:
+        types = {device.type for device in self.parallel_devices or [self.root_device]}
+        return (types - {"cpu"} or types).pop()
 
     @property
     def is_distributed(self) -> bool:
@@ -171,8 +185,16 @@ class RankStrategy(ParallelStrategy):
         """A tensor over all ranks; anything else as it is."""
         if self._group is ALONE or not isinstance(tensor, Tensor):
             return tensor
-        with self._group.explained("a value that is reduced over ranks"):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        what = f"reduction {next(self._num_reductions)} of a value over ranks"
+        if group is not None:
+            with self._group.explained(what):
+                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        is_mean = str(reduce_op).lower() in ("mean", "avg")
+        operation = "SUM" if is_mean else reduce_op
+        if isinstance(operation, str):
+            operation = getattr(dist.ReduceOp, operation.upper())
+        self._group.wait(lambda: dist.all_reduce(tensor, op=operation, async_op=True), what)
+        return tensor.copy_(tensor / self.world_size) if is_mean else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ from .group import ManyRanks, RankGroup
 _RECHECK_S = 0.1
 # One attempt to reach rank 0, which may not have started.
 _CONNECT = timedelta(seconds=5)
+
+# Ranks may meet again after an error, over the same store.
+_meetings = itertools.count()
 
 T = TypeVar("T")
 
@@ -60,18 +64,18 @@ def connect(
     Raises:
         RankError: naming the ranks that have not come in time.
     """
-    if not dist.is_initialized():
+    if owns_default := not dist.is_initialized():
         store = _all_have_come(place, host, port, timeout, check)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
-    return ManyRanks(timeout, host)
+    return ManyRanks(timeout, host, owns_default=owns_default)
 
 
 def _all_have_come(place: Place, host: str, port: int, timeout: timedelta, check: Callable[[], None]) -> Any:
     deadline = time.monotonic() + timeout.total_seconds()
     # Processes that torchrun starts again after a failure find those of before in its store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place_in_time = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_meetings)}"
     kept = _store(place, host, port, timeout, deadline, check)
-    store = dist.PrefixStore(f"roundpipe/{attempt}", kept)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"roundpipe/{place_in_time}", kept)  # type: ignore[attr-defined]
     keys = [f"come/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], place_of_this_process())
     while not store.check(keys):

@@ -34,7 +34,9 @@ from .failures import Mailbox, RankError, failure_of, place_of_this_process
 _RECORD = 32
 _HEADER = 2
 _RECHECK = timedelta(seconds=0.2)
-_RECHECK_MISSING_S = 2.0
+# A rank that has waited for so long leaves word of it, so that those who are missing can be named.
+_TOLD_AFTER_S = 1.0
+_LATE_S = 0.5
 
 
 class RankGroup:
@@ -90,6 +92,16 @@ class RankGroup:
             RankError: if another rank has failed, or does not come in time.
         """
 
+    def wait(self, begin: Callable[[], Any], what: str) -> None:
+        """Lets a collective of ``torch.distributed`` begin, and waits for its end.
+
+        Args:
+            begin: begins it with ``async_op=True``, and returns what is waited for.
+
+        Raises:
+            RankError: if another rank has failed, or does not come in time.
+        """
+
     def check(self, what: str) -> None:
         """Raises:
         RankError: if another rank has failed. A look that costs no message; for any thread.
@@ -126,10 +138,13 @@ class ManyRanks(RankGroup):
     Args:
         timeout: of each wait.
         main_address: host of rank 0, by which all reach it.
+        owns_default: whether the default group ends with this one.
     """
 
-    def __init__(self, timeout: timedelta, main_address: str) -> None:
+    def __init__(self, timeout: timedelta, main_address: str, *, owns_default: bool = False) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._owns_default = owns_default
+        self._store = dist.PrefixStore("waits", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._timeout_s = timeout.total_seconds()
         self._mailbox: Mailbox | None = None
         self._control = dist.new_group(backend="gloo", timeout=timeout)
@@ -199,23 +214,19 @@ class ManyRanks(RankGroup):
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def add_up(self, tensor: Tensor, what: str) -> None:
-        self._wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+        self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
-        self._wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
+        self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
 
     def _all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(found, tensor, group=self._control, async_op=True), what)
+        self.wait(lambda: dist.all_gather(found, tensor, group=self._control, async_op=True), what)
         return found
 
-    def _wait(self, begin: Callable[[], Any], what: str) -> None:
-        """Lets a collective begin, and waits for its end.
-
-        Raises:
-            RankError: see :meth:`exchange`.
-        """
-        deadline = time.monotonic() + self._timeout_s
+    def wait(self, begin: Callable[[], Any], what: str) -> None:
+        start = time.monotonic()
+        is_told = False
         try:
             work = begin()
         except RuntimeError as error:
@@ -228,8 +239,24 @@ class ManyRanks(RankGroup):
                 if work.is_completed():
                     return self._result(work, what)
                 self.check(what)
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - start
+                if not is_told and waited_s > min(_TOLD_AFTER_S, self._timeout_s / 2):
+                    is_told = self._tell(what)
+                if waited_s > self._timeout_s:
                     raise self._late(what) from error
+
+    def _tell(self, what: str) -> bool:
+        """Leaves word of what this rank waits for."""
+        with contextlib.suppress(RuntimeError):  # rank 0, which keeps it, is gone: the wait will tell
+            self._store.set(str(self.rank), what)
+        return True
+
+    def _missing(self, what: str) -> list[int]:
+        """Ranks that do not wait for this."""
+        with contextlib.suppress(RuntimeError):
+            here = [self._store.check([str(rank)]) for rank in range(self.size)]
+            return [rank for rank in range(self.size) if not here[rank] or self._store.get(str(rank)) != what.encode()]
+        return []
 
     def _result(self, work: Any, what: str) -> None:
         """What has come of a collective: it may have ended well since a piece of the wait was over."""
@@ -252,9 +279,14 @@ class ManyRanks(RankGroup):
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
 
     def _late(self, what: str) -> RankError:
+        self._tell(what)
+        time.sleep(_LATE_S)  # others whose time is over at the same moment leave word as well
+        missing = [rank for rank in self._missing(what) if rank != self.rank]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or 'nobody knows which'}"
         return RankError(
-            f"rank {self.rank} has waited for {what} for {self._timeout_s:g} s, the time limit, and other ranks have "
-            "not come; they are alive. RoundPipeStrategy(timeout=...) is the limit"
+            f"rank {self.rank} has waited for {what} for {self._timeout_s:g} s, the time limit "
+            f"(RoundPipeStrategy(timeout=...)), and {who} did not come, without an error. A rank that does something "
+            "else, or takes longer, holds up all others"
         )
 
     def close(self, error: BaseException | None = None) -> None:
@@ -264,10 +296,13 @@ class ManyRanks(RankGroup):
         if error is not None:
             mailbox.send(failure_of(self.rank, error), self.rank)
         mailbox.close()
-        for group in (self._control, self._gradients):
-            if dist.is_initialized():
+        if dist.is_initialized():
+            for group in (self._control, self._gradients):
                 dist.destroy_process_group(group)
-        del self._control, self._gradients
+            if self._owns_default:
+                dist.destroy_process_group()
+        # Connections close with the last reference.
+        del self._control, self._gradients, self._store
 
 
 def _number_of(what: str) -> int:

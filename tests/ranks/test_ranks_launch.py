@@ -6,12 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_roundpipe import RoundPipeStrategy
 from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
 from tests.support.rank_runs.launch import values_of_ranks
