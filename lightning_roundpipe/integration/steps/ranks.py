@@ -83,6 +83,8 @@ class RankSteps:
         self._local = self._take_local() if adds_up else {}
         try:
             yield
+            if not module.automatic_optimization:  # ranks may have called manual_backward more or less often
+                self.group.barrier(f"the end of {self._what}")
         except BaseException:
             self._reduction.put_back(self._local)
             raise
