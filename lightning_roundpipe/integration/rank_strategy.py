@@ -34,12 +34,14 @@ from typing_extensions import override
 
 from ..options import check_count
 from ..ranks.environment import Place, connect, own_devices
+from ..ranks.failures import is_lost_connection
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.model import SharedBuffers, share_state
 from .checks import check_has_data, check_modes, check_precision, note_layer_sync
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .launcher import RankLauncher, place_in, ranks_here
 from .profiling import adapt, profiler_of, restore
+from .uneven_loaders import UnevenLoaders
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -87,6 +89,8 @@ class RankStrategy(ParallelStrategy):
         self._own_devices: list[torch.device] | None = None
         self._buffers = SharedBuffers()
         self._num_reductions = itertools.count()
+        self._loaders = UnevenLoaders()
+        self._is_training_loader = False
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
@@ -206,8 +210,19 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Returns when all ranks have come here."""
+        """Returns when all ranks have come here. Lightning announces new loaders so."""
         self._group.barrier(f"the barrier {name!r}")
+        if name is not None and name.endswith("_dataloader()"):
+            self._is_training_loader = name == "train_dataloader()"
+            if self._is_training_loader:
+                self._loaders.forget()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader, which for training gives as many batches on all ranks; see [Note: uneven inputs]."""
+        if self._group is ALONE or not self._is_training_loader:
+            return dataloader
+        return self._loaders.wrapped(dataloader, self._group)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -215,8 +230,15 @@ class RankStrategy(ParallelStrategy):
         return cast(T, self._group.broadcast(obj, f"an object of rank {src}", src))
 
     def _leave_ranks(self, error: BaseException) -> None:
-        """Tells the others of an error. The next run would have to meet them again."""
+        """Tells the others of an error. The next run would have to meet them again.
+
+        An error of ``torch.distributed`` gets a text that says which rank has failed.
+        """
         group, self._group = self._group, ALONE
+        if group is not ALONE and is_lost_connection(error):
+            told = group.explain(error, "something that is no part of the strategy")
+            error.args = (f"{error}\n\n{told}",)
+            error = told
         group.close(error)
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
