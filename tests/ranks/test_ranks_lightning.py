@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, make_trainer
-from tests.support.rank_runs.launch import values_of_ranks
+from tests.support.rank_runs.launch import run_ranks, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 RANKS = 2
@@ -198,3 +198,35 @@ def test_buffers_are_those_of_rank_0(forks: Forks, tmp_path: Path) -> None:
     assert_alike(ranks[0]["roundpipe"], ranks[0]["ddp"], rtol=1e-3, atol=1e-5)
     for one in ranks:
         assert_alike(one["roundpipe"][1], one["ddp"][1], rtol=1e-3, atol=1e-5)
+
+
+class Contrasting(Small):
+    """Its loss compares the rows of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.all_gather(self(batch[0]), sync_grads=True).reshape(-1, CLASSES)
+        loss: Tensor = torch.logsumexp(found @ found.T, dim=1).mean()
+        return loss
+
+
+def contrasted(folder: str, num_microbatches: int) -> dict[str, Any]:
+    found = {}
+    for kind in ("ddp", "roundpipe"):
+        module = Contrasting()
+        settings = {} if kind == "ddp" else {"num_microbatches": num_microbatches}
+        trainer_of(kind, folder, [], **settings).fit(module, loader())
+        found[kind] = dict(module.state_dict())
+    return found
+
+
+def test_a_loss_over_the_rows_of_all_ranks_is_that_of_ddp(forks: Forks, tmp_path: Path) -> None:
+    start = Contrasting().state_dict()
+    for one in values_of_ranks(forks, tmp_path, RANKS, contrasted, str(tmp_path), 1):
+        assert_alike(one["roundpipe"], one["ddp"], rtol=1e-3, atol=1e-5)
+        assert not torch.allclose(one["ddp"]["head.weight"], start["head.weight"], atol=1e-3)
+
+
+def test_what_waits_for_ranks_in_the_step_of_a_microbatch_is_refused(forks: Forks, tmp_path: Path) -> None:
+    for end in run_ranks(forks, tmp_path, RANKS, contrasted, str(tmp_path), 2):
+        assert end.status == 1
+        assert "all_gather waits for the other ranks, and is called in a step" in end.output
