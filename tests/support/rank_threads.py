@@ -18,7 +18,7 @@ from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 
 
 class Hub:

@@ -85,7 +85,7 @@ class Steps:
         self.report = report
         self._pool, self._options, self._links = pool, options, links
         self.engine = self._make_engine()
-        self._splitter = BatchSplitter(module, options, self._scan, notices)
+        self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
         self.ranks = RankSteps(group, self._scan, self._splitter)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)
