@@ -329,6 +329,8 @@ class RoundPipeStrategy(RankStrategy):
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
         if self._steps is not None:
             self._steps.arrives(batch)
+            if self._module.trainer.training:
+                self._loaders.arrives()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -337,6 +339,7 @@ class RoundPipeStrategy(RankStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         self.share_buffers()
+        self.steps.ranks.has_data = self._loaders.has_data
         num_batches = self._module.trainer.accumulate_grad_batches
         scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)
         with self.precision_plugin.train_step_context():

@@ -60,6 +60,11 @@ class RankError(RuntimeError):
         self.failure = failure
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether ``torch.distributed`` has raised it, for others than the group of ranks."""
+    return isinstance(error, RuntimeError) and not isinstance(error, RankError) and "gloo" in str(error)
+
+
 def place_of_this_process() -> str:
     """Host and process, as messages name them."""
     return f"{socket.gethostname()}, process {os.getpid()}"

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
-from ..batches.loss_weight import share_of
+from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
 
@@ -39,6 +39,7 @@ class RankSteps:
     """See [Note: steps over ranks]. For the thread of the Trainer, but for :meth:`blocked` and :attr:`is_blocked`.
 
     Attributes:
+        has_data: whether the batch of the next step is one of the rank's own; otherwise it has no weight.
         has_local: whether what was added up last has gradients of earlier steps in it.
     """
 
@@ -53,6 +54,7 @@ class RankSteps:
         self._local: Gradients = {}
         self._handed_out: list[nn.Parameter] = []
         self._num_backwards = 0
+        self.has_data = True
         self.has_local = False
 
     @contextlib.contextmanager
@@ -101,8 +103,9 @@ class RankSteps:
             return 1.0
         if self._share is None:
             kind = " without a sum over ranks" if self.is_blocked else ""
-            facts = self._reduction.agree(self._splitter.facts_of(batches), self._what + kind)
-            self._share = share_of(self.group.rank, facts)
+            mine = self._splitter.facts_of(batches) if self.has_data else [0.0] * NUM_FACTS
+            facts = self._reduction.agree(mine, self._what + kind)
+            self._share = share_of(self.group.rank, facts) if self.has_data else 0.0
         return self._share
 
     def begin(self, module: pl.LightningModule) -> StepReduction | None:
