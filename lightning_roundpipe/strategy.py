@@ -89,6 +89,8 @@ class RoundPipeStrategy(RankStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
+            and rounded once. None is the dtype of the weights.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -123,6 +125,7 @@ class RoundPipeStrategy(RankStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        reduce_dtype: Literal["bf16"] | None = None,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -156,6 +159,7 @@ class RoundPipeStrategy(RankStrategy):
             trace=trace,
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
+            reduce_dtype=reduce_dtype,
         )
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)

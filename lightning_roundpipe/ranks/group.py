@@ -81,12 +81,14 @@ class RankGroup:
         """Returns when all ranks have come here; otherwise as :meth:`exchange`."""
         self.exchange([], what)
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         """Makes a tensor on the host the sum of those of all ranks, to the same bits on all; one thread at a time.
 
         Args:
-            tensor: contiguous, of the same size on all ranks.
+            tensor: flat and contiguous, of the same size on all ranks.
             what: for messages.
+            wire: lower dtype to travel in, the sum as well as its parts, which are added up in float32; None for that
+                of the tensor, in which they are added up then.
 
         Raises:
             RankError: if another rank has failed, or does not come in time.
@@ -213,8 +215,21 @@ class ManyRanks(RankGroup):
             if self.rank != source:
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
-        self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+        if wire is None:
+            self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+            return
+        # Each rank adds up one piece of the tensor, which all send to it, and sends the sum to all.
+        size = -(-tensor.numel() // self.size)
+        mine = torch.zeros(self.size * size, dtype=wire)
+        mine[: tensor.numel()] = tensor
+        parts = torch.empty_like(mine)
+        self.wait(lambda: dist.all_to_all_single(parts, mine, group=self._gradients, async_op=True), what)
+        total = parts[:size].float()
+        for part in torch.split(parts, size)[1:]:
+            total += part
+        self.wait(lambda: dist.all_gather_into_tensor(mine, total.to(wire), group=self._gradients, async_op=True), what)
+        tensor.copy_(mine[: tensor.numel()])
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)

@@ -163,6 +163,13 @@ CASES = {
     "mixed precision with copies": Case(
         Mean, {"precision": "bf16-mixed"}, {"virtual_copies": True}, {"rtol": 0.1, "atol": 0.02}
     ),
+    "bf16 between ranks": Case(Mean, options={"reduce_dtype": "bf16"}, tolerances={"rtol": 0.1, "atol": 0.01}),
+    "low precision": Case(
+        Weighed,
+        {"precision": "bf16-true"},
+        {"loss_weight": weight_of},
+        {"rtol": 0.1, "atol": 0.02, "of_largest": 0.1},
+    ),
     "no loss on some ranks": Case(Skipping),
     "adversaries": Case(Adversaries),
     "accumulated by hand": Case(Accumulating),
@@ -230,9 +237,7 @@ def trained_on_a_rank(name: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_device_with_the_batches_of_all(
-    forks: Forks, tmp_path: Path, name: str, size: int
-) -> None:
+def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_path: Path, name: str, size: int) -> None:
     case = CASES[name]
     expected = train(case, "plain", batches(size, has_labels=case.make is Tokens))
     assert expected["steps"] > 0
@@ -243,7 +248,7 @@ def test_ranks_train_as_one_device_with_the_batches_of_all(
             assert torch.equal(value, found[0]["state"][parameter]), parameter
 
 
-# --- the same bits ---------------------------------------------------------------------------------------------------
+# --- the same bits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["label tokens with copies", "frozen parts"])
@@ -260,7 +265,7 @@ def trained_in_fixed_order(name: str) -> dict[str, Any]:
     return trained_on_a_rank(name, deterministic=True)
 
 
-# --- ranks that do different things ------------------------------------------------------------------------------------
+# --- ranks that do different things -------------------------------------------------------------------------------
 
 
 class Differing(Mean):

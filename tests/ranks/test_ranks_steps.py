@@ -1,4 +1,4 @@
-"""Training steps on one of two ranks, whose other one has the same batches: what travels when, and what is run again."""
+"""Training steps on one rank, beside others with the same batches: what travels when, and what is run again."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_gradients_of_the_last_units_travel_while_the_backward_of_the_first_wait
     gone = threading.Event()
 
     class Rank(EchoRank):
-        def add_up(self, tensor: Tensor, what: str) -> None:
-            super().add_up(tensor, what)
+        def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+            super().add_up(tensor, what, wire)
             if what.startswith("gradients of body.2.0.weight in training step 2"):
                 gone.set()
 
@@ -180,8 +180,8 @@ def test_a_step_that_others_have_gradients_of_is_not_run_again() -> None:
     gone = threading.Event()
 
     class Rank(EchoRank):
-        def add_up(self, tensor: Tensor, what: str) -> None:
-            super().add_up(tensor, what)
+        def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+            super().add_up(tensor, what, wire)
             if what.startswith("gradients of head.bias in training step 1"):
                 gone.set()
 
@@ -194,7 +194,7 @@ def test_a_step_that_others_have_gradients_of_is_not_run_again() -> None:
             raise DeviceOutOfMemoryError("there is no room")
 
     module.in_backward = in_backward
-    with pytest.raises(DeviceOutOfMemoryError, match="other ranks have some of its gradients already.*no room"):
+    with pytest.raises(DeviceOutOfMemoryError, match=r"other ranks have some of its gradients already.*no room"):
         fit(module, Rank(), num_microbatches="auto", options=LIMITED)
 
 

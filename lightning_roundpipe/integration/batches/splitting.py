@@ -68,7 +68,11 @@ class Batches:
 
 
 class BatchSplitter:
-    """Splits the batches of one run as its module and its options want it; ``has_others`` as of :class:`LossWeights`."""
+    """Splits the batches of one run as its module and its options want it.
+
+    Args:
+        has_others: see :class:`LossWeights`.
+    """
 
     def __init__(
         self,

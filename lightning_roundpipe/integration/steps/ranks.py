@@ -26,6 +26,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from ...ranks.group import RankGroup
@@ -33,6 +34,9 @@ from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
 from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
+
+# What gradients travel in, by the option of the strategy.
+WIRES = {None: None, "bf16": torch.bfloat16}
 
 
 class RankSteps:
@@ -43,11 +47,13 @@ class RankSteps:
         has_local: whether what was added up last has gradients of earlier steps in it.
     """
 
-    def __init__(self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter) -> None:
+    def __init__(
+        self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter, wire: torch.dtype | None = None
+    ) -> None:
         self.group = group
         self._scan = scan
         self._splitter = splitter
-        self._reduction = Reduction(group, scan.parameters)
+        self._reduction = Reduction(group, scan.parameters, wire)
         self._blocks = threading.local()
         self._what = ""
         self._share: float | None = None
