@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_roundpipe.integration import overlap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 5
@@ -230,9 +230,7 @@ def trained_on_a_rank(name: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_device_with_the_batches_of_all(
-    forks: Forks, tmp_path: Path, name: str, size: int
-) -> None:
+def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_path: Path, name: str, size: int) -> None:
     case = CASES[name]
     expected = train(case, "plain", batches(size, has_labels=case.make is Tokens))
     assert expected["steps"] > 0
