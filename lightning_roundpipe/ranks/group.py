@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import Mailbox, RankError, failure_of, place_of_this_process
+from .failures import Failure, Mailbox, RankError, failure_of, place_of_this_process
 
 # Numbers that ranks tell each other in one message; more take a second one.
 _RECORD = 32
@@ -37,6 +37,8 @@ _RECHECK = timedelta(seconds=0.2)
 # A rank that has waited for so long leaves word of it, so that those who are missing can be named.
 _TOLD_AFTER_S = 1.0
 _LATE_S = 0.5
+# The longest time after which it looks after the next rank again.
+_LOOKED_AFTER_S = 30.0
 
 
 class RankGroup:
@@ -149,6 +151,7 @@ class ManyRanks(RankGroup):
         self._store = dist.PrefixStore("waits", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._timeout_s = timeout.total_seconds()
         self._mailbox: Mailbox | None = None
+        self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._gradients = dist.new_group(backend="gloo", timeout=timeout)
         self._open_mailbox(main_address)
@@ -241,7 +244,9 @@ class ManyRanks(RankGroup):
 
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         start = time.monotonic()
-        is_told = False
+        is_told, is_suspect, look_after_s = False, False, _TOLD_AFTER_S
+        if self._is_closed:
+            self.check(what)
         try:
             work = begin()
         except RuntimeError as error:
@@ -259,6 +264,22 @@ class ManyRanks(RankGroup):
                     is_told = self._tell(what)
                 if waited_s > self._timeout_s:
                     raise self._late(what) from error
+                if waited_s > look_after_s:
+                    is_suspect = self._look_after_next(is_suspect, what)
+                    look_after_s = waited_s + min(waited_s, _LOOKED_AFTER_S)
+
+    def _look_after_next(self, is_suspect: bool, what: str) -> bool:
+        """Whether the next rank has not answered; for the second time, if it is a suspect, it is gone.
+
+        Raises:
+            RankError: if it is gone.
+        """
+        if (mailbox := self._mailbox) is None:
+            return False
+        failure = mailbox.look_after(self.rank, is_suspect)
+        if failure is not None:
+            raise self._of(failure, what)
+        return mailbox.is_silent
 
     def _tell(self, what: str) -> bool:
         """Leaves word of what this rank waits for."""
@@ -281,14 +302,21 @@ class ManyRanks(RankGroup):
             raise self.explain(error, what) from error
 
     def check(self, what: str) -> None:
+        if self._is_closed:
+            raise RankError(f"rank {self.rank} has left the others, and waits no longer for {what}")
         failure = None if self._mailbox is None else self._mailbox.look()
         if failure is not None:
-            raise RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            raise self._of(failure, what)
+
+    def _of(self, failure: Failure, what: str) -> RankError:
+        return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
 
     def explain(self, error: BaseException, what: str) -> BaseException:
+        if isinstance(error, RankError):
+            return error
         failure = None if self._mailbox is None else self._mailbox.find_out(self.rank)
         if failure is not None:
-            return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            return self._of(failure, what)
         if "imed out" in str(error):
             return self._late(what)
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
@@ -306,6 +334,7 @@ class ManyRanks(RankGroup):
 
     def close(self, error: BaseException | None = None) -> None:
         mailbox, self._mailbox = self._mailbox, None
+        self._is_closed = True
         if mailbox is None:
             return
         if error is not None:
