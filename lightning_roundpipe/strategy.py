@@ -89,6 +89,8 @@ class RoundPipeStrategy(RankStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
+            and rounded once. None is the dtype of the weights.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -123,6 +125,7 @@ class RoundPipeStrategy(RankStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        reduce_dtype: Literal["bf16"] | None = None,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -156,6 +159,7 @@ class RoundPipeStrategy(RankStrategy):
             trace=trace,
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
+            reduce_dtype=reduce_dtype,
         )
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
@@ -329,6 +333,8 @@ class RoundPipeStrategy(RankStrategy):
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
         if self._steps is not None:
             self._steps.arrives(batch)
+            if self._module.trainer.training:
+                self._loaders.arrives()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -337,13 +343,21 @@ class RoundPipeStrategy(RankStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         self.share_buffers()
+        self.steps.ranks.has_data = self._loaders.has_data
         num_batches = self._module.trainer.accumulate_grad_batches
-        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.world_size > 1)
+        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)
         with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(result.outputs, batches, result.gradients, scale, is_final=self.steps.ranks.has_local)
+        return merged_step(
+            result.outputs,
+            batches,
+            result.gradients,
+            scale,
+            is_final=self.steps.ranks.has_local,
+            must_go_on=self.is_distributed,
+        )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -4,6 +4,7 @@
 - :mod:`batches`: from a batch to weighted micro-batches, and from their results to those of the batch.
 - :mod:`rank_strategy`, :mod:`launcher`, :mod:`checks`: what Lightning asks of a strategy beside steps, the processes of
   a run, and what is refused before it.
+- :mod:`uneven_loaders`: training loaders of ranks that have different numbers of batches.
 - :mod:`overlap`: updates behind the pipeline.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of
   models, Lightning's profilers.

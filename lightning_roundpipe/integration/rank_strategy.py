@@ -32,14 +32,17 @@ from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..options import check_count
+from ..options import RoundPipeOptions, check_count
 from ..ranks.environment import Place, connect, own_devices
+from ..ranks.failures import is_lost_connection
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.model import SharedBuffers, share_state
+from ..usercode.lock import current
 from .checks import check_has_data, check_modes, check_precision, note_layer_sync
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .launcher import RankLauncher, place_in, ranks_here
 from .profiling import adapt, profiler_of, restore
+from .uneven_loaders import UnevenLoaders
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -58,6 +61,8 @@ class RankStrategy(ParallelStrategy):
         process_group_backend: of the default group of ``torch.distributed``.
         timeout: of each wait for other ranks; None for 30 minutes.
     """
+
+    options: RoundPipeOptions
 
     def __init__(
         self,
@@ -87,6 +92,8 @@ class RankStrategy(ParallelStrategy):
         self._own_devices: list[torch.device] | None = None
         self._buffers = SharedBuffers()
         self._num_reductions = itertools.count()
+        self._loaders = UnevenLoaders()
+        self._is_training_loader = False
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
@@ -120,11 +127,13 @@ class RankStrategy(ParallelStrategy):
             RankError: if they do not come.
             ValueError: if this machine has fewer devices than ranks.
         """
-        if not self.is_distributed or self._group is not ALONE:
+        if not self.is_distributed:
+            return
+        reset_seed()
+        if self._group is not ALONE:
             return
         environment = self.cluster_environment
         assert environment is not None
-        reset_seed()
         check = self._launcher.check if isinstance(self._launcher, RankLauncher) else lambda: None
         host, port = environment.main_address, environment.main_port
         self._group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
@@ -185,6 +194,7 @@ class RankStrategy(ParallelStrategy):
         """A tensor over all ranks; anything else as it is."""
         if self._group is ALONE or not isinstance(tensor, Tensor):
             return tensor
+        self._check_is_once("reduce")
         what = f"reduction {next(self._num_reductions)} of a value over ranks"
         if group is not None:
             with self._group.explained(what):
@@ -201,22 +211,56 @@ class RankStrategy(ParallelStrategy):
         """The tensors of all ranks, stacked; the tensor itself in a run of one process."""
         if self._group is ALONE:
             return tensor
+        self._check_is_once("all_gather")
         with self._group.explained("a tensor that is gathered from all ranks"):
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Returns when all ranks have come here."""
+        """Returns when all ranks have come here. Lightning announces new loaders so."""
+        self._check_is_once("barrier")
         self._group.barrier(f"the barrier {name!r}")
+        if name is not None and name.endswith("_dataloader()"):
+            self._is_training_loader = name == "train_dataloader()"
+            if self._is_training_loader:
+                self._loaders.forget()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader, which for training gives as many batches on all ranks; see [Note: uneven inputs]."""
+        if self._group is ALONE or not self._is_training_loader:
+            return dataloader
+        return self._loaders.wrapped(dataloader, self._group)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``."""
+        self._check_is_once("broadcast")
         return cast(T, self._group.broadcast(obj, f"an object of rank {src}", src))
 
+    def _check_is_once(self, name: str) -> None:
+        """Micro-batches of a step run side by side, in an order that differs from rank to rank.
+
+        Raises:
+            MisconfigurationException: for what waits for other ranks in the step of a micro-batch.
+        """
+        if self._group is not ALONE and current() is not None and self.options.num_microbatches != 1:
+            raise MisconfigurationException(
+                f"{name} waits for the other ranks, and is called in a step, which runs once for each micro-batch, in "
+                "an order that differs from rank to rank. Call it in a hook around the step, such as "
+                "on_train_batch_end or on_validation_batch_end, or use RoundPipeStrategy(num_microbatches=1)"
+            )
+
     def _leave_ranks(self, error: BaseException) -> None:
-        """Tells the others of an error. The next run would have to meet them again."""
+        """Tells the others of an error. The next run would have to meet them again.
+
+        An error of ``torch.distributed`` gets a text that says which rank has failed.
+        """
         group, self._group = self._group, ALONE
+        if group is not ALONE and is_lost_connection(error):
+            told = group.explain(error, "something that is no part of the strategy")
+            error.args = (f"{error}\n\n{told}",)
+            error = told
         group.close(error)
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------

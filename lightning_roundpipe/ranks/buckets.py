@@ -11,14 +11,17 @@ copied into a buffer, and back. What a rank has no gradient for is zero there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from .group import RankGroup
+
 # Of a bucket: large enough for the network to be busy, small enough to leave while the backward goes on.
 BUCKET_BYTES = 25 * 2**20
+_HALF = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class Sender:
     """Adds buckets up over ranks; used by one thread at a time.
 
     Args:
-        add_up: makes a flat tensor the sum of those of all ranks.
+        wire: dtype in which gradients in float32 travel; None for their own. Lower ones travel in theirs, and are added
+            up in float32 all the same.
     """
 
-    def __init__(self, add_up: Callable[[Tensor, str], None]) -> None:
-        self._add_up = add_up
+    def __init__(self, group: RankGroup, wire: torch.dtype | None = None) -> None:
+        self._group = group
+        self._wire = wire
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def send(self, bucket: Bucket, sums: dict[nn.Parameter, Tensor], what: str) -> None:
@@ -85,6 +90,10 @@ class Sender:
                     continue
                 known = sums[piece.master] = zeros_for(piece.master)
             flat(known)[piece.start : piece.stop].copy_(part)
+
+    def _add_up(self, flat: Tensor, what: str) -> None:
+        wire = flat.dtype if flat.dtype.itemsize == _HALF else self._wire if flat.dtype == torch.float32 else None
+        self._group.add_up(flat, what, wire)
 
     def _buffer(self, bucket: Bucket) -> Tensor:
         dtype = _real(bucket[0].master.dtype)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import Mailbox, RankError, failure_of, place_of_this_process
+from .failures import Failure, Mailbox, RankError, failure_of, place_of_this_process
 
 # Numbers that ranks tell each other in one message; more take a second one.
 _RECORD = 32
@@ -37,6 +37,8 @@ _RECHECK = timedelta(seconds=0.2)
 # A rank that has waited for so long tells it, so that those who are missing can be named.
 _TOLD_AFTER_S = 1.0
 _LATE_S = 0.5
+# The longest time after which it looks after the next rank again.
+_LOOKED_AFTER_S = 30.0
 
 
 class RankGroup:
@@ -81,12 +83,14 @@ class RankGroup:
         """Returns when all ranks have come here; otherwise as :meth:`exchange`."""
         self.exchange([], what)
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         """Makes a tensor on the host the sum of those of all ranks, to the same bits on all; one thread at a time.
 
         Args:
-            tensor: contiguous, of the same size on all ranks.
+            tensor: flat and contiguous, of the same size on all ranks.
             what: for messages.
+            wire: lower dtype to travel in, the sum as well as its parts, which are added up in float32; None for that
+                of the tensor, in which they are added up then.
 
         Raises:
             RankError: if another rank has failed, or does not come in time.
@@ -146,6 +150,7 @@ class ManyRanks(RankGroup):
         self._owns_default = owns_default
         self._timeout_s = timeout.total_seconds()
         self._mailbox: Mailbox | None = None
+        self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._gradients = dist.new_group(backend="gloo", timeout=timeout)
         self._open_mailbox(main_address)
@@ -212,8 +217,21 @@ class ManyRanks(RankGroup):
             if self.rank != source:
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
-        self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+        if wire is None:
+            self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+            return
+        # Each rank adds up one piece of the tensor, which all send to it, and sends the sum to all.
+        size = -(-tensor.numel() // self.size)
+        mine = torch.zeros(self.size * size, dtype=wire)
+        mine[: tensor.numel()] = tensor
+        parts = torch.empty_like(mine)
+        self.wait(lambda: dist.all_to_all_single(parts, mine, group=self._gradients, async_op=True), what)
+        total = parts[:size].float()
+        for part in torch.split(parts, size)[1:]:
+            total += part
+        self.wait(lambda: dist.all_gather_into_tensor(mine, total.to(wire), group=self._gradients, async_op=True), what)
+        tensor.copy_(mine[: tensor.numel()])
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
@@ -226,7 +244,7 @@ class ManyRanks(RankGroup):
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         self.check(what)
         start = time.monotonic()
-        is_told = False
+        is_told, is_suspect, look_after_s = False, False, _TOLD_AFTER_S
         try:
             work = begin()
         except RuntimeError as error:
@@ -245,6 +263,22 @@ class ManyRanks(RankGroup):
                     is_told = True
                 if waited_s > self._timeout_s:
                     raise self._late(what) from error
+                if waited_s > look_after_s:
+                    is_suspect = self._look_after_next(is_suspect, what)
+                    look_after_s = waited_s + min(waited_s, _LOOKED_AFTER_S)
+
+    def _look_after_next(self, is_suspect: bool, what: str) -> bool:
+        """Whether the next rank has not answered; for the second time, if it is a suspect, it is gone.
+
+        Raises:
+            RankError: if it is gone.
+        """
+        if (mailbox := self._mailbox) is None:
+            return False
+        failure = mailbox.look_after(self.rank, is_suspect)
+        if failure is not None:
+            raise self._of(failure, what)
+        return mailbox.is_silent
 
     def _result(self, work: Any, what: str) -> None:
         """What has come of a collective: it may have ended well since a piece of the wait was over."""
@@ -254,14 +288,21 @@ class ManyRanks(RankGroup):
             raise self.explain(error, what) from error
 
     def check(self, what: str) -> None:
+        if self._is_closed:
+            raise RankError(f"rank {self.rank} has left the others, and waits no longer for {what}")
         failure = None if self._mailbox is None else self._mailbox.look()
         if failure is not None:
-            raise RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            raise self._of(failure, what)
+
+    def _of(self, failure: Failure, what: str) -> RankError:
+        return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
 
     def explain(self, error: BaseException, what: str) -> BaseException:
+        if isinstance(error, RankError):
+            return error
         failure = None if self._mailbox is None else self._mailbox.find_out(self.rank)
         if failure is not None:
-            return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            return self._of(failure, what)
         if "imed out" in str(error):
             return self._late(what)
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
@@ -284,6 +325,7 @@ class ManyRanks(RankGroup):
 
     def close(self, error: BaseException | None = None) -> None:
         mailbox, self._mailbox = self._mailbox, None
+        self._is_closed = True
         if mailbox is None:
             return
         if error is not None:

@@ -97,16 +97,22 @@ class Reduction:
 
     Args:
         parameters: gives the weights with their names, in the order of the module.
+        wire: dtype in which gradients travel, see :class:`Sender`.
 
     Attributes:
         weights: name -> weight, from the last one of the module to the first.
         early_buckets: what goes early in the next step.
     """
 
-    def __init__(self, group: RankGroup, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        wire: torch.dtype | None = None,
+    ) -> None:
         self.group = group
         self._parameters = parameters
-        self.sender = Sender(group.add_up)
+        self.sender = Sender(group, wire)
         self._worker = Worker(1)
         self.weights: dict[str, nn.Parameter] = {}
         self._names: dict[nn.Parameter, str] = {}

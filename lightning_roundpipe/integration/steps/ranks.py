@@ -26,33 +26,41 @@ import threading
 from collections.abc import Iterator, Mapping
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
-from ..batches.loss_weight import share_of
+from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
+
+# What gradients travel in, by the option of the strategy.
+WIRES = {None: None, "bf16": torch.bfloat16}
 
 
 class RankSteps:
     """See [Note: steps over ranks]. For the thread of the Trainer, but for :meth:`blocked` and :attr:`is_blocked`.
 
     Attributes:
+        has_data: whether the batch of the next step is one of the rank's own; otherwise it has no weight.
         has_local: whether what was added up last has gradients of earlier steps in it.
     """
 
-    def __init__(self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter) -> None:
+    def __init__(
+        self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter, wire: torch.dtype | None = None
+    ) -> None:
         self.group = group
         self._scan = scan
         self._splitter = splitter
-        self._reduction = Reduction(group, scan.parameters)
+        self._reduction = Reduction(group, scan.parameters, wire)
         self._blocks = threading.local()
         self._what = ""
         self._share: float | None = None
         self._local: Gradients = {}
         self._handed_out: list[nn.Parameter] = []
         self._num_backwards = 0
+        self.has_data = True
         self.has_local = False
 
     @contextlib.contextmanager
@@ -83,6 +91,8 @@ class RankSteps:
         self._local = self._take_local() if adds_up else {}
         try:
             yield
+            if not module.automatic_optimization:  # ranks may have called manual_backward more or less often
+                self.group.barrier(f"the end of {self._what}")
         except BaseException:
             self._reduction.put_back(self._local)
             raise
@@ -99,8 +109,9 @@ class RankSteps:
             return 1.0
         if self._share is None:
             kind = " without a sum over ranks" if self.is_blocked else ""
-            facts = self._reduction.agree(self._splitter.facts_of(batches), self._what + kind)
-            self._share = share_of(self.group.rank, facts)
+            mine = self._splitter.facts_of(batches) if self.has_data else [0.0] * NUM_FACTS
+            facts = self._reduction.agree(mine, self._what + kind)
+            self._share = share_of(self.group.rank, facts) if self.has_data else 0.0
         return self._share
 
     def begin(self, module: pl.LightningModule) -> StepReduction | None:
