@@ -23,7 +23,8 @@ so, the shortest stages there can be, single calls, are tried as well.
 
 Where nothing has to travel and all devices are alike, no cost is needed to choose: the numbers of micro-batches and
 devices alone decide, so that gradients are added up in the same order whatever was measured. r is the largest number
-that divides the devices into rings and the micro-batches of each round into equal groups.
+that divides the devices into rings and the micro-batches of each round into equal groups. (Of the round sizes only the
+first one is taken then, so that a plan may be a little slower than one without splits and in other rounds.)
 
 Devices without a memory limit are the host's own cores, and what is kept on them takes the memory of the host, of which
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
@@ -74,13 +75,15 @@ class Split(NamedTuple):
 
     Attributes:
         most: Devices for any stage, in the middle of the step.
-        load: How long a stage run computes at least, over the time for which its weights or gradients travel.
+        load: How long a stage run with gradients computes at least, over the time for which they or weights travel.
+        forward_load: The same for one without gradients.
         fills, drains: How many stages from the begin, or from the end, are on all devices; as many are on half of them,
             then on a third, and so on.
     """
 
     most: int
     load: float = 0.0
+    forward_load: float = 0.0
     fills: int = 0
     drains: int = 0
 
@@ -180,9 +183,11 @@ class Score:
         num_devices, num_stages = min(self.num_devices, round_size), len(costs)
         most = min(split.most, num_devices)
         counts = [most] * num_stages
-        if split.load > 0 and math.isfinite(self._lane_bytes_per_ms):
+        loads = split.forward_load, split.load
+        if any(loads) and math.isfinite(self._lane_bytes_per_ms):
             for stage, cost in enumerate(costs):
-                travel_ms = split.load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
+                load = loads[cost.gradient_bytes > 0]
+                travel_ms = load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
                 if travel_ms * most > round_size * cost.duration_ms:
                     counts[stage] = self._even[max(1, int(round_size * cost.duration_ms / travel_ms))]
         for ends, order in ((split.fills, 1), (split.drains, -1)):
@@ -377,8 +382,9 @@ def _try_splits(score: Score, starts: Sequence[Candidate]) -> None:
         now = start
         most = [count for count in range(score.num_devices, 1, -1) if score.num_devices % count == 0]
         for others in (
-            [{"load": load} for load in _LOADS] if score.has_links else [],
+            [{"load": load, "forward_load": load} for load in _LOADS] if score.has_links else [],
             [{"most": count} for count in most],
+            [{"forward_load": load} for load in (0.0, *_LOADS)] if score.has_links else [],
             [{"fills": fills, "drains": drains} for fills in (0, 1, 2) for drains in (0, 1, 2) if fills or drains],
         ):
             base = now.split if now.split.most > 1 else Split(score.num_devices)
