@@ -30,9 +30,9 @@ Devices without a memory limit are the host's own cores, and what is kept on the
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
 stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
 
-The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there. If
-splits do not save clearly more than the search could have missed, plans without them are searched as if there were no
-others, and the faster one wins.
+The host's memory, links that devices share and the network are known to `simulate` alone: then the fastest few are run
+there. If splits do not save clearly more than the search could have missed, plans without them are searched as if there
+were no others, and the faster one wins.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class Score:
     def best(self, split: Split | None = None) -> tuple[Candidate, float]:
         """The fastest candidate, of those that are split in a way if one is given, and its simulated time in ms."""
         ranked = [candidate for candidate in self.ranked() if split in (None, candidate.split)]
-        if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
+        machine = self._machine
+        if math.isinf(machine.host_bytes_per_ms) and not machine.shared_links and machine.num_ranks == 1:
             return ranked[0], self._tried[ranked[0]][0]
         formula = next(iter(self._tried))
         num_actions = len(self._costs(ranked[0])) * self.num_microbatches
