@@ -50,7 +50,8 @@ that split no stage. over_total_speed is the step over the work divided by the s
 ideal_over_total_speed the same in the simulator.
 scaling: one model on 1, 2, 4 and 8 devices, its times divided by 8 over their number.
 unequal_devices: virtual devices of speeds below 1 are busy for longer than their units wait; the engine measures the
-speeds in the steps before those that count. Without splits each stage still goes to the device that would end it first.
+speeds in the steps before those that count. Times are those on 8 devices. Without splits each stage still goes to the
+device that would end it first.
 paper_models: the layers and heads of the paper's table of profiles (tests/planning/paper.py, forward and backward in
 ms), all times multiplied by time_factor, the largest power of 1/2 with which every device has at most max_work_ms to
 do. M micro-batches in one round. ideal_bubble_with_hops is the schedule that ran, simulated with the table's hop times
@@ -328,7 +329,8 @@ class OtherDevices:
 
     def __init__(self, name: str, num_devices: int, speeds: Sequence[float] | None, *, may_split: bool = True) -> None:
         profile = MODELS[name].profile()
-        profile = scaled(profile, time_factor(profile) * num_devices / NUM_DEVICES)
+        share = 1.0 if speeds else num_devices / NUM_DEVICES
+        profile = scaled(profile, share * time_factor(profile))
         self._name, self._speeds, self._may_split = name, speeds, may_split
         self.case = Case(
             profile,

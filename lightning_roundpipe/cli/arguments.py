@@ -132,6 +132,9 @@ _MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...]
         *("--optimizer-rate", "optimizer_bytes_per_ms", parse_bandwidth, math.inf, "RATE"),
         "bytes of gradients that the optimizer on the host works off, such as 4GB/s",
     ),
+    ("--ranks", "num_ranks", parse_count, 1, "N", "machines like this one that add up their gradients"),
+    ("--network", "network_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "of a rank, each way, such as 1.25GB/s"),
+    ("--network-latency", "network_latency_ms", parse_duration, 0.0, "TIME", "from one rank to another, such as 50us"),
     (
         *("--hop-ms", "hop_ms", parse_ms, 0.0, "MS"),
         "how long a micro-batch is under way from one device to the next, beside the copies above",

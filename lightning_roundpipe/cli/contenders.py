@@ -19,7 +19,6 @@ from lightning_roundpipe.planning import (
     looped_bfs,
     one_f_one_b,
     plan_training,
-    round_robin,
     simulate,
     stage_costs,
 )
@@ -173,14 +172,7 @@ def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
 
 
 def _simulate_steps(case: Case, plan: StepPlan, num_steps: int, optimizer: Optimizer) -> Simulation:
-    schedule = round_robin(
-        plan.partition.num_stages,
-        case.num_microbatches,
-        case.machine.num_devices,
-        round_size=case.round_size,
-        splits=plan.splits,
-        num_steps=num_steps,
-    )
+    schedule = plan.schedule(case.profile, case.machine, case.num_microbatches, hop_ms=case.hop_ms, num_steps=num_steps)
     return simulate(
         schedule,
         stage_costs(plan.partition, case.profile),

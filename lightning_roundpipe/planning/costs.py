@@ -242,6 +242,9 @@ class Machine:
         optimizer_bytes_per_ms: Speed of the optimizer on the host: bytes of gradients that it consumes per ms.
         devices: What holds for each device, instead of the memory and the bandwidths above; empty if all are alike.
         shared_links: Parts of the ways to the host that several devices share.
+        num_ranks: Machines like this one that add up their gradients over a network, this one included.
+        network_bytes_per_ms: Bandwidth of a rank's network in each direction (10 Gbit/s = 1.25e6 bytes/ms).
+        network_latency_ms: Time in ms of a message from one rank to another.
 
     Raises:
         ValueError: If a number is out of range; the message names the field.
@@ -256,12 +259,16 @@ class Machine:
     optimizer_bytes_per_ms: float = math.inf
     devices: tuple[DeviceTraits, ...] = ()
     shared_links: tuple[SharedLink, ...] = ()
+    num_ranks: int = 1
+    network_bytes_per_ms: float = math.inf
+    network_latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "shared_links", tuple(self.shared_links))
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be >= 1, got {self.num_devices}: pass how many there are.")
+        for name in ("num_devices", "num_ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}: pass how many there are.")
         if len(self.devices) not in (0, self.num_devices):
             raise ValueError(
                 f"devices has {len(self.devices)} entries for num_devices={self.num_devices}: pass one for each, or "
@@ -271,11 +278,11 @@ class Machine:
             if not all(0 <= device < self.num_devices for device in link.devices):
                 raise ValueError(f"{link} names a device that is not one of {self.num_devices}: correct its devices.")
         _check_memory("device_memory_bytes", self.device_memory_bytes)
-        if not (math.isfinite(self.transfer_latency_ms) and self.transfer_latency_ms >= 0):
-            raise ValueError(
-                f"transfer_latency_ms must be a finite number of ms >= 0, got {self.transfer_latency_ms}: pass 0.01 "
-                "for 10 microseconds."
-            )
+        for name in ("transfer_latency_ms", "network_latency_ms"):
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+                raise ValueError(
+                    f"{name} must be a finite number of ms >= 0, got {value}: pass 0.01 for 10 microseconds."
+                )
         for name in (field.name for field in fields(self) if field.name.endswith("_per_ms")):
             _check_bandwidth(name, getattr(self, name))
 
@@ -299,6 +306,11 @@ class Machine:
         )
         devices = tuple(self.devices[index] for index in indices) if self.devices else ()
         return replace(self, num_devices=len(indices), devices=devices, shared_links=tuple(shared))
+
+    def all_reduce_ms(self, num_bytes: int) -> float:
+        """Return the time in ms in which all ranks add up so many bytes each, in a ring: twice around it."""
+        ways = 2 * (self.num_ranks - 1)
+        return ways * (self.network_latency_ms + num_bytes / self.num_ranks / self.network_bytes_per_ms)
 
     @functools.cached_property
     def memories(self) -> tuple[int, ...]:

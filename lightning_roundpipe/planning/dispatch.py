@@ -44,13 +44,14 @@ def dispatch(
     round_size: int | None = None,
     hop_ms: float = 0.0,
     first_device: int = 0,
+    num_steps: int = 1,
 ) -> Schedule:
-    """Build the schedule of one step; see [Note: dispatch].
+    """Build the schedule of a step, or of several alike; see [Note: dispatch].
 
     Args:
         costs: One cost per stage. Where all devices are alike they have no influence.
         machine, hop_ms: As for `simulate`.
-        num_microbatches, round_size: As for `round_robin`.
+        num_microbatches, round_size, num_steps: As for `round_robin`.
         splits: For each stage the most devices that it is on at a time, at least 1. More than there are mean all.
         first_device: Where devices that are alike begin to take turns.
 
@@ -59,11 +60,22 @@ def dispatch(
     """
     splits = within(splits, machine)
     if machine.is_uniform:
-        counts = len(costs), num_microbatches, machine.num_devices
-        return round_robin(*counts, round_size=round_size, splits=splits, first_device=first_device)
+        return round_robin(
+            len(costs),
+            num_microbatches,
+            machine.num_devices,
+            round_size=round_size,
+            splits=splits,
+            first_device=first_device,
+            num_steps=num_steps,
+        )
     clock = _ListClock(costs, machine, hop_ms, num_microbatches)
     clock.run(splits, list(_rounds(num_microbatches, round_size)))
-    return Schedule(len(costs), num_microbatches, tuple(map(tuple, clock.actions)))
+    begins = range(0, num_steps * num_microbatches, num_microbatches)
+    devices = [
+        [Action(a.stage_index, begin + a.microbatch_index) for begin in begins for a in r] for r in clock.actions
+    ]
+    return Schedule(len(costs), num_steps * num_microbatches, tuple(map(tuple, devices)))
 
 
 def dispatch_ms(

@@ -52,8 +52,9 @@ class StepPlan:
         *,
         hop_ms: float = 0.0,
         first_device: int = 0,
+        num_steps: int = 1,
     ) -> Schedule:
-        """Return the schedule of a step; see [Note: dispatch] in ``dispatch``.
+        """Return the schedule of a step, or of several alike; see [Note: dispatch] in ``dispatch``.
 
         Args:
             profile: The costs of the calls, which decide where devices are not all alike.
@@ -61,6 +62,7 @@ class StepPlan:
             num_microbatches: Micro-batches of this step, which may be others than those planned for.
             hop_ms: As for `plan_training`.
             first_device: Where devices that are alike begin to take turns.
+            num_steps: As for `round_robin`.
         """
         return dispatch(
             stage_costs(self.partition, profile),
@@ -70,6 +72,7 @@ class StepPlan:
             round_size=self.round_size,
             hop_ms=hop_ms,
             first_device=first_device,
+            num_steps=num_steps,
         )
 
     def next_first_device(self, machine: Machine, num_microbatches: int, first_device: int) -> int:

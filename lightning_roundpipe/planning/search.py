@@ -23,15 +23,16 @@ so, the shortest stages there can be, single calls, are tried as well.
 
 Where nothing has to travel and all devices are alike, no cost is needed to choose: the numbers of micro-batches and
 devices alone decide, so that gradients are added up in the same order whatever was measured. r is the largest number
-that divides the devices into rings and the micro-batches of each round into equal groups.
+that divides the devices into rings and the micro-batches of each round into equal groups. (Of the round sizes only the
+first one is taken then, so that a plan may be a little slower than one without splits and in other rounds.)
 
 Devices without a memory limit are the host's own cores, and what is kept on them takes the memory of the host, of which
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
 stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
 
-The host's memory and links that devices share are known to `simulate` alone: then the fastest few are run there. If
-splits do not save clearly more than the search could have missed, plans without them are searched as if there were no
-others, and the faster one wins.
+The host's memory, links that devices share and the network are known to `simulate` alone: then the fastest few are run
+there. If splits do not save clearly more than the search could have missed, plans without them are searched as if there
+were no others, and the faster one wins.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class Split(NamedTuple):
 
     Attributes:
         most: Devices for any stage, in the middle of the step.
-        load: How long a stage run computes at least, over the time for which its weights or gradients travel.
+        load: How long a stage run with gradients computes at least, over the time for which they or weights travel.
+        forward_load: The same for one without gradients.
         fills, drains: How many stages from the begin, or from the end, are on all devices; as many are on half of them,
             then on a third, and so on.
     """
 
     most: int
     load: float = 0.0
+    forward_load: float = 0.0
     fills: int = 0
     drains: int = 0
 
@@ -180,9 +183,11 @@ class Score:
         num_devices, num_stages = min(self.num_devices, round_size), len(costs)
         most = min(split.most, num_devices)
         counts = [most] * num_stages
-        if split.load > 0 and math.isfinite(self._lane_bytes_per_ms):
+        loads = split.forward_load, split.load
+        if any(loads) and math.isfinite(self._lane_bytes_per_ms):
             for stage, cost in enumerate(costs):
-                travel_ms = split.load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
+                load = loads[cost.gradient_bytes > 0]
+                travel_ms = load * max(cost.weight_bytes, cost.gradient_bytes) / self._lane_bytes_per_ms
                 if travel_ms * most > round_size * cost.duration_ms:
                     counts[stage] = self._even[max(1, int(round_size * cost.duration_ms / travel_ms))]
         for ends, order in ((split.fills, 1), (split.drains, -1)):
@@ -238,15 +243,18 @@ class Score:
     def best(self, split: Split | None = None) -> tuple[Candidate, float]:
         """The fastest candidate, of those that are split in a way if one is given, and its simulated time in ms."""
         ranked = [candidate for candidate in self.ranked() if split in (None, candidate.split)]
-        if math.isinf(self._machine.host_bytes_per_ms) and not self._machine.shared_links:
+        machine = self._machine
+        if math.isinf(machine.host_bytes_per_ms) and not machine.shared_links and machine.num_ranks == 1:
             return ranked[0], self._tried[ranked[0]][0]
         formula = next(iter(self._tried))
         num_actions = len(self._costs(ranked[0])) * self.num_microbatches
         num_simulated = min(_NUM_SIMULATED, max(1, _NUM_SIMULATED_ACTIONS // num_actions))
-        finalists = dict.fromkeys((ranked[0], *ranked[1:num_simulated], formula))
-        times = {candidate: self._simulated_ms(candidate) for candidate in finalists}
-        best = min(finalists, key=times.__getitem__)
-        return best, times[best]
+        best, best_ms = ranked[0], self._simulated_ms(ranked[0])
+        for candidate in (*ranked[1:num_simulated], formula):
+            # With what is shared it takes at least as long as without.
+            if self._tried[candidate][0] < best_ms and (ms := self._simulated_ms(candidate)) < best_ms:
+                best, best_ms = candidate, ms
+        return best, best_ms
 
     def num_rings(self, round_size: int) -> int:
         """The most rings of equally many devices that equal groups of each round's micro-batches can have."""
@@ -377,8 +385,9 @@ def _try_splits(score: Score, starts: Sequence[Candidate]) -> None:
         now = start
         most = [count for count in range(score.num_devices, 1, -1) if score.num_devices % count == 0]
         for others in (
-            [{"load": load} for load in _LOADS] if score.has_links else [],
+            [{"load": load, "forward_load": load} for load in _LOADS] if score.has_links else [],
             [{"most": count} for count in most],
+            [{"forward_load": load} for load in (0.0, *_LOADS)] if score.has_links else [],
             [{"fills": fills, "drains": drains} for fills in (0, 1, 2) for drains in (0, 1, 2) if fills or drains],
         ):
             base = now.split if now.split.most > 1 else Split(score.num_devices)

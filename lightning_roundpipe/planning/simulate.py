@@ -20,6 +20,8 @@ arrived and the weights of its stage are there.
 - The host memory is one server for all weights and gradients under way, in the order in which they set off, and so is
   each link that devices share, in each direction. Where a stage has several stage runs in a step, the host adds their
   gradients up one by one: from the second one on, that reads the sum and the part, and writes the sum.
+- Ranks, each on a machine like this one, add up the gradients of one stage after the other over the network: those of
+  a stage when all of its stage runs have been added up here, and those of the stage before over the network.
 - The optimizer runs on the host after the last gradient of a step. A synchronous one holds up the next step. Behind an
   asynchronous one, step t waits for the update after step t - 2 only (staleness 1; RoundPipe paper, arXiv 2604.27085,
   section on the consistency protocol).
@@ -161,9 +163,10 @@ class _Run:
         schedule, num_microbatches = self.schedule, self.schedule.num_microbatches
         self.num_steps = num_microbatches // self.per_step
         self.cost_of = self._cost_by_action()
-        # Gradients come down once per stage run, but every parameter is updated once per step.
-        num_gradient_bytes = 0 if callable(self.costs) else sum(cost.gradient_bytes for cost in self.costs)
-        self.optimizer_ms = num_gradient_bytes / self.machine.optimizer_bytes_per_ms
+        # Gradients come down once per stage run, but every parameter is updated, and added up over ranks, once a step.
+        gradient_bytes = [] if callable(self.costs) else [cost.gradient_bytes for cost in self.costs]
+        self.optimizer_ms = sum(gradient_bytes) / self.machine.optimizer_bytes_per_ms
+        self.network_ms = [self.machine.all_reduce_ms(size) if size else 0.0 for size in gradient_bytes]
         self.host = _Server(self.machine.host_bytes_per_ms)
         shared = [self.host] if math.isfinite(self.machine.host_bytes_per_ms) else []
         lanes = [{"h2d": [*shared], "d2h": [*shared]} for _ in schedule.devices]
@@ -177,6 +180,7 @@ class _Run:
         ]
         self.sum_at: dict[tuple[int, int], float] = {}  # when the last gradients of a stage and step were added up
         self.added_bytes = 0
+        self.network_free = 0.0
         self.now, self.late_ms = 0.0, 0.0
         self.transfers: list[Span] = []
         # Per micro-batch: the end of its last action, the end of its last forward, its next stage.
@@ -349,10 +353,18 @@ class _Run:
         self.sum_at[key] = added_at
         return added_at
 
+    def _reduced_at(self, step: int) -> float:
+        """When the gradients of a step have been added up over all ranks."""
+        for stage, ms in enumerate(self.network_ms):
+            if ms:
+                self.network_free = max(self.network_free, self.sum_at[stage, step]) + ms
+        return self.network_free
+
     def _woken(self, device: _Device, action: Action, step: int) -> Iterable[int]:
         self.left[step] -= 1
         if self.left[step] == 0:
             before = self.updated[step - 1] if step else 0.0
+            self.done[step] = max(self.done[step], self._reduced_at(step))
             self.updated[step] = max(before, self.done[step]) + self.optimizer_ms
             return range(len(self.devices))
         if action.stage_index + 1 == self.schedule.num_stages:
@@ -391,10 +403,12 @@ class _Run:
         machine, steps, devices = self.machine, self.num_steps, self.devices
         work_ms = math.fsum(self.cost_of[action].duration_ms for row in self.schedule.devices for action in row)
         moved = sum(device.up_bytes + device.down_bytes for device in devices)
+        network = {"network": math.fsum(self.network_ms)} if machine.num_ranks > 1 else {}
         return {
             "compute": work_ms / math.fsum(device.traits.speed for device in devices) / steps,
             "h2d": max(device.up_bytes / device.traits.h2d_bytes_per_ms for device in devices) / steps,
             "d2h": max(device.down_bytes / device.traits.d2h_bytes_per_ms for device in devices) / steps,
             "host memory": (moved + self.added_bytes) / machine.host_bytes_per_ms / steps,
             "optimizer": self.optimizer_ms,
+            **network,
         }

@@ -205,7 +205,7 @@ class Simulation:
         late_upload_ms: How long devices waited for weights and for nothing else, all together, after their first stage
             run.
         lower_bounds_ms: What each resource alone would need for a step, in ms: "compute", "h2d", "d2h",
-            "host memory", "optimizer".
+            "host memory", "optimizer", and "network" if there are several ranks.
     """
 
     timeline: Timeline
@@ -226,7 +226,7 @@ class Simulation:
             return name
         parts = self.timeline.bubble_parts
         if self.step_ms - self.timeline.makespan_ms > self.timeline.bubble_ratio * self.timeline.makespan_ms:
-            return "optimizer"
+            return max("optimizer", "network", key=lambda late: bounds.get(late, 0.0))
         if parts["fill"] + parts["drain"] >= parts["inside"]:
             return "fill and drain of the pipeline"
         inside_ms = parts["inside"] * self.timeline.makespan_ms * self.timeline.num_devices

@@ -146,6 +146,16 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_the_work(
     assert "pip install lightning-roundpipe[plot]" in message
 
 
+def test_ranks_add_up_their_gradients_over_the_network(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
+    arguments = ("plan", "--profile", llama_file, *PIPELINE, "--ranks", "4", "--network", "1GB/s")
+    planned = run_json(*arguments, "--network-latency", "1ms")
+    num_bytes = sum(call.gradient_bytes for call in llama.calls)
+    network_ms = planned["lower_bounds_ms"]["network"]
+    assert network_ms > 6 / 4 * num_bytes / 1e6
+    assert planned["step_ms"] >= network_ms
+    assert run_json(*arguments)["lower_bounds_ms"]["network"] == pytest.approx(6 / 4 * num_bytes / 1e6)
+
+
 def machine_file(tmp_path: Path, **machine: object) -> str:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": machine}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,13 @@ def test_bound_schedules_take_the_fastest_number_of_stages(
         assert found[name]["binds_stages"]
 
 
-def test_synchronous_roundpipe_is_the_plan(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
-    found = rows(run_json("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2"))["RoundPipe synchronous"]
-    planned = run_json("plan", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2")
+@pytest.mark.parametrize("slowest", [1.0, 0.4])
+def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, tmp_path: Path, slowest: float) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"machine": {"num_devices": 8, "devices": [{}] * 7 + [{"speed": slowest}]}}))
+    arguments = ("--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--machine", str(path))
+    found = rows(run_json("simulate", *arguments))["RoundPipe synchronous"]
+    planned = run_json("plan", *arguments)
     assert found["stages"] == planned["partition"]
     for key in ("step_ms", "bubble_ratio", "bubble_parts", "bound_by"):
         assert found[key] == planned[key]

@@ -186,10 +186,10 @@ def planned(name: str, *, may_split: bool = True) -> tuple[StepPlan, Simulation]
 
 @pytest.mark.parametrize(
     ("name", "percent"),
-    [("Qwen3-1.7B", 0.6), ("Llama-3.1-8B", 1.1), ("GPT-OSS-20B", 5.3), ("Qwen3-32B", 0.6), ("Qwen3-235B LoRA", 2.0)],
+    [("Qwen3-1.7B", 0.6), ("Llama-3.1-8B", 1.1), ("GPT-OSS-20B", 4.5), ("Qwen3-32B", 0.6), ("Qwen3-235B LoRA", 2.0)],
 )
 def test_splits_leave_little_bubble(name: str, percent: float) -> None:
-    """Found: 0.53, 1.02, 5.20, 0.50 and 1.94 %. Without splits it is several times as much."""
+    """Found: 0.53, 1.02, 4.45, 0.50 and 1.94 %. Without splits it is several times as much."""
     bubble = 100 * planned(name)[1].timeline.bubble_ratio
     assert bubble <= percent
     assert 1.9 * bubble < 100 * planned(name, may_split=False)[1].timeline.bubble_ratio
@@ -287,6 +287,19 @@ def test_a_plan_runs_batches_of_other_sizes_and_keeps_the_turns() -> None:
     schedule = plan.schedule(profile, machine, 5, first_device=1)
     assert schedule == round_robin(1, 5, 2, round_size=3, splits=2, first_device=1)
     assert plan.next_first_device(machine, 5, 1) == 1
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
+def test_steps_that_overlap_are_as_many_of_one_step_each(speeds: tuple[float, ...]) -> None:
+    profile = CostProfile(tuple(CallCost(f"c{i}", 1, 2) for i in range(4)))
+    machine = Machine(2, devices=tuple(map(DeviceTraits, speeds)))
+    plan = plan_training(profile, machine, num_microbatches=6)
+    one, three = (plan.schedule(profile, machine, 6, num_steps=count) for count in (1, 3))
+    costs = stage_costs(plan.partition, profile)
+    assert three.num_microbatches == 18
+    assert simulate(three, costs, machine, microbatches_per_step=6).step_ms == pytest.approx(
+        simulate(one, costs, machine).step_ms
+    )
 
 
 def test_micro_batches_in_order_take_the_split_from_a_stage() -> None:

@@ -287,6 +287,40 @@ def test_no_resource_is_faster_than_its_bound_with_splits(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def ranks(num_ranks: int = 2, bytes_per_ms: float = 10.0, latency_ms: float = 0.5) -> Machine:
+    return Machine(1, num_ranks=num_ranks, network_bytes_per_ms=bytes_per_ms, network_latency_ms=latency_ms)
+
+
+def test_an_all_reduce_goes_twice_around_the_ring() -> None:
+    """Each of 4 ranks sends a quarter of the bytes six times."""
+    assert ranks(4).all_reduce_ms(120) == pytest.approx(6 * (0.5 + 30 / 10))
+    assert ranks(1).all_reduce_ms(120) == 0.0
+
+
+@pytest.mark.parametrize(("work_ms", "step_ms"), [(20.0, 40 + 11), (4.0, 4 + 11 + 11)])
+def test_gradients_of_a_stage_are_added_up_over_ranks_while_the_next_ones_are_made(
+    work_ms: float, step_ms: float
+) -> None:
+    """100 bytes take 2 x (0.5 + 5) ms; behind those of the stage before, if the network is slower than the work."""
+    costs = [StageCost(work_ms, gradient_bytes=100)] * 2
+    result = simulate(round_robin(2, 1, 1), costs, ranks())
+    assert result.step_ms == pytest.approx(step_ms)
+    assert result.lower_bounds_ms["network"] == pytest.approx(22)
+    assert result.bound_by == "network"
+    assert "network" not in simulate(round_robin(2, 1, 1), costs).lower_bounds_ms
+
+
+def test_ranks_have_one_network_for_all_their_steps() -> None:
+    costs = [StageCost(1.0, gradient_bytes=100)]
+    schedule = round_robin(1, 1, 1, num_steps=3)
+    result = simulate(schedule, costs, ranks(), microbatches_per_step=1, optimizer="asynchronous")
+    assert result.step_ms == pytest.approx(11)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Several steps
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from lightning_roundpipe.planning import CallCost, Machine, plan_training, round_robin, simulate, stage_costs
+from lightning_roundpipe.planning import CallCost, Machine, plan_training, simulate, stage_costs
 from lightning_roundpipe.planning.plan import needed_bytes, waiting_bytes
 
 from .workload import FAST, SLOW, Pace, Workload, cost_profile
@@ -150,9 +150,7 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
     machine = replace(machine, optimizer_bytes_per_ms=num_gradient_bytes / optimizer_ms)
     is_asynchronous = cluster.optimizer == "asynchronous"
     num_steps = _ASYNCHRONOUS_STEPS if is_asynchronous else 1
-    schedule = round_robin(
-        partition.num_stages, count, cluster.num_devices, round_size=size, splits=plan.splits, num_steps=num_steps
-    )
+    schedule = plan.schedule(profile, machine, count, num_steps=num_steps)
     simulation = simulate(schedule, costs, machine, microbatches_per_step=count, optimizer=cluster.optimizer)
     return {
         "tokens_per_s": cluster.batch_size * workload.seq_len / simulation.step_ms * 1e3,
