@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
+BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness ranks
 # Of `make gpu`, in the order in which they run.
 GPU_STAGES := facts tests late full lora compiled shared
 

@@ -238,19 +238,19 @@ def main() -> None:
         print(json.dumps(train(*map(int, args.rank.split(",")))))
         return
     num_microbatches = 4 if args.quick else MICROBATCHES
-    reason = why_not()
-    parameters = {
-        "layers": NUM_LAYERS,
-        "weights_per_layer": WEIGHTS,
-        "forward_ms": FORWARD_MS,
-        "backward_ms": BACKWARD_MS,
-        "microbatches": num_microbatches,
-        "devices_per_rank": NUM_DEVICES_OF_RANK,
-        "network": f"{args.rate}, no delay" if reason is None else f"loopback: {reason}",
-    }
-    report = Report("ranks", METHOD, parameters)
     with contextlib.ExitStack() as stack:
+        reason = why_not()
         hosts = stack.enter_context(two_hosts(args.rate)) if reason is None else ()
+        parameters = {
+            "layers": NUM_LAYERS,
+            "weights_per_layer": WEIGHTS,
+            "forward_ms": FORWARD_MS,
+            "backward_ms": BACKWARD_MS,
+            "microbatches": num_microbatches,
+            "devices_per_rank": NUM_DEVICES_OF_RANK,
+            "network": hosts[0].cable if hosts else f"loopback: {reason}",
+        }
+        report = Report("ranks", METHOD, parameters)
         figures = measured(hosts, 1 if args.quick else args.repeats, num_microbatches)
     names = ("Llama-3.1-8B",) if args.quick else ("Llama-3.1-8B", "Qwen3-32B")
     expected = [simulated(name, count, gbit) for name in names for count in (2, 4) for gbit in GBIT]

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CABLE = "cable"
 _CLONE_NEWNET = 0x40000000
@@ -30,10 +30,12 @@ class Host:
     Attributes:
         name: of its namespace.
         address: under which the other one reaches it.
+        cable: what it is like, in words.
     """
 
     name: str
     address: str
+    cable: str = ""
 
     def run(self, *command: str) -> str:
         """Runs a command of ``ip`` or ``tc`` there; what it has printed."""
@@ -82,14 +84,18 @@ def two_hosts(rate: str = "1gbit", delay: str = "1ms") -> Iterator[tuple[Host, H
             stack.callback(_run, "ip", "netns", "del", host.name)
         ends = [name for host in hosts for name in ("name", CABLE, "netns", host.name)]
         _run("ip", "link", "add", *ends[:4], "type", "veth", "peer", *ends[4:])
+        told = []
         for host in hosts:
             host.run("ip", "address", "add", f"{host.address}/24", "dev", CABLE)
             for device in ("lo", CABLE):
                 host.run("ip", "link", "set", device, "up")
             host.run("tc", "qdisc", "add", "dev", CABLE, "root", "handle", "1:", *_slowed(rate))
-            with contextlib.suppress(subprocess.CalledProcessError):
+            try:
                 host.run("tc", "qdisc", "add", "dev", CABLE, "parent", "1:", "netem", "delay", delay, "limit", "10000")
-        yield hosts
+                told.append(f"{rate}, {delay} each way")
+            except subprocess.CalledProcessError:
+                told.append(f"{rate}, no delay (the kernel has no netem)")
+        yield replace(hosts[0], cable=told[0]), replace(hosts[1], cable=told[1])
 
 
 def _slowed(rate: str) -> tuple[str, ...]:
