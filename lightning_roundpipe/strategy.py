@@ -104,6 +104,7 @@ class RoundPipeStrategy(HostStrategy):
     """
 
     strategy_name = "roundpipe"
+    last_step: StepResult | None = None  # without outputs and gradients; stays after fit
 
     def __init__(
         self,
@@ -159,7 +160,6 @@ class RoundPipeStrategy(HostStrategy):
             stale_after_steps=stale_after_steps,
             reduce_dtype=reduce_dtype,
         )
-        self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
         self._has_failed = False

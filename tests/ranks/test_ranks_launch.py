@@ -159,4 +159,5 @@ def waits_for_nobody() -> str:
 
 def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:
     first, _ = values_of_ranks(forks, tmp_path, 2, waits_for_nobody)
-    assert "rank 0 has waited for rank 2 of 3 to start for 1 s" in first
+    # On a busy machine the other one may be late as well.
+    assert re.search("rank 0 has waited for ranks? (1, )?2 of 3 to start for 1 s", first)
