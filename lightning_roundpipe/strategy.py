@@ -104,6 +104,10 @@ class RoundPipeStrategy(HostStrategy):
     """
 
     strategy_name = "roundpipe"
+    _has_failed = False
+    _seeks_batch_size = False
+    _steps: Steps | None = None
+    _overlap: OptimizerOverlap | None = None
 
     def __init__(
         self,
@@ -162,10 +166,6 @@ class RoundPipeStrategy(HostStrategy):
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
-        self._has_failed = False
-        self._steps: Steps | None = None
-        self._overlap: OptimizerOverlap | None = None
-        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
