@@ -328,7 +328,8 @@ class RoundPipeStrategy(HostStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
-            self.steps.ranks.before_hand_out()
+            if self._steps is not None:
+                self._steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
