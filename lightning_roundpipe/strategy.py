@@ -105,6 +105,10 @@ class RoundPipeStrategy(HostStrategy):
 
     strategy_name = "roundpipe"
     last_step: StepResult | None = None  # without outputs and gradients; stays after fit
+    _has_failed = False
+    _seeks_batch_size = False
+    _steps: Steps | None = None
+    _overlap: OptimizerOverlap | None = None
 
     def __init__(
         self,
@@ -162,10 +166,6 @@ class RoundPipeStrategy(HostStrategy):
         )
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
-        self._has_failed = False
-        self._steps: Steps | None = None
-        self._overlap: OptimizerOverlap | None = None
-        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -328,7 +328,8 @@ class RoundPipeStrategy(HostStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
-            self.steps.ranks.before_hand_out()
+            if self._steps is not None:
+                self._steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 

@@ -1,6 +1,6 @@
 """A training script as users write it: ``plain_script.py FOLDER RANKS_PER_NODE [STEP]``.
 
-Where a step is given, rank 1 raises in it, unless torchrun has started it again; if it is -1, rank 1 ends before it makes
+Where a step is given, rank 1 raises in it, unless torchrun has started it again; if it is -1, rank 1 ends before it has
 a Trainer. Checkpoints are written after each epoch; the newest one is gone on from.
 """
 
