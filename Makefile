@@ -52,7 +52,7 @@ test-network: $(STAMP)  ## Run the tests of ranks on two hosts, which are networ
 	$(BIN)/python -m pytest -q --network tests/ranks/test_ranks_network.py $(ARGS)
 
 test-kills: $(STAMP)  ## Kill ranks at fifty moments of a training
-	$(BIN)/python -m pytest -q -n $(WORKERS) --kills 50 tests/ranks/test_ranks_kills.py $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --kills 50 tests/ranks/test_ranks_killed.py $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,17 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .accelerator import host_statistics, pool_statistics
-from .devices.pool import DevicePool
 from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model, note_unused_gpus
+from .integration.checks import check_model
+from .integration.host_strategy import HostStrategy
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.pool import ThreadBudget, make_pool
-from .integration.rank_strategy import RankStrategy
+from .integration.pool import ThreadBudget
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
@@ -42,7 +40,7 @@ from .reporting.tracing import Recordings, TraceWriter
 from .usercode.lock import current
 
 
-class RoundPipeStrategy(RankStrategy):
+class RoundPipeStrategy(HostStrategy):
     """Trains any LightningModule over a pool of devices whose weights live on the host.
 
     The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
@@ -106,6 +104,11 @@ class RoundPipeStrategy(RankStrategy):
     """
 
     strategy_name = "roundpipe"
+    last_step: StepResult | None = None  # without outputs and gradients; stays after fit
+    _has_failed = False
+    _seeks_batch_size = False
+    _steps: Steps | None = None
+    _overlap: OptimizerOverlap | None = None
 
     def __init__(
         self,
@@ -161,52 +164,23 @@ class RoundPipeStrategy(RankStrategy):
             stale_after_steps=stale_after_steps,
             reduce_dtype=reduce_dtype,
         )
-        self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
-        self._has_failed = False
-        self._pool: DevicePool | None = None
-        self._steps: Steps | None = None
-        self._overlap: OptimizerOverlap | None = None
-        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
-    @property
-    def pool(self) -> DevicePool:
-        """The devices that run the steps."""
-        if self._pool is None:
-            devices = self._own_devices or self.parallel_devices or [self.root_device]
-            self._pool = make_pool(devices, self.options)
-        return self._pool
-
     @override
     def _configure_launcher(self) -> None:
-        """Called when devices and precision are known: checks them."""
+        """Called when devices and precision are known: checks them. Rank 0 alone writes recordings."""
         super()._configure_launcher()
+        if not self.is_global_zero:
+            self._recordings = Recordings(None, None)
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
 
     @override
-    def setup_environment(self) -> None:
-        """Meets the other ranks, and makes the device pool."""
-        super().setup_environment()
-        if self._pool is not None:
-            self._pool.dispose()
-            # Without what an earlier run has lost; if that is all there was, the driver says so.
-            left = [device.torch_device for device in self._pool.devices if device.lost is None]
-            if self._own_devices and left:
-                self._own_devices = left
-            elif self.parallel_devices and left:
-                self.parallel_devices = left
-            self._pool = None
-        note_unused_gpus([device.torch_device for device in self.pool.devices])
-        # An attribute of the instance, as the accelerator may be any of Lightning's.
-        vars(self.accelerator)["get_device_stats"] = self.device_statistics
-
-    @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Rejects what would not be trained correctly, then sets up like any single-process strategy.
+        """Rejects what would not be trained correctly, then sets up like any strategy.
 
         Raises:
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
@@ -319,14 +293,8 @@ class RoundPipeStrategy(RankStrategy):
         Raises:
             MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
         """
-        self._recordings.add(writer)
-
-    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
-        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
-        assert self.accelerator is not None
-        if torch.device(device).type != "cpu":
-            return type(self.accelerator).get_device_stats(self.accelerator, device)
-        return {**host_statistics(), **pool_statistics(self.pool)}
+        if self.is_global_zero:
+            self._recordings.add(writer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -350,14 +318,8 @@ class RoundPipeStrategy(RankStrategy):
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(
-            result.outputs,
-            batches,
-            result.gradients,
-            scale,
-            is_final=self.steps.ranks.has_local,
-            must_go_on=self.is_distributed,
-        )
+        final, many = self.steps.ranks.has_local, self.is_distributed
+        return merged_step(result.outputs, batches, result.gradients, scale, is_final=final, must_go_on=many)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -369,7 +331,8 @@ class RoundPipeStrategy(RankStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
-            self.steps.ranks.before_hand_out()
+            if self._steps is not None:
+                self._steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
@@ -379,12 +342,10 @@ class RoundPipeStrategy(RankStrategy):
 
         return manual.backward(closure_loss, scale, whole, args, kwargs)
 
-    @contextlib.contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """While open, gradients stay on this rank: Lightning's way to accumulate them."""
-        with self.steps.ranks.blocked():
-            yield
+        return self.steps.ranks.blocked()
 
     @override
     def optimizer_step(

@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--network", action="store_true", help="run the tests of ranks on two hosts, which are network namespaces"
     )
     parser.addoption(
-        "--kills", type=int, default=2, help="how often a rank is killed in tests/ranks/test_ranks_kills.py"
+        "--kills", type=int, default=2, help="how often a rank is killed in tests/ranks/test_ranks_killed.py"
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_roundpipe import RoundPipeTimeline
 from lightning_roundpipe.ranks.environment import Place, connect, own_devices
 from lightning_roundpipe.ranks.failures import RankError
 from tests.ranks.test_ranks_group import connected
@@ -81,6 +82,19 @@ def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path) -> No
         assert seen["after"] == 1
 
 
+def recorded() -> None:
+    rank = os.environ["RANK"]
+    options = {"trace": f"trace-{rank}.json", "save_profile": f"profile-{rank}.json"}
+    timeline = RoundPipeTimeline(f"timeline-{rank}.json")
+    make_trainer(devices=2, options=options, callbacks=[timeline], max_epochs=2).fit(Small(), make_loader(40))
+
+
+def test_rank_0_alone_writes_recordings(forks: Forks, tmp_path: Path) -> None:
+    values_of_ranks(forks, tmp_path, 2, recorded)
+    names = {path.name for path in tmp_path.glob("*-?.json")}
+    assert names == {"trace-0.json", "profile-0.json", "timeline-0.json"}
+
+
 def run_script(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command with the plain script, as a user would, without the variables of any launcher."""
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
@@ -119,10 +133,19 @@ def test_a_plain_script_ends_with_the_error_of_its_other_rank(tmp_path: Path, st
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    result = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, str(tmp_path), "0")
-    assert result.returncode == 0, result.stderr
-    check_trained(tmp_path)
+def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
+    """As if nothing had happened; the step that fails is in the second epoch."""
+    found = []
+    for step in ((), ("3",)):
+        folder = tmp_path / f"fails in {step}"
+        folder.mkdir()
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+        result = run_script(*torchrun, SCRIPT, str(folder), "0", *step)
+        assert result.returncode == 0, result.stderr
+        assert ("ValueError: boom" in result.stderr) == bool(step)
+        check_trained(folder)
+        found.append(torch.load(folder / "rank-0.pt")[2])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def has_own_devices() -> Any:
@@ -159,4 +182,5 @@ def waits_for_nobody() -> str:
 
 def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:
     first, _ = values_of_ranks(forks, tmp_path, 2, waits_for_nobody)
-    assert "rank 0 has waited for rank 2 of 3 to start for 1 s" in first
+    # On a busy machine the other one may be late as well.
+    assert re.search("rank 0 has waited for ranks? (1, )?2 of 3 to start for 1 s", first)
