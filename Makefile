@@ -7,13 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness
+BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness ranks
 # Of `make gpu`, in the order in which they run.
 GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-simulated test-accelerator test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ test-simulated: $(STAMP)  ## Run the tests of devices on simulated GPUs (skipped
 test-accelerator: test-simulated  ## Also run the tests of the simulation, and the parity tests on it
 	$(ON_ACCELERATOR) tests/accelerator/simulation $(ARGS)
 	$(ON_ACCELERATOR) tests/parity --devices=accelerator $(ARGS)
+
+test-network: $(STAMP)  ## Run the tests of ranks on two hosts, which are network namespaces (as root, on Linux)
+	$(BIN)/python -m pytest -q --network tests/ranks/test_ranks_network.py $(ARGS)
+
+test-kills: $(STAMP)  ## Kill ranks at fifty moments of a training
+	$(BIN)/python -m pytest -q -n $(WORKERS) --kills 50 tests/ranks/test_ranks_killed.py $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
@@ -21,27 +21,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .accelerator import host_statistics, pool_statistics
-from .devices.pool import DevicePool
 from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model, note_unused_gpus
+from .integration.checks import check_model
+from .integration.host_strategy import HostStrategy
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.pool import ThreadBudget, make_pool
-from .integration.single_process import SingleProcessStrategy
+from .integration.pool import ThreadBudget
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
+from .ranks.group import ALONE
 from .reporting.host_report import HostReport
 from .reporting.tracing import Recordings, TraceWriter
 from .usercode.lock import current
 
 
-class RoundPipeStrategy(SingleProcessStrategy):
+class RoundPipeStrategy(HostStrategy):
     """Trains any LightningModule over a pool of devices whose weights live on the host.
 
     The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
@@ -88,6 +87,13 @@ class RoundPipeStrategy(SingleProcessStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
+            and rounded once. None is the dtype of the weights.
+        ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
+            as torchrun has started. See the page on several machines.
+        cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
+        process_group_backend: of the default group of ``torch.distributed``; None is ``"gloo"``.
+        timeout: of each wait for other ranks; None is 30 minutes.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.
         precision_plugin: a precision object; usually named by ``Trainer(precision=...)``.
@@ -98,10 +104,11 @@ class RoundPipeStrategy(SingleProcessStrategy):
     """
 
     strategy_name = "roundpipe"
-    global_rank = 0
-    local_rank = 0
-    node_rank = 0
-    world_size = 1
+    last_step: StepResult | None = None  # without outputs and gradients; stays after fit
+    _has_failed = False
+    _seeks_batch_size = False
+    _steps: Steps | None = None
+    _overlap: OptimizerOverlap | None = None
 
     def __init__(
         self,
@@ -121,11 +128,24 @@ class RoundPipeStrategy(SingleProcessStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        reduce_dtype: Literal["bf16"] | None = None,
+        ranks_per_node: int | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        super().__init__(
+            ranks_per_node=ranks_per_node,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            accelerator=accelerator,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self.options = RoundPipeOptions(
             num_microbatches=num_microbatches,
             round_size=round_size,
@@ -142,65 +162,25 @@ class RoundPipeStrategy(SingleProcessStrategy):
             trace=trace,
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
+            reduce_dtype=reduce_dtype,
         )
-        self.parallel_devices: list[torch.device] | None = None
-        self.num_nodes = 1
-        self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
-        self._has_failed = False
-        self._pool: DevicePool | None = None
-        self._steps: Steps | None = None
-        self._overlap: OptimizerOverlap | None = None
-        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        """The host: parameters, optimizers, metrics and checkpoints live there."""
-        return torch.device("cpu")
-
-    @property
-    def pool(self) -> DevicePool:
-        """The devices that run the steps."""
-        if self._pool is None:
-            self._pool = make_pool(self.parallel_devices or [self.root_device], self.options)
-        return self._pool
-
     @override
     def _configure_launcher(self) -> None:
-        """One process, no launcher. Called when devices and precision are known: checks them."""
-        if self.num_nodes > 1:
-            raise MisconfigurationException(
-                f"strategy='roundpipe' runs on one node, but num_nodes={self.num_nodes}: use num_nodes=1"
-            )
+        """Called when devices and precision are known: checks them. Rank 0 alone writes recordings."""
+        super()._configure_launcher()
+        if not self.is_global_zero:
+            self._recordings = Recordings(None, None)
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
 
-    @property
-    def _autocast_device(self) -> str:
-        types = {device.type for device in self.parallel_devices or [self.root_device]}
-        return (types - {"cpu"} or types).pop()
-
-    @override
-    def setup_environment(self) -> None:
-        """Makes the device pool."""
-        if self._pool is not None:
-            self._pool.dispose()
-            # Without what an earlier run has lost; if that is all there was, the driver says so.
-            left = [device.torch_device for device in self._pool.devices if device.lost is None]
-            if self.parallel_devices and left:
-                self.parallel_devices = left
-            self._pool = None
-        note_unused_gpus([device.torch_device for device in self.pool.devices])
-        # An attribute of the instance, as the accelerator may be any of Lightning's.
-        vars(self.accelerator)["get_device_stats"] = self.device_statistics
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Rejects what would not be trained correctly, then sets up like any single-process strategy.
+        """Rejects what would not be trained correctly, then sets up like any strategy.
 
         Raises:
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
@@ -233,6 +213,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
         """Lightning is about to tear the run down, and to raise ``exception`` then."""
         super().on_exception(exception)
         self._has_failed = True
+        self._leave_ranks(exception)
 
     @override
     def teardown(self) -> None:
@@ -267,7 +248,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap"))}
+        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap")), "_group": ALONE}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -296,6 +277,7 @@ class RoundPipeStrategy(SingleProcessStrategy):
             report=report,
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
+            group=self._group,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
         )
@@ -311,20 +293,16 @@ class RoundPipeStrategy(SingleProcessStrategy):
         Raises:
             MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
         """
-        self._recordings.add(writer)
-
-    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
-        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
-        assert self.accelerator is not None
-        if torch.device(device).type != "cpu":
-            return type(self.accelerator).get_device_stats(self.accelerator, device)
-        return {**host_statistics(), **pool_statistics(self.pool)}
+        if self.is_global_zero:
+            self._recordings.add(writer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
         if self._steps is not None:
             self._steps.arrives(batch)
+            if self._module.trainer.training:
+                self._loaders.arrives()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -332,12 +310,16 @@ class RoundPipeStrategy(SingleProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
-        scale = expected_scale(self.precision_plugin, self._module.trainer.accumulate_grad_batches)
+        self.share_buffers()
+        self.steps.ranks.has_data = self._loaders.has_data
+        num_batches = self._module.trainer.accumulate_grad_batches
+        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)
         with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(result.outputs, batches, result.gradients, scale)
+        final, many = self.steps.ranks.has_local, self.is_distributed
+        return merged_step(result.outputs, batches, result.gradients, scale, is_final=final, must_go_on=many)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -349,13 +331,21 @@ class RoundPipeStrategy(SingleProcessStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
+            if self._steps is not None:
+                self._steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 
         def whole(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-            Strategy.backward(self, hand_over(loss, gradients, scale), optimizer, *args, **kwargs)
+            total = hand_over(loss, gradients, scale, is_final=self.steps.ranks.has_local)
+            Strategy.backward(self, total, optimizer, *args, **kwargs)
 
         return manual.backward(closure_loss, scale, whole, args, kwargs)
+
+    @override
+    def block_backward_sync(self) -> Any:
+        """While open, gradients stay on this rank: Lightning's way to accumulate them."""
+        return self.steps.ranks.blocked()
 
     @override
     def optimizer_step(

@@ -28,7 +28,7 @@ import torch
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.integration.links import Links
 from lightning_roundpipe.planning import search
-from tests.support import accelerator
+from tests.support import accelerator, hosts
 from tests.support.forks import Forks
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--accelerator",
         action="store_true",
         help="install the simulated accelerator, which is torch.accelerator's current one from then on",
+    )
+    parser.addoption(
+        "--network", action="store_true", help="run the tests of ranks on two hosts, which are network namespaces"
+    )
+    parser.addoption(
+        "--kills", type=int, default=2, help="how often a rank is killed in tests/ranks/test_ranks_killed.py"
     )
 
 
@@ -61,6 +67,10 @@ def _reasons_to_skip(config: pytest.Config) -> Iterator[tuple[str, str]]:
         yield "accelerator", "needs the simulated accelerator: run 'make test-accelerator'"
     elif reason := accelerator.why_not():
         yield "accelerator", reason
+    if not config.getoption("--network"):
+        yield "network", "needs hosts of its own: run 'make test-network'"
+    elif reason := hosts.why_not():
+        yield "network", reason
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,6 +43,7 @@ _FLOORS: list[tuple[str, str]] = [
     ("usercode", _TORCH),
     ("optimizer", _TORCH),
     ("weights", _TORCH),
+    ("ranks", _TORCH),
     ("devices", _TORCH),
     ("common", _TORCH),
     ("options", ""),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
+from ..ranks.reduction import StepReduction
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StepRequest:
         autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
         meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
+        reduction: adds the gradients up over ranks while the backward goes on; None where that is not to be done.
     """
 
     function: Callable[[Any], Any]
@@ -40,6 +42,7 @@ class StepRequest:
     merge: Callable[[list[Any]], Any] | None = None
     autocast_device: str = "cpu"
     meets: bool = False
+    reduction: StepReduction | None = None
 
     @property
     def training(self) -> bool:

@@ -129,6 +129,8 @@ class Step:
                 if self._adder is not None:
                     ending.callback(self._resources.adders.give_back, [self._adder])
                 ending.callback(self._shared.gradients.close)
+                if self._request.reduction is not None:
+                    ending.callback(self._request.reduction.stop)
                 ending.callback(self._resources.pool.close)
                 ending.callback(self._shared.loose_parameters.drop)
                 ending.callback(self._resources.replicas.end_step)
@@ -207,7 +209,10 @@ class Step:
             else:
                 self._shared.loose_parameters.take_home()
             resources.replicas.coming_buffers.arrive()
-        gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads
+        if request.reduction is None:
+            gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads
+        else:
+            gradients = request.reduction.finish(self._shared.gradients)
         self._note_segment(plan, schedule, records)
         started = perf_counter()
         self._result.replanned |= plans.note_step(key, records, count)
@@ -238,6 +243,9 @@ class Step:
             shared.gradients,
             is_recording=plan.recording,
         )
+        if self._request.reduction is not None and not plan.recording:
+            shared.gradients.foresee(loader.foreseen())
+            self._request.reduction.begin(shared.gradients, self._failure.note)
         end_stage_run = functools.partial(_end_stage_run, shared.loose_parameters, loader, resources.pool)
         if self._trace is None:
             gate = Gate(schedule, end_stage_run)

@@ -1,5 +1,4 @@
-"""What one process with steps on several threads cannot honour, and models whose weights cannot travel: refused before
-a run.
+"""What steps on several threads cannot honour, and models whose weights cannot travel: refused before a run.
 
 
 [Note: weights that cannot travel]
@@ -20,12 +19,10 @@ Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
@@ -58,41 +55,6 @@ _NOT_FOLLOWED = {
 }
 
 
-def check_only_process(environment: ClusterEnvironment | None) -> None:
-    """Every process would train the whole model on all devices, and write the same files.
-
-    Raises:
-        MisconfigurationException: if a launcher has started others beside this one.
-    """
-    rank, world_size = _place(environment)
-    if world_size > 1 or rank > 0:
-        size = f" of {world_size}" if world_size > 1 else ""
-        raise MisconfigurationException(
-            f"strategy='roundpipe' is one process that uses all devices, but this is process {rank}{size}, started by "
-            f"a launcher ({type(environment).__name__}). Start the script once: 'python train.py' in place of "
-            "torchrun or mpirun, '--ntasks-per-node=1' under SLURM, and Trainer(devices=...) for the number of "
-            "devices. If no launcher was used, unset WORLD_SIZE, RANK and LOCAL_RANK."
-        )
-
-
-def _place(environment: ClusterEnvironment | None) -> tuple[int, int]:
-    """(rank, number of processes), as far as anything tells; (0, 1) without a launcher."""
-    rank = max(_number("RANK"), _number("LOCAL_RANK"))
-    world_size = _number("WORLD_SIZE")
-    if environment is not None:
-        try:
-            rank = max(rank, environment.global_rank(), environment.local_rank())
-            world_size = max(world_size, environment.world_size())
-        except (KeyError, ValueError):  # variables of the launcher are missing: it has not started this process
-            pass
-    return rank, max(world_size, 1)
-
-
-def _number(variable: str) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else 0
-
-
 def check_precision(plugin: Precision) -> None:
     """Raises:
     MisconfigurationException: for plugins that need another strategy, or weights that live on a device.
@@ -123,12 +85,12 @@ def note_unused_gpus(devices: Sequence[torch.device]) -> None:
 
 
 def note_layer_sync(layer_sync: LayerSync | None) -> None:
-    """Warns that there is no other process to synchronize layers with."""
+    """Warns that layers are not synchronized."""
     if layer_sync is not None:
         rank_zero_warn(
             f"sync_batchnorm=True, or the plugin {type(layer_sync).__name__}, has no effect with "
-            "strategy='roundpipe': there is one process. Batch norm takes its statistics from each micro-batch; with "
-            "num_microbatches=1 from the whole batch."
+            "strategy='roundpipe': there is one process for all devices. Batch norm takes its statistics from each "
+            "micro-batch; with num_microbatches=1 from the whole batch of this process."
         )
 
 

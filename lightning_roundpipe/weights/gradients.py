@@ -13,13 +13,16 @@ sums are the same in every run. The host holds as many parts of a source as ther
 of one stage at the same time, and one more, beside the sum: the thread that brings another one waits. What need not be
 waited for is added at once, by the thread that brings it, unless another one is at its source. Nothing is waited for
 with the lock held.
+
+Who needs sums while parts still come ([Note: reduction] in :mod:`ranks.reduction`) is told what is *foreseen*: of which
+weights how many parts come from which sources. The sum of those of a weight may be taken when all have come.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +35,8 @@ from .events import tell
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
 _LOOSE: Source = ()
+# Weight -> how many parts of it are going to come from which sources.
+Foreseen = Mapping[nn.Parameter, Mapping[Source, int]]
 # The masters, and what brings their gradients; None for none.
 _Part = tuple[Sequence[nn.Parameter], Transfer | None]
 # Elements per thread that are added at a time where dtypes differ: what torch makes of them lies in the cache.
@@ -77,6 +82,9 @@ class GradientStore:
         self._gradients: dict[nn.Parameter, dict[Source, Tensor]] = {}
         self._queues: dict[Source, _Queue] = {}
         self._error: BaseException | None = None
+        self._foreseen: Foreseen = {}
+        self._planned_dtypes: Mapping[nn.Parameter, torch.dtype] | None = None
+        self._is_settled = False
 
     def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.
@@ -164,12 +172,17 @@ class GradientStore:
                 queue.waiting.clear()
             self._await_quiet()
             self._queues = {}
+            self._be_settled()
 
     def _await_quiet(self) -> None:
         self._changed.wait_for(lambda: not any(queue.is_busy for queue in self._queues.values()))
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """All gradients, after a wait for those under way; the store is empty afterwards. No other thread adds any.
+    def _be_settled(self) -> None:
+        self._is_settled = True
+        self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Blocks until all that is under way has come. No other thread adds any.
 
         Raises:
             BaseException: what went wrong in a transfer, or while its gradients were added.
@@ -179,24 +192,75 @@ class GradientStore:
         for source, queue in self._queues.items():
             for ordinal in sorted(queue.waiting) if self._error is None else ():
                 self._take_in(source, queue.waiting[ordinal])
-        self._queues = {}
-        stored, self._gradients = self._gradients, {}
+        with self._changed:
+            self._queues = {}
+            self._be_settled()
         error, self._error = self._error, None
         if error is not None:
+            self._gradients = {}
             raise error
-        gradients = {}
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """All gradients, after :meth:`settle`; the store is empty afterwards."""
+        self.settle()
+        self._is_settled, self._foreseen, self._planned_dtypes = False, {}, None
+        stored, self._gradients = self._gradients, {}
         dtypes = self._dtypes()
-        for master, parts in stored.items():
-            total: Tensor | None = None
-            for source in sorted(parts):
-                total = sum_up(total, parts[source], master.dtype)
-            assert total is not None
-            dtype = dtypes.get(master)
-            is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
-            if dtype is not None and is_of_one_unit and _overflows(total, dtype):
-                total = total.to(dtype).to(total.dtype)
-            gradients[master] = total
-        return gradients
+        return {master: _total(master, parts, dtypes.get(master)) for master, parts in stored.items() if parts}
+
+    # --- before all have come ------------------------------------------------------------------------------------
+
+    def foresee(self, foreseen: Foreseen) -> None:
+        """What is going to come; what has come until now, without a plan, was foreseen as well."""
+        self._foreseen = foreseen
+
+    def await_planned(self, masters: Iterable[nn.Parameter]) -> None:
+        """Blocks until all that is foreseen for ``masters`` is in the sums, or nothing comes any more."""
+        missing = {source: n for master in masters for source, n in self._foreseen.get(master, {}).items()}
+
+        def has_come(source: Source) -> bool:
+            queue = self._queues.get(source)
+            return queue is not None and queue.next >= missing[source]
+
+        def have_come() -> bool:
+            while missing and has_come(source := next(iter(missing))):
+                del missing[source]
+            return self._is_settled or not missing
+
+        with self._changed:
+            self._changed.wait_for(have_come)
+
+    def take_planned(self, master: nn.Parameter) -> Tensor | None:
+        """The sum of what was foreseen and has come, None for nothing; it is not in the store any more."""
+        with self._lock:
+            stored = self._gradients.get(master, {})
+            parts = {source: stored.pop(source) for source in list(stored) if self._is_planned(master, source)}
+        if self._planned_dtypes is None:
+            self._planned_dtypes = self._dtypes()
+        return _total(master, parts, self._planned_dtypes.get(master)) if parts else None
+
+    def unplanned(self) -> set[nn.Parameter]:
+        """Weights that something has come for which was not foreseen; after :meth:`settle`."""
+        return {
+            master
+            for master, parts in self._gradients.items()
+            if any(not self._is_planned(master, source) for source in parts)
+        }
+
+    def _is_planned(self, master: nn.Parameter, source: Source) -> bool:
+        return len(source) == 1 or source in self._foreseen.get(master, ())
+
+
+def _total(master: nn.Parameter, parts: Mapping[Source, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """The sum of ``parts``, in the order of their sources; infinite where it does not fit into ``dtype``."""
+    total: Tensor | None = None
+    for source in sorted(parts):
+        total = sum_up(total, parts[source], master.dtype)
+    assert total is not None
+    is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
+    if dtype is not None and is_of_one_unit and _overflows(total, dtype):
+        total = total.to(dtype).to(total.dtype)
+    return total
 
 
 def _overflows(gradient: Tensor, dtype: torch.dtype) -> bool:

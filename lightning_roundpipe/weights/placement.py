@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..devices.devices import Device
 from ..devices.pool import DevicePool
 from .buffers import ComingBuffers
 from .futures import is_pending
-from .gradients import GradientStore
+from .gradients import Foreseen, GradientStore, Source
 from .low_precision import WorkingCopies
 from .parameters import Attributes, Relay, Replica
 from .units import Unit
@@ -288,6 +290,20 @@ class Loader:
             if found is not None:  # calls off the plan
                 ordinal = self._now[device.index]
                 self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
+
+    def foreseen(self) -> Foreseen:
+        """The gradients that :meth:`_harvest` brings home if all calls are made by the plan."""
+        num_parts: dict[Unit, Counter[Source]] = {}
+        for run in (run for row in self._stage_runs for run in row if run.has_gradients):
+            for unit in run.units:
+                num_parts.setdefault(unit, Counter()).update(
+                    (unit.order, run.stage, is_low) for is_low in (False, True)
+                )
+        foreseen: dict[nn.Parameter, Counter[Source]] = {}
+        for unit, counts in num_parts.items():
+            for master in unit.parameters():
+                foreseen.setdefault(master, Counter()).update(counts)
+        return foreseen
 
     def _load_stage_run(self, device: Device) -> None:
         """The weights of the stage run that begins must come; those of the next one as far as there is room."""

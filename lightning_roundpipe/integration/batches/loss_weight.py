@@ -35,6 +35,53 @@ _MEANINGS = {
 }
 
 
+class _Facts(NamedTuple):
+    """What a rank knows about the weight of its batch.
+
+    Attributes:
+        rows: of the batch.
+        items: that the loss is a mean over, if the rule is clear: labels with it, or what the user counts.
+        causal_items: labels without the first of each row; this and the rest are for ``"auto"`` with labels.
+        is_causal: whether those count.
+        has_ignored: whether some are -100.
+        width: labels of a row; 0 where there are no labels.
+        is_sum: whether the loss is a sum.
+    """
+
+    rows: float
+    items: float = 0.0
+    causal_items: float = 0.0
+    is_causal: float = 0.0
+    has_ignored: float = 0.0
+    width: float = 0.0
+    is_sum: float = 0.0
+
+
+NUM_FACTS = len(_Facts._fields)
+
+
+def share_of(rank: int, facts: Sequence[Sequence[float]]) -> float:
+    """The share of a rank's batch in the mean over the batches of all ranks; 1 where losses are sums.
+
+    With ``"auto"``, labels weigh if some are -100 on any rank, or rows of labels have different lengths on ranks: in a
+    batch of all ranks they would be filled up.
+    """
+    known = [_Facts(*row) for row in facts]
+    if any(one.is_sum for one in known):
+        return 1.0
+    counts = [one.items for one in known]
+    if any(one.width for one in known):
+        is_ragged = len({one.width for one in known if one.width}) > 1
+        deciding = [one for one in known if one.has_ignored] or (known if is_ragged else [])
+        if not deciding:
+            counts = []
+        elif any(one.is_causal for one in deciding):
+            counts = [one.causal_items for one in known]
+    if not sum(counts) > 0.0:
+        counts = [one.rows for one in known]
+    return counts[rank] / sum(counts) if sum(counts) > 0.0 else 0.0
+
+
 class Decision(NamedTuple):
     """What ``"auto"`` has chosen, why, and whether that is certain."""
 
@@ -44,12 +91,24 @@ class Decision(NamedTuple):
 
 
 class LossWeights:
-    """Weights of the micro-batches of one run."""
+    """Weights of the micro-batches of one run.
 
-    def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float], notices: Notices) -> None:
+    Args:
+        has_others: whether there are other ranks, whose batches may count if that of this one does not.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_weight: str | Callable[[Any], float],
+        notices: Notices,
+        *,
+        has_others: bool = False,
+    ) -> None:
         self._module = module
         self._loss_weight = loss_weight
         self._notices = notices
+        self._has_others = has_others
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
@@ -64,7 +123,7 @@ class LossWeights:
             rule = self._rule_for(microbatches)
         if callable(rule):
             counts = [_given_weight(rule, microbatch) for microbatch in microbatches]
-            if not sum(counts) > 0.0:
+            if not (sum(counts) > 0.0 or self._has_others):
                 raise ValueError(
                     f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
                     "would count: return the number of things that the loss is a mean over, such as labels"
@@ -78,6 +137,36 @@ class LossWeights:
         total = sum(counts)
         weights = tuple(count / total for count in counts)
         return weights, (1.0,) * len(weights) if rule == "sum" else weights
+
+    # --- over ranks ----------------------------------------------------------------------------------------------
+
+    def facts(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+        """What other ranks have to know of the batch of this one, to weigh it; see :func:`share_of`."""
+        rule = self._loss_weight
+        if callable(rule):
+            return [*_Facts(sum(sizes), sum(_given_weight(rule, part) for part in microbatches))]
+        if rule in ("label_tokens", "causal_label_tokens"):
+            return [*_Facts(sum(sizes), sum(_num_labels(part, rule) for part in microbatches))]
+        if rule != "auto":
+            return [*_Facts(sum(sizes), is_sum=float(rule == "sum"))]
+        if (items := _num_items(microbatches)) is not None:
+            return [*_Facts(sum(sizes), items)]
+        labels = [_entry(part, "labels") for part in microbatches]
+        if any(not isinstance(one, Tensor) or not _is_integer(one) or not one.dim() for one in labels):
+            return [*_Facts(sum(sizes))]
+        rule = self.decision(microbatches).rule
+        if rule not in ("label_tokens", "causal_label_tokens"):
+            return [*_Facts(sum(sizes), is_sum=float(rule == "sum"))]
+        return [
+            *_Facts(
+                sum(sizes),
+                sum(_num_labels(part, "label_tokens") for part in microbatches),
+                sum(_num_labels(part, "causal_label_tokens") for part in microbatches),
+                float(rule == "causal_label_tokens"),
+                float(any(map(_has_ignored_labels, microbatches))),
+                float(max(one.shape[-1] if one.dim() > 1 else 1 for one in labels)),
+            )
+        ]
 
     def _rule_for(self, microbatches: Sequence[Any]) -> str:
         """What ``"auto"`` means for these micro-batches."""
@@ -189,6 +278,12 @@ def _has_ignored_labels(microbatch: Any) -> bool:
 
 def _entry(batch: Any, name: str) -> Any:
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def _num_items(microbatches: Sequence[Any]) -> float | None:
+    """By which the loss of a rank is divided, if the batch says so."""
+    items = _entry(microbatches[0], "num_items_in_batch")
+    return None if items is None else float(torch.as_tensor(items).reshape(-1)[0])
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -68,15 +68,25 @@ class Batches:
 
 
 class BatchSplitter:
-    """Splits the batches of one run as its module and its options want it."""
+    """Splits the batches of one run as its module and its options want it.
+
+    Args:
+        has_others: see :class:`LossWeights`.
+    """
 
     def __init__(
-        self, module: pl.LightningModule, options: RoundPipeOptions, scan: ModuleScan, notices: Notices
+        self,
+        module: pl.LightningModule,
+        options: RoundPipeOptions,
+        scan: ModuleScan,
+        notices: Notices,
+        *,
+        has_others: bool = False,
     ) -> None:
         self._scan = scan
         self._notices = notices
         self._readings = Readings(module)
-        self._weights = LossWeights(module, options.loss_weight, notices)
+        self._weights = LossWeights(module, options.loss_weight, notices, has_others=has_others)
         self._cuts_packed = options.split_batch == "packed"
         given = options.split_batch if callable(options.split_batch) else None
         self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
@@ -118,6 +128,10 @@ class BatchSplitter:
             return self._weighed(MicrobatchSplit((batch,), (1,), 1))
         min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
         return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
+
+    def facts_of(self, batches: Batches) -> list[float]:
+        """See :meth:`LossWeights.facts`."""
+        return self._weights.facts(batches.microbatches, batches.sizes)
 
     def _weighed(self, split: MicrobatchSplit) -> Batches:
         weights, loss_weights = self._weights.of(split.microbatches, split.sizes)

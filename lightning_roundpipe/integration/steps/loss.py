@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from ..batches.microbatches import merge_outputs
 from ..batches.splitting import Batches
 
+_ROUNDING = 0.01  # of a loss in bfloat16
+
 
 class _MasterGradients(torch.autograd.Function):
     """The loss as Lightning sees it: its backward hands out gradients that the pipeline has computed.
@@ -38,8 +40,11 @@ class _MasterGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, scale: float, is_final: bool, gradients: list[Tensor], *parameters: nn.Parameter
+    ) -> Tensor:
         ctx.scale = scale
+        ctx.is_final = is_final
         ctx.gradients = gradients
         return loss.clone()
 
@@ -49,22 +54,32 @@ class _MasterGradients(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of this step were already taken: call backward once per training_step")
         factor = upstream.item() / ctx.scale
-        if factor != 1.0:
+        if ctx.is_final:
+            if abs(factor - 1.0) > _ROUNDING:
+                raise MisconfigurationException(
+                    f"the loss of this step is multiplied by {upstream.item():g} before its backward, and not by "
+                    f"{ctx.scale:g} as Lightning does it: on several ranks, gradients that were accumulated have been "
+                    "added already. Multiply the loss inside training_step"
+                )
+        elif factor != 1.0:
             gradients = [gradient.mul_(factor) for gradient in gradients]
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
-def hand_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0) -> Tensor:
+def hand_over(
+    loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], scale: float = 1.0, *, is_final: bool = False
+) -> Tensor:
     """``loss`` (scalar, host) with ``gradients`` behind it, for :meth:`Tensor.backward`, once.
 
     Args:
-        scale: by which the gradients were multiplied already, see :func:`precision.expected_scale`.
+        scale: by which the gradients were multiplied already, see :func:`expected_scale`.
+        is_final: whether something is in them that nothing may be multiplied to any more.
     """
     if not gradients:
         return loss.requires_grad_()
     return cast(
         Tensor,
-        _MasterGradients.apply(loss, scale, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
+        _MasterGradients.apply(loss, scale, is_final, list(gradients.values()), *gradients),  # type: ignore[no-untyped-call]
     )
 
 
@@ -87,7 +102,13 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def merged_step(
-    outputs: Sequence[Any], batches: Batches, gradients: Mapping[nn.Parameter, Tensor], scale: float
+    outputs: Sequence[Any],
+    batches: Batches,
+    gradients: Mapping[nn.Parameter, Tensor],
+    scale: float,
+    *,
+    is_final: bool = False,
+    must_go_on: bool = False,
 ) -> STEP_OUTPUT:
     """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
 
@@ -95,7 +116,8 @@ def merged_step(
     zero (no label) may have a NaN loss: it does not take part.
 
     Args:
-        scale: by which the gradients were multiplied already.
+        scale, is_final: see :func:`hand_over`.
+        must_go_on: whether other ranks may have gradients: then a step that would be skipped has a loss of zero.
     """
     shares = [
         loss.detach().cpu().reshape(()) * weight
@@ -103,8 +125,8 @@ def merged_step(
         if loss is not None and weight != 0.0
     ]
     if not shares:
-        return None
-    loss = hand_over(torch.stack(shares).sum(), gradients, scale)
+        return hand_over(torch.zeros(()), gradients, scale, is_final=is_final) if must_go_on else None
+    loss = hand_over(torch.stack(shares).sum(), gradients, scale, is_final=is_final)
     others = [
         ({name: value for name, value in output.items() if name != "loss"}, size, weight)
         for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)
@@ -136,12 +158,17 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     return MixedPrecision("bf16-mixed", "cpu")
 
 
-def expected_scale(plugin: Precision, accumulate_grad_batches: int) -> float:
+def expected_scale(plugin: Precision, accumulate_grad_batches: int, *, is_final: bool = False) -> float:
     """What the loss of a training step is going to be multiplied by before its backward, as far as it should be
     anticipated; see [Note: loss scaling]. 1 where nothing is scaled against underflow.
+
+    Args:
+        is_final: whether all of it is to be anticipated; see :func:`hand_over`.
     """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is None or not scaler.is_enabled():
+    is_scaled = scaler is not None and scaler.is_enabled()
+    if not is_scaled and not is_final:
         return 1.0
+    scale = scaler.get_scale() if scaler is not None and is_scaled else 1.0
     # As a tensor, like the gradient that autograd will bring: equal to the last bit.
-    return (torch.tensor(scaler.get_scale()) / accumulate_grad_batches).item() or 1.0
+    return (torch.tensor(scale) / accumulate_grad_batches).item() or 1.0

@@ -39,6 +39,7 @@ from ..batches.splitting import Batches
 from .log_merging import weighted_mean
 from .loss import hand_over
 from .modules import ModuleScan
+from .ranks import RankSteps
 
 # Methods and functions that concern the whole batch.
 _OPTIMIZER_METHODS = ("step", "zero_grad")
@@ -62,6 +63,7 @@ class ManualOptimization:
     Args:
         holding: entered while something is done for the whole batch.
         wait: blocks until no update reads gradients any more.
+        ranks: whose gradients are added up.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ManualOptimization:
         batches: Batches,
         holding: Callable[[], contextlib.AbstractContextManager[None]],
         wait: Callable[[], None],
+        ranks: RankSteps,
     ) -> None:
         self._module = module
         self._scan = scan
@@ -78,6 +81,8 @@ class ManualOptimization:
         self._weights = batches.weights
         self._holding = holding
         self._wait = wait
+        self._ranks = ranks
+        self._share = ranks.share_of(batches)
 
     def backward(
         self,
@@ -100,14 +105,15 @@ class ManualOptimization:
         _check_backward(loss, options)
         state = current()
         assert state is not None
-        share = self._loss_weights[state.index]
+        share = self._loss_weights[state.index] * self._share
+        is_blocked = self._ranks.is_blocked
 
         def perform(barrier: Barrier) -> None:
             self._wait()  # gradients are added to in place
             parts = [value * w for value, w in zip(barrier.values, self._loss_weights, strict=True) if w != 0.0]
             total = torch.stack(parts).sum() if parts else barrier.values[0]
             with self._holding():
-                whole(total, barrier.gradients)
+                whole(total, self._ranks.add_up(barrier.gradients, is_blocked=is_blocked))
 
         value = loss.detach().to("cpu").reshape(())
         collective = Collective("manual_backward", "manual_backward", perform, value)

@@ -25,6 +25,8 @@ from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
 from ...options import RoundPipeOptions
+from ...ranks.group import ALONE, RankGroup
+from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
 from ...reporting.tracing import Recordings
 from ..batches.microbatches import merge_outputs
@@ -40,6 +42,7 @@ from .metrics import StepMetrics
 from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
+from .ranks import WIRES, RankSteps
 from .retry import Retry
 from .user_step import UserStep, dropping_old_gradients, seed_of_step
 
@@ -52,8 +55,10 @@ class Steps:
         report: what a training needs on the host; None where there is none.
         links: of the devices; None if they are not measured.
         is_trial: whether Lightning is trying a batch size at the moment.
+        group: the ranks, whose training steps these are a part of.
 
     Attributes:
+        ranks: see [Note: steps over ranks] in :mod:`ranks`.
         manual: manual optimization of the training step that runs, if it has any.
     """
 
@@ -69,6 +74,7 @@ class Steps:
         links: StepLinks | None,
         autocast_device: str,
         is_trial: Callable[[], bool],
+        group: RankGroup = ALONE,
     ) -> None:
         self._module = module
         self._updates = updates
@@ -79,7 +85,8 @@ class Steps:
         self.report = report
         self._pool, self._options, self._links = pool, options, links
         self.engine = self._make_engine()
-        self._splitter = BatchSplitter(module, options, self._scan, notices)
+        self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
+        self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype])
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)
         self._retry = Retry(
@@ -114,8 +121,9 @@ class Steps:
         self._splitter.arrives(batch)
 
     def close(self) -> None:
-        """The run has ended: the threads of the engine do, too."""
+        """The run has ended: the threads of the engine do, too. Other ranks are not waited for any more."""
         self.engine.close()
+        self.ranks.close()
 
     def run(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_scale: float = 1.0
@@ -137,6 +145,7 @@ class Steps:
             if name == "training_step":
                 training.enter_context(training_settings(self._scan))
                 training.enter_context(self._updates.computing(self._module))
+                training.enter_context(self.ranks.training_step(self._module))
             batches, (logs, result) = self._retry.run(
                 name,
                 step.batch,
@@ -148,6 +157,7 @@ class Steps:
             if name == "training_step" and self.report is not None:
                 plan = self.engine.plan_of(name)
                 self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)
+            self.ranks.note_gradients(result.gradients)
             step.end()
         return batches, result
 
@@ -161,22 +171,36 @@ class Steps:
         barriers = self._barriers(batches) if is_manual else contextlib.nullcontext()
         if is_training and not is_manual:
             call = dropping_old_gradients(call, len(batches.microbatches), self._module.trainer)
+        share = self.ranks.share_of(batches) if is_training else 1.0
+        reduction = self.ranks.begin(self._module) if is_training else None
         with logs.capturing(), self._guard.watching(name, batches), barriers:
             request = StepRequest(
                 function=self._guard.followed(name, call),
                 microbatches=batches.microbatches,
-                weights=[weight * loss_scale for weight in batches.loss_weights],
+                weights=[weight * loss_scale * share for weight in batches.loss_weights],
                 key=name,
                 seed=seed_of_step(self._module.trainer, name),
                 loss_of=loss_of if is_training and not is_manual else None,
                 merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
+                reduction=reduction,
             )
-            result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
+            with self._final_if_sent(reduction):
+                result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
             if request.loss_of is not None:
                 self._guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
         return logs, result
+
+    @contextlib.contextmanager
+    def _final_if_sent(self, reduction: StepReduction | None) -> Iterator[None]:
+        """Around the run of a step: one that has failed is final if other ranks have gradients of it."""
+        try:
+            yield
+        except BaseException:
+            if reduction is not None and reduction.stop():
+                self._retry.forbid("other ranks have some of its gradients already")
+            raise
 
     @contextlib.contextmanager
     def _barriers(self, batches: Batches) -> Iterator[None]:
@@ -186,7 +210,7 @@ class Steps:
             self._retry.forbid("manual_backward or an optimizer has been called in it already")
             return self._guard.allowed()
 
-        self.manual = ManualOptimization(self._module, self._scan, batches, holding, self._updates.wait)
+        self.manual = ManualOptimization(self._module, self._scan, batches, holding, self._updates.wait, self.ranks)
         try:
             with self.manual.followed():
                 yield

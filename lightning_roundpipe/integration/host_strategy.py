@@ -1,48 +1,82 @@
-"""What Lightning asks of a strategy beside its steps: one process, checkpoint files, profilers, checks before a run."""
+"""What Lightning asks of a strategy beside steps and ranks: devices, checkpoint files, profilers, checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import ClusterEnvironment
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from .checks import check_has_data, check_modes, check_only_process, check_precision, note_layer_sync
+from ..accelerator import host_statistics, pool_statistics
+from ..devices.pool import DevicePool
+from .checks import check_has_data, check_modes, check_precision, note_layer_sync, note_unused_gpus
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
+from .pool import make_pool
 from .profiling import adapt, profiler_of, restore
-
-if TYPE_CHECKING:
-    from torch.distributed import ReduceOp
-
-T = TypeVar("T")
+from .rank_strategy import RankStrategy
 
 
-class SingleProcessStrategy(Strategy):
-    """A strategy without other processes to agree with, whose steps run on several threads."""
+class HostStrategy(RankStrategy):
+    """A strategy whose weights, optimizers and files are the host's, and whose steps run on a pool of devices."""
 
-    # Set by the Trainer, which asks whether a strategy has such attributes.
-    cluster_environment: ClusterEnvironment | None = None
-    _layer_sync: LayerSync | None = None
+    _pool: DevicePool | None = None
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
+    @override
     def set_world_ranks(self) -> None:
-        """Called by the Trainer when launcher and plugins are known: checks them.
+        """Called by the Trainer when launcher and plugins are known: finds this rank's place, and checks plugins.
 
         Raises:
-            MisconfigurationException: if there are other processes, or the precision plugin needs another strategy.
+            MisconfigurationException: if what tells of other processes does not agree, or the precision plugin needs
+                another strategy.
         """
-        check_only_process(self.cluster_environment)
+        super().set_world_ranks()
         check_precision(self.precision_plugin)
         note_layer_sync(self._layer_sync)
+
+    @property
+    def pool(self) -> DevicePool:
+        """The devices that run the steps."""
+        if self._pool is None:
+            devices = self._own_devices or self.parallel_devices or [self.root_device]
+            self._pool = make_pool(devices, self.options)
+        return self._pool
+
+    @property
+    def _autocast_device(self) -> str:
+        types = {device.type for device in self.parallel_devices or [self.root_device]}
+        return (types - {"cpu"} or types).pop()
+
+    @override
+    def setup_environment(self) -> None:
+        """Meets the other ranks, and makes the device pool."""
+        super().setup_environment()
+        if self._pool is not None:
+            self._pool.dispose()
+            # Without what an earlier run has lost; if that is all there was, the driver says so.
+            left = [device.torch_device for device in self._pool.devices if device.lost is None]
+            if self._own_devices and left:
+                self._own_devices = left
+            elif self.parallel_devices and left:
+                self.parallel_devices = left
+            self._pool = None
+        note_unused_gpus([device.torch_device for device in self.pool.devices])
+        # An attribute of the instance, as the accelerator may be any of Lightning's.
+        vars(self.accelerator)["get_device_stats"] = self.device_statistics
+
+    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
+        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
+        assert self.accelerator is not None
+        if torch.device(device).type != "cpu":
+            return type(self.accelerator).get_device_stats(self.accelerator, device)
+        return {**host_statistics(), **pool_statistics(self.pool)}
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -58,17 +92,18 @@ class SingleProcessStrategy(Strategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """The module as the precision plugin has converted it.
+        """The module as the precision plugin has converted it, with the weights and buffers of rank 0.
 
         Raises:
             MisconfigurationException: if it is another module: steps would go around it.
+            RankError: if another rank has a module with other weights.
         """
         if model is not self.lightning_module:
             raise MisconfigurationException(
                 f"{type(self.precision_plugin).__name__}.convert_module returned a {type(model).__name__} in place of "
                 "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
             )
-        return model
+        return super()._setup_model(model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -127,32 +162,3 @@ class SingleProcessStrategy(Strategy):
         pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         states = [by_position(state, module, optimizer) for state, optimizer in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-
-    # --- one process ---------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        """Always: there is one process."""
-        return True
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """The value itself: there is one process."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The value itself: there is one process."""
-        return tensor
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Returns at once: there is one process."""
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object itself: there is one process."""
-        return obj

@@ -1,0 +1,149 @@
+"""A rank that fails, is killed, is interrupted or does not come: the others end soon, and say who it was, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.forks import Forks
+from tests.support.parity import make_loader, make_trainer
+from tests.support.rank_runs.launch import RankEnd, run_ranks
+from tests.support.small import Small
+
+# Far above what it takes, far below any time limit of a wait.
+_SOON_S = 15.0
+
+
+def is_rank(rank: int) -> bool:
+    return os.environ["RANK"] == str(rank)
+
+
+class Failing(Small):
+    """Does something bad in one place on one rank."""
+
+    def __init__(self, place: str, rank: int, deed: str) -> None:
+        super().__init__()
+        self.place, self.rank, self.deed = place, rank, deed
+
+    def fail_in(self, place: str) -> None:
+        if place != self.place or not is_rank(self.rank):
+            return
+        if self.deed == "raise":
+            raise ValueError(f"boom in {place}")
+        if self.deed == "hang":
+            while not all(Path(f"ended-{other}").exists() for other in (0, 2)):
+                threading.Event().wait(0.05)
+            return
+        os.kill(os.getpid(), getattr(signal, self.deed))
+
+    def setup(self, stage: str) -> None:
+        self.fail_in("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.fail_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("value", 1.0, sync_dist=True)
+        if batch_idx == 1:
+            self.fail_in("on_train_batch_end")
+
+    def on_after_backward(self) -> None:
+        self.fail_in("on_after_backward")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail_in("validation_step")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fail_in("on_save_checkpoint")
+
+
+def train_and_fail(place: str, rank: int, deed: str, timeout_s: float = 300.0) -> None:
+    trainer = make_trainer(
+        options={"timeout": timedelta(seconds=timeout_s)}, max_epochs=2, enable_checkpointing=True, devices=4
+    )
+    trainer.fit(Failing(place, rank, deed), make_loader(40), make_loader(20))
+
+
+def failed(forks: Forks, folder: Path, size: int, place: str, rank: int, deed: str) -> tuple[RankEnd, list[RankEnd]]:
+    """How the rank has ended, and the others, who must have ended soon."""
+    ends = run_ranks(forks, folder, size, train_and_fail, place, rank, deed)
+    others = [end for other, end in enumerate(ends) if other != rank]
+    for end in others:
+        assert end.status == 1, end.output
+        assert end.late_s < _SOON_S
+        assert f"rank {rank} (" in end.output.splitlines()[_last_error(end)], end.output
+    return ends[rank], others
+
+
+def _last_error(end: RankEnd) -> int:
+    lines = end.output.splitlines()
+    return max(i for i, line in enumerate(lines) if "RankError: " in line)
+
+
+PLACES = ("setup", "training_step", "on_after_backward", "on_train_batch_end", "validation_step", "on_save_checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "rank"),
+    [
+        *((place, 2, 1) for place in PLACES),
+        ("training_step", 2, 0),
+        ("on_save_checkpoint", 2, 0),
+        ("training_step", 3, 1),
+    ],
+)
+def test_others_end_with_the_error_of_a_rank_that_raises(
+    forks: Forks, tmp_path: Path, place: str, size: int, rank: int
+) -> None:
+    end, others = failed(forks, tmp_path, size, place, rank, "raise")
+    assert f"ValueError: boom in {place}" in end.output
+    assert "RankError" not in end.output
+    for other in others:
+        assert f"has failed: ValueError: boom in {place}" in other.output
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "rank"),
+    [("setup", 2, 0), ("training_step", 2, 0), ("training_step", 3, 2), ("on_save_checkpoint", 2, 0)],
+)
+def test_others_name_a_rank_that_was_killed(forks: Forks, tmp_path: Path, place: str, size: int, rank: int) -> None:
+    end, others = failed(forks, tmp_path, size, place, rank, "SIGKILL")
+    assert end.status == -signal.SIGKILL
+    for other in others:
+        assert "has ended without an error message" in other.output
+    for path in tmp_path.rglob("*.ckpt"):
+        torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_of_one_rank_ends_all(forks: Forks, tmp_path: Path, rank: int) -> None:
+    end, others = failed(forks, tmp_path, 2, "on_train_batch_end", rank, "SIGINT")
+    assert end.status == 1
+    for other in others:
+        assert "has failed: KeyboardInterrupt" in other.output
+
+
+def wait_in_vain(place: str) -> None:
+    try:
+        train_and_fail(place, 1, "hang", timeout_s=3.0)
+    finally:
+        Path(f"ended-{os.environ['RANK']}").touch()
+
+
+@pytest.mark.parametrize("place", ["training_step", "on_train_batch_end"])
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, tmp_path: Path, place: str) -> None:
+    ends = run_ranks(forks, tmp_path, 3, wait_in_vain, place)
+    for end in ends:
+        assert end.status == 1
+        assert "for 3 s, the time limit" in end.output
+        assert "and rank 1 did not come" in end.output
+    assert "RankError: rank 0 (" in ends[1].output or "RankError: rank 2 (" in ends[1].output
