@@ -213,7 +213,7 @@ def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     the host.
     """
     if known is None:
-        return part.to(dtype)
+        return part if part.dtype == dtype else part.to(dtype)
     if known.is_sparse or part.is_sparse:
         return known + part
     if known.dtype == part.dtype or known.device.type != "cpu":
