@@ -35,7 +35,6 @@ from .units import Unit, rebind
 Relay = Callable[[nn.Module], dict[str, Any]]
 Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_flag = operator.attrgetter("requires_grad")
 _Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device
 
 
@@ -91,6 +90,7 @@ class Replica:
         self._gradient_bytes = 0
         self._low_gradient_bytes = 0
         self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
+        self._trained: tuple[bool, ...] = ()  # of the last call: which leaves require a gradient
         for module in unit.module.modules():
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
@@ -148,8 +148,9 @@ class Replica:
 
     def switch(self, trained: tuple[bool, ...]) -> None:
         """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
-        if tuple(map(_flag, self.leaves)) == trained:
+        if self._trained == trained:
             return
+        self._trained = trained
         for leaf, flag in zip(self.leaves, trained, strict=True):
             if leaf.requires_grad is not flag:
                 Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]
@@ -364,9 +365,11 @@ class Replica:
         self.add_up()
         masters, gradients = [], []
         for leaf, master in self.leaves.items():
-            gradient = self._sums.pop(leaf, leaf.grad)
-            leaf.grad = None
+            gradient = self._sums.pop(leaf, None) if self._sums else leaf.grad
+            if gradient is None:
+                gradient = leaf.grad
             if gradient is not None:
+                leaf.grad = None
                 masters.append(master)
                 gradients.append(gradient)
         if self.device.aliases_host:

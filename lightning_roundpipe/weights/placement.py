@@ -133,21 +133,26 @@ class ReplicaCache:
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self._find(call.unit, device, call.is_low)
-        if not replica.is_active and not replica.refresh(baseline):
-            self._forget(replica)
-            replica = self._find(call.unit, device, call.is_low)
-            replica.refresh(baseline)
-        self._make_loaded(replica)
-        self._num_uses += 1
-        replica.last_use = self._num_uses
-        if not replica.is_active:
-            replica.activate()
+        replica = self._replicas.get((id(call.unit), device.index, call.is_low))
+        if replica is None or not replica.is_active:
+            replica = self._activated(call.unit, device, call.is_low, baseline)
         elif replica.num_hooks != self._num_hooks:
             replica.refresh(baseline)
             replica.load_buffers()
+        self._num_uses += 1
+        replica.last_use = self._num_uses
         replica.num_hooks = self._num_hooks
         replica.switch(call.trained)
+        return replica
+
+    def _activated(self, unit: Unit, device: Device, is_low: bool, baseline: Callable[[], Attributes]) -> Replica:
+        replica = self._find(unit, device, is_low)
+        if not replica.refresh(baseline):
+            self._forget(replica)
+            replica = self._find(unit, device, is_low)
+            replica.refresh(baseline)
+        self._make_loaded(replica)
+        replica.activate()
         return replica
 
     def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
@@ -280,8 +285,9 @@ class Loader:
             return
         harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
         planned = run.units if run.has_gradients else ()
+        forms = sorted({False, *(is_low for _, is_low in harvested)})
         for unit in planned:
-            for is_low in (False, True):
+            for is_low in forms:
                 masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
                 self._gradients.add_later(masters, arriving, (unit.order, run.stage, is_low), run.ordinal)
         for (unit, is_low), found in harvested.items():
