@@ -277,11 +277,12 @@ class Step:
 
     def _stop(self) -> None:
         """Lets the micro-batches that still stand at a barrier come to their end, and waits for all threads."""
-        if not all(thread.attendance.has_ended for thread in self._threads.values()):
+        have_ended = all(thread.attendance.has_ended for thread in self._threads.values())
+        if not have_ended:
             self._failure.note(StepAborted())
             for thread in self._threads.values():
                 thread.attendance.resume(returning(None))
-        self._resources.workers.give_back(self._workers)
+        self._resources.workers.give_back(self._workers, are_done=have_ended)
         self._workers.clear()
         for state in self._states:
             state.meet = None
