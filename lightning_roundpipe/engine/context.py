@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from ..autograd.compiling import UnitCompiler
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Workers
@@ -36,7 +34,6 @@ class Resources:
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
     """
 
-    root: nn.Module
     pool: DevicePool
     plans: Plans
     replicas: ReplicaCache

@@ -14,6 +14,7 @@ the other: then its own forward is user code.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class UnitTable:
 
     Attributes:
         is_traced: whether any module is compiled in place, as far as :meth:`is_of` has seen.
+        modules: of the root, as :meth:`is_of` has seen them.
 
     Raises:
         ValueError: if a class of ``unit_classes`` does not occur in ``root``.
@@ -127,8 +129,8 @@ class UnitTable:
         self._descend(root)
         check_chosen(root, self._chosen)
         names = {module: name for name, module in root.named_modules()}
-        self._modules = list(map(id, names))
-        self.is_of(list(names))
+        self.modules = list(names)
+        self.is_of(self.modules)
         inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
         self.units: dict[nn.Module, Unit] = {}
         for order, (module, name) in enumerate(names.items()):
@@ -139,7 +141,7 @@ class UnitTable:
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""
         self.is_traced = any([m.__dict__.get("_compiled_call_impl") is not None for m in modules])
-        return self._modules == list(map(id, modules))
+        return len(modules) == len(self.modules) and not any(map(operator.is_not, modules, self.modules))
 
     def forget_facts(self) -> None:
         """Calls have other sizes from now on, and the facts know them: they are learned again."""
