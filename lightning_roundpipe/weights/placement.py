@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ from .buffers import ComingBuffers
 from .futures import is_pending
 from .gradients import GradientStore
 from .low_precision import WorkingCopies
-from .parameters import Attributes, Relay, Replica
-from .units import Unit
+from .parameters import Relay, Replica
+from .units import Unit, Written
 
 _NEVER = 1 << 60
 
@@ -122,7 +122,7 @@ class ReplicaCache:
         return replica.is_loaded
 
     def get(
-        self, call: PlacedCall, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False
+        self, call: PlacedCall, device: Device, baseline: Callable[[], Iterable[Written]], *, learns: bool = False
     ) -> Replica:
         """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
@@ -137,16 +137,20 @@ class ReplicaCache:
         if replica is None or not replica.is_active:
             replica = self._activated(call.unit, device, call.is_low, baseline)
         elif replica.num_hooks != self._num_hooks:
+            self._look_again(replica, baseline)
             replica.refresh(baseline)
             replica.load_buffers()
         self._num_uses += 1
         replica.last_use = self._num_uses
-        replica.num_hooks = self._num_hooks
         replica.switch(call.trained)
         return replica
 
-    def _activated(self, unit: Unit, device: Device, is_low: bool, baseline: Callable[[], Attributes]) -> Replica:
+    def _activated(
+        self, unit: Unit, device: Device, is_low: bool, baseline: Callable[[], Iterable[Written]]
+    ) -> Replica:
         replica = self._find(unit, device, is_low)
+        if replica.num_hooks != self._num_hooks:
+            self._look_again(replica, baseline)
         if not replica.refresh(baseline):
             self._forget(replica)
             replica = self._find(unit, device, is_low)
@@ -154,6 +158,11 @@ class ReplicaCache:
         self._make_loaded(replica)
         replica.activate()
         return replica
+
+    def _look_again(self, replica: Replica, baseline: Callable[[], Iterable[Written]]) -> None:
+        """Hooks were registered since the replica was used, perhaps after the unit was looked at in this segment."""
+        replica.unit.look(baseline())
+        replica.num_hooks = self._num_hooks
 
     def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
         key = (id(unit), device.index, is_low)
