@@ -32,7 +32,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import plan_training, simulate, stage_costs
 from lightning_roundpipe.ranks.buckets import buckets_of
 from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES
-from tests.support.hosts import Host, two_hosts, why_not
+from tests.support.rank_runs.hosts import Host, two_hosts, why_not
 from tests.support.rank_runs.script import free_port, variables
 
 METHOD = """

@@ -28,8 +28,9 @@ import torch
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.integration.links import Links
 from lightning_roundpipe.planning import search
-from tests.support import accelerator, hosts
+from tests.support import accelerator
 from tests.support.forks import Forks
+from tests.support.rank_runs import hosts
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
 # which the tests of planning and of the commands, the projects and the examples do as it is.

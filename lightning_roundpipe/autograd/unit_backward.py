@@ -132,7 +132,7 @@ def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
             leaves[i] = alias
     if len(leaves) > len(differentiable):
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and i not in differentiable and leaf.is_floating_point():
+            if isinstance(leaf, Tensor) and i not in differentiable and leaf.dtype.is_floating_point:
                 leaves[i] = leaf.detach()
 
 

@@ -35,8 +35,17 @@ def fingerprint_of(tensor: Tensor) -> Fingerprint:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often ``tensor`` was written, or -1 for inference tensors, which do not count."""
-    return UNKNOWN if tensor.is_inference() else tensor._version
+    """How often ``tensor`` was written, or -1 for inference tensors, which do not count.
+
+    Keeps the interpreter lock where it can: ``is_inference`` lets go of it, as operators do, and other threads are
+    waiting for it.
+    """
+    if torch.is_inference_mode_enabled() and tensor.is_inference():
+        return UNKNOWN
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor outside of that mode: rare, and raising takes long
+        return UNKNOWN
 
 
 class Versions(Generic[_Key]):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,7 +33,8 @@ class AutogradLocal(Generic[_T]):
 
     def get(self) -> _T | None:
         """The object of the thread that the calling one works for; None if it has none."""
-        return cast("_T", _tls._get_obj_in_tls(self._key)) if _tls._is_key_in_tls(self._key) else None
+        found: _T | None = _tls._get_obj_in_tls(self._key) if _tls._is_key_in_tls(self._key) else None
+        return found
 
     def set(self, value: _T | None) -> None:
         """Sets that of the calling thread."""

@@ -184,9 +184,13 @@ class Workers:
                 return worker
         return Worker(self._own_threads)
 
-    def give_back(self, workers: Sequence[Worker]) -> None:
-        """Waits until they are done, so that nothing of a step is left; they may be taken again."""
-        for worker, done in [(worker, worker.done()) for worker in workers]:
+    def give_back(self, workers: Sequence[Worker], *, are_done: bool = False) -> None:
+        """They may be taken again, when they are done, so that nothing of a step is left.
+
+        Args:
+            are_done: whether that is known: to ask would wake each of them.
+        """
+        for worker, done in [] if are_done else [(worker, worker.done()) for worker in workers]:
             while not done.wait(_RECHECK_S) and worker.is_alive:
                 pass
         self._idle += reversed(workers)
@@ -214,7 +218,7 @@ def run_threads(
     try:
         for let_go_on in go_on:
             let_go_on()
-        for event in halted:
+        for event in reversed(halted):  # the last one mostly halts last: to be woken once is enough
             while not event.wait(_RECHECK_S):
                 pass
     except BaseException as interrupt:

@@ -113,7 +113,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], side: list[Any], leaves: list[Any]) -> Any:
     """:func:`flatten` of the three, quick where there are only positional plain values."""
-    if not kwargs and not side and all(type(item) in _PLAIN for item in args):
+    if not kwargs and not side and _PLAIN.issuperset(map(type, args)):
         leaves.extend(args)
         return _POSITIONAL
     return flatten((args, kwargs, side), leaves)

@@ -165,8 +165,8 @@ class Device(ABC):
         return self.d2h.submit(tensors, is_bulk=is_bulk, label=what)
 
     def keep(self, tensor: Tensor) -> Transfer:
-        """A copy of ``tensor``, which is on the host, for an upload that comes later."""
-        return Done([tensor.detach().to("cpu", copy=True)])
+        """A copy of ``tensor``, which is on the host and no part of a graph, for an upload that comes later."""
+        return Done([tensor.clone()])
 
     def snapshot(self, tensor: Tensor) -> Tensor | None:
         """A copy on the device itself, of what may change before a download has read it; None if there is no room."""

@@ -122,7 +122,7 @@ def as_reloaded(values: Sequence[Any]) -> list[Any]:
 def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
     narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
-        return Offloaded(Done([narrow.to("cpu", copy=True)]) if here is None else here.keep(narrow), tensor.shape)
+        return Offloaded(Done([narrow.clone()]) if here is None else here.keep(narrow), tensor.shape)
     num_bytes = num_bytes_of([narrow])
     has_room = not device.counts_activations or device.memory.try_reserve("activations", num_bytes)
     snapshot = device.snapshot(narrow) if has_room else None

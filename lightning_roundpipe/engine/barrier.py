@@ -131,7 +131,7 @@ class Attendance:
 
     def end(self) -> None:
         """For the thread of the micro-batch: the last thing that it does."""
-        self.arrival = None
+        self.arrival, self._go_on = None, returning(None)
         self.halted.set()
 
     def resume(self, go_on: Callable[[], Any]) -> None:

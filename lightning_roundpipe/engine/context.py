@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from ..autograd.compiling import UnitCompiler
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Workers
@@ -36,7 +34,6 @@ class Resources:
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
     """
 
-    root: nn.Module
     pool: DevicePool
     plans: Plans
     replicas: ReplicaCache
@@ -107,7 +104,6 @@ class SegmentContext:
     lock: UserCodeLock
     is_measured: bool
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
-    _members: dict[Unit, frozenset[int]] = field(default_factory=dict)
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:
         """Which parameters of ``unit`` require a gradient, for the micro-batch that holds the user-code lock.
@@ -116,7 +112,7 @@ class SegmentContext:
         """
         known = self._trained.get(unit)
         if known is None:
-            unit.look()
+            unit.look(self.lock.baseline())
         if known is None or self.lock.switches_flags:
             known = self._trained[unit] = tuple([p.requires_grad for p in unit.parameters()])
         return known
@@ -144,10 +140,3 @@ class SegmentContext:
     def repeated(self) -> frozenset[Unit]:
         """Units with several positions in the plan."""
         return frozenset(unit for unit, n in Counter(self.plan.sequence).items() if n > 1)
-
-    def members_of(self, unit: Unit) -> frozenset[int]:
-        """Ids of the unit's modules."""
-        known = self._members.get(unit)
-        if known is None:
-            known = self._members[unit] = frozenset(map(id, unit.members))
-        return known

@@ -176,8 +176,7 @@ def _attempt(
         keep_graph = moved if before and not records else None
         given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
     arrived = list(given)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    versions = [version_of(given[i]) for i in tensors]
+    versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
     # another function would be compiled than for the recomputation, which might draw in another order.
     draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
@@ -196,17 +195,18 @@ def _attempt(
             result = run_unit(context, call, replica, given, foreign=foreign or facts.foreign)
             result.draws_foreign = foreign or facts.foreign
     except torch.OutOfMemoryError:
-        is_changed = any([version_of(arrived[i]) != v for i, v in zip(tensors, versions, strict=True)])
+        is_changed = any([version_of(arrived[i]) != version for i, version in versions.items()])
         if is_last or is_changed or has_run_hooks(call, relays) or replica.device.aliases_host:
             raise
         return None
     finally:
         torch._C._set_grad_enabled(before)
-    call.changed = [i for i, v in zip(tensors, versions, strict=True) if version_of(arrived[i]) != v]
-    _hand_back(call, leaves, arrived)
+    call.changed = [i for i, version in versions.items() if version_of(arrived[i]) != version]
+    if call.changed:
+        _hand_back(call, leaves, arrived)
     slots = add_changed(call, result, given)
-    identity = {id(given[i]): i for i in tensors}
-    passed = {j: identity[id(x)] for j, x in enumerate(result.leaves) if isinstance(x, Tensor) and id(x) in identity}
+    identity = {id(given[i]): i for i in versions}
+    passed = {j: identity[id(x)] for j, x in enumerate(result.leaves) if id(x) in identity}
     done = ForwardResult(result, replica, passed, call.changed)
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])

@@ -169,8 +169,7 @@ class Microbatch:
         self.record.called.append(unit)
         position = self._locate(unit)
         if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
-            members = self._segment.members_of(unit)
-            call.side = [(module, name) for (key, name), (module, _) in overlay.items() if key in members]
+            call.side = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
         side_values = [read(module, name) for module, name in call.side]
         is_training = unit.module.training
         # From here on nothing is shared with other micro-batches until the results are written down.

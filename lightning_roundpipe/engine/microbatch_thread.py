@@ -51,9 +51,11 @@ class MicrobatchThread(Microbatch):
             state.meet = self._meet
 
     def begin(self, worker: Worker) -> None:
-        """Lets ``worker`` run the micro-batch, in a copy of the caller's context."""
-        work = functools.partial(contextvars.copy_context().run, self._run)
-        worker.begin(work, f"roundpipe-microbatch-{self.index}")
+        """Lets ``worker`` run the micro-batch, in a copy of the caller's context, and say so when nothing of it is left
+        there."""
+        work, name = functools.partial(contextvars.copy_context().run, self._run), f"roundpipe-microbatch-{self.index}"
+        worker.begin(work, name)
+        worker.begin(self.attendance.end, name)
 
     def _run(self) -> None:
         surroundings = self._step.surroundings
@@ -73,8 +75,6 @@ class MicrobatchThread(Microbatch):
                 self.output = results.arrive()
         except BaseException as error:  # every error must reach the caller's thread, interrupts included
             self._step.failure.note(error)
-        finally:
-            self.attendance.end()
 
     def _implicit_transfers(self) -> contextlib.AbstractContextManager[Any]:
         if self.device.aliases_host:

@@ -1,11 +1,11 @@
 """What the engine changes outside itself, for how long, and its undoing on every exit path.
 
 [Note: patches]
-Some replacements are methods of classes from which hundreds of others are derived (``nn.Module``): to set one makes
-Python forget what it has cached about all of them, which takes milliseconds. They ask for the micro-batch of the
-calling thread, and do what the original does where there is none. So they are installed once for all engines of the
-process and stay as long as one of them is open (the Trainer keeps its engine open from set-up to tear-down) or runs
-a step. The others are cheap, and undone at the end of each segment.
+Most replacements ask for the micro-batch of the calling thread, and do what the original does where there is none. So
+they are installed once for all engines of the process and stay as long as one of them is open (the Trainer keeps its
+engine open from set-up to tear-down) or runs a step. Some are methods of classes from which hundreds of others are
+derived (``nn.Module``): to set one makes Python forget what it has cached about all of them, which takes milliseconds.
+What belongs to one segment of a step is undone at its end.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _installed = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def classes_patched() -> Iterator[None]:
-    """While open, on any thread, micro-batch threads find the replacements of classes; see [Note: patches]."""
+def torch_patched() -> Iterator[None]:
+    """While open, on any thread, micro-batch threads find the replacements that stay; see [Note: patches]."""
     global _num_users, _installed
     with _lock:
         if not _num_users:
             with contextlib.ExitStack() as stack:
-                for installed in (noting_writes, noting_hooks, checkpoints_passed_through, functions_followed):
+                for installed in _STAYING:
                     stack.enter_context(installed())
                 _installed = stack.pop_all()
         _num_users += 1
@@ -69,17 +69,14 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def patch(stack: contextlib.ExitStack, root: nn.Module, table: UnitTable, num_threads: int | None) -> None:
-    """A segment of a step begins, which ends when ``stack`` is closed."""
-    parameters = [p for module in modules_of(root) for p in module._parameters.values() if p is not None]
+def patch(stack: contextlib.ExitStack, table: UnitTable, num_threads: int | None) -> None:
+    """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step."""
+    parameters = [p for module in table.modules for p in module._parameters.values() if p is not None]
     stack.enter_context(intercepted(table))
-    stack.enter_context(guarded_grad())
     stack.enter_context(nested_backwards_followed())
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
-    stack.enter_context(gpu_generators_left_alone())
     stack.enter_context(parametrizations_apart())
-    stack.enter_context(functional_calls_apart())
     stack.enter_context(power_iterations_once())
     stack.enter_context(intra_op_threads(num_threads))
 
@@ -273,3 +270,14 @@ def intra_op_threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_STAYING = (
+    noting_writes,
+    noting_hooks,
+    checkpoints_passed_through,
+    functions_followed,
+    guarded_grad,
+    gpu_generators_left_alone,
+    functional_calls_apart,
+)

@@ -28,7 +28,7 @@ from ..weights.placement import ReplicaCache
 from ..weights.units import UnitClasses, UnitTable
 from .context import Resources
 from .costs import DeviceSpeeds
-from .patches import classes_patched, modules_of
+from .patches import modules_of, torch_patched
 from .plans import Plan, Planner, Plans, Scheduler
 from .requests import StepRequest, StepResult
 from .step import Step
@@ -92,7 +92,7 @@ class Engine:
         self._replicas = ReplicaCache(relay_hooks, pool)
         compiler = None if compile_units is None else UnitCompiler(compile_units)
         adders = Workers(adding_threads)
-        self._resources = Resources(root, pool, self._plans, self._replicas, compiler, exempt, num_threads, adders)
+        self._resources = Resources(pool, self._plans, self._replicas, compiler, exempt, num_threads, adders)
         self.working_copies = self._replicas.weights
         self._links = links
         self.trace = False
@@ -139,11 +139,11 @@ class Engine:
         self._current_table().forget_facts()
 
     def open(self) -> None:
-        """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do replacements
-        of classes: see [Note: patches] in :mod:`engine.patches`. Otherwise nothing is left between two steps."""
+        """From now on until :meth:`close` the threads of micro-batches stay from step to step, and so do
+        replacements: see [Note: patches] in :mod:`engine.patches`. Otherwise nothing is left between two steps."""
         self._open.close()
         self._open.callback(self._end_threads)
-        self._open.enter_context(classes_patched())
+        self._open.enter_context(torch_patched())
         self._is_open = True
 
     @property

@@ -34,7 +34,7 @@ from .barrier import Barrier, Collective, Place, agreed, ends_closure, raising, 
 from .context import Failure, Resources, SegmentContext, StepContext
 from .gate import Gate
 from .microbatch_thread import MicrobatchThread
-from .patches import classes_patched, patch
+from .patches import patch, torch_patched
 from .plans import Plan, SegmentRecord
 from .requests import StepRequest, StepResult
 from .tracing import Clock, Trace, TracedGate, TracedUserCodeLock
@@ -113,7 +113,7 @@ class Step:
             if self._adder is not None:
                 self._adder.start()
             self._lock.open(self._states, lists.copies)
-            with classes_patched():
+            with torch_patched():
                 self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
             threads = [self._threads[state.index] for state in self._states]
@@ -193,7 +193,7 @@ class Step:
         resources.replicas.weights.begin_step(request.key, training=request.training, helper=self._adder)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
-            patch(stack, resources.root, self._table, resources.num_threads)
+            patch(stack, self._table, resources.num_threads)
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
@@ -285,11 +285,12 @@ class Step:
 
     def _stop(self) -> None:
         """Lets the micro-batches that still stand at a barrier come to their end, and waits for all threads."""
-        if not all(thread.attendance.has_ended for thread in self._threads.values()):
+        have_ended = all(thread.attendance.has_ended for thread in self._threads.values())
+        if not have_ended:
             self._failure.note(StepAborted())
             for thread in self._threads.values():
                 thread.attendance.resume(returning(None))
-        self._resources.workers.give_back(self._workers)
+        self._resources.workers.give_back(self._workers, are_done=have_ended)
         self._workers.clear()
         for state in self._states:
             state.meet = None

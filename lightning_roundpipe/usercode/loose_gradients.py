@@ -103,9 +103,7 @@ class LooseGradients:
     def run_backward(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """``torch.autograd.backward`` through user code, from tensors or edges. The graph is kept, because the backward
         of other calls leads through it too."""
-        with self._walking():
-            found = _captured(roots, gradients, self._edges, retain_graph=True)
-        for leaf, gradient in found:
+        for leaf, gradient in self._walk(roots, gradients, self._edges, retain_graph=True):
             self._add(leaf, gradient)
 
     def run_unit_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], own: Container[Tensor]) -> None:
@@ -115,9 +113,7 @@ class LooseGradients:
             own: leaves of the unit's replica, which accumulate.
         """
         edges = leaves_behind(map(node_of, roots))
-        with self._walking():
-            found = _captured(roots, gradients, edges, retain_graph=False)
-        for leaf, gradient in found:
+        for leaf, gradient in self._walk(roots, gradients, edges, retain_graph=False):
             if leaf not in own:
                 self._add(leaf, gradient)
             else:
@@ -142,14 +138,26 @@ class LooseGradients:
         known = self._sums.get(leaf)
         self._sums[leaf] = gradient if known is None else known + gradient
 
-    @contextlib.contextmanager
-    def _walking(self) -> Iterator[None]:
+    def _walk(
+        self,
+        roots: Sequence[Any],
+        gradients: Sequence[Tensor],
+        edges: dict[Tensor, GradientEdge],
+        *,
+        retain_graph: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Walks the graph from ``roots`` to ``edges``; the leaves that got a gradient."""
+        leaves = [leaf for leaf in edges if leaf.requires_grad]  # as torch: a flag that was switched off since counts
         before, self.is_walking = self.is_walking, True
         self._num_walks += 1
         try:
-            yield
+            found = _engine_run_backward(
+                tuple(roots), tuple(gradients), retain_graph, False, tuple([edges[leaf] for leaf in leaves]),
+                allow_unreachable=True, accumulate_grad=False,
+            )  # fmt: skip
         finally:
             self.is_walking = before
+        return [(leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None]
 
     def begin_use(self) -> int:
         """A parameter is used on a device, as part of the graph; the ordinal of the use, downwards."""
@@ -227,17 +235,6 @@ class _Arriving(Joined):
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
     # autograd may hold the same tensor elsewhere
     leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
-
-
-def _captured(
-    roots: Sequence[Any], gradients: Sequence[Tensor], edges: dict[Tensor, GradientEdge], *, retain_graph: bool
-) -> list[tuple[Tensor, Tensor]]:
-    leaves = [leaf for leaf in edges if leaf.requires_grad]  # as torch: a flag that was switched off since counts
-    found = _engine_run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, tuple(edges[leaf] for leaf in leaves),
-        allow_unreachable=True, accumulate_grad=False,
-    )  # fmt: skip
-    return [(leaf, gradient) for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None]
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class GradientStore:
             source: where it comes from. Parts of a shared weight are added up per source, and the sums in the order
                 of the sources.
         """
-        self._add(master, gradient, source)
+        self._add([master], [gradient], source)
 
     def add_loose(self, masters: Sequence[nn.Parameter], arriving: Transfer, ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
@@ -151,16 +151,17 @@ class GradientStore:
     def _take_in(self, source: Source, part: _Part) -> None:
         masters, arriving = part
         if arriving is not None:
-            for master, gradient in zip(masters, arriving.wait(Edge.GRADIENTS), strict=True):
-                self._add(master, gradient, source)
+            self._add(masters, arriving.wait(Edge.GRADIENTS), source)
             tell("take", masters, transfer=arriving)
 
-    def _add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
+    def _add(self, masters: Sequence[nn.Parameter], gradients: Sequence[Tensor], source: Source) -> None:
         with self._lock:
-            parts = self._gradients.setdefault(master, {})
-        if source == _LOOSE and source not in parts:
-            gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
-        parts[source] = sum_up(parts.get(source), gradient, master.dtype)
+            rows = [self._gradients.setdefault(master, {}) for master in masters]
+        for master, parts, gradient in zip(masters, rows, gradients, strict=True):
+            known = parts.get(source)
+            if known is None and source == _LOOSE:
+                gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
+            parts[source] = sum_up(known, gradient, master.dtype)
 
     def close(self) -> None:
         """The step has ended, well or not, and so have its transfers: what is not in a sum is lost.
@@ -257,9 +258,10 @@ def _total(master: nn.Parameter, parts: Mapping[Source, Tensor], dtype: torch.dt
     for source in sorted(parts):
         total = sum_up(total, parts[source], master.dtype)
     assert total is not None
-    is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
-    if dtype is not None and is_of_one_unit and _overflows(total, dtype):
-        total = total.to(dtype).to(total.dtype)
+    if dtype is not None:
+        is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
+        if is_of_one_unit and _overflows(total, dtype):
+            total = total.to(dtype).to(total.dtype)
     return total
 
 
@@ -277,7 +279,7 @@ def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     the host.
     """
     if known is None:
-        return part.to(dtype)
+        return part if part.dtype == dtype else part.to(dtype)
     if known.is_sparse or part.is_sparse:
         return known + part
     if known.dtype == part.dtype or known.device.type != "cpu":

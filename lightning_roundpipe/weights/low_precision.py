@@ -287,10 +287,10 @@ class WorkingCopies:
         Args:
             autocast: its state at the call that is to be run; None if that is not known yet.
         """
+        evidence = self._evidence.get((unit, self._trains))
+        if evidence is None or not evidence.travels:
+            return False
         with self._lock:
-            evidence = self._evidence.get((unit, self._trains))
-            if evidence is None or not evidence.travels:
-                return False
             if autocast is not None and evidence.autocast != autocast:
                 evidence.autocast = None
                 self._forms[unit] = False

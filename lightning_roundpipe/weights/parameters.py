@@ -12,7 +12,6 @@ added up in the masters' dtype beside the leaves.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +28,11 @@ from .buffers import ComingBuffers
 from .events import tell
 from .gradients import GradientStore, sum_up
 from .low_precision import WorkingCopies
-from .units import Unit, rebind
+from .units import Unit, Written, rebind
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
 Relay = Callable[[nn.Module], dict[str, Any]]
-Attributes = Iterable[tuple[nn.Module, str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_flag = operator.attrgetter("requires_grad")
 _Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device
 
 
@@ -91,16 +88,15 @@ class Replica:
         self._gradient_bytes = 0
         self._low_gradient_bytes = 0
         self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
-        for module in unit.module.modules():
+        self._trained: tuple[bool, ...] = ()  # of the last call: which leaves require a gradient
+        for module in unit.members:
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
             self._copy_of[id(module)] = copy
             self._master_of[id(copy)] = module
         self.module = self._copy_of[id(unit.module)]
         self._structure = [_structure_of(module) for module, _ in self._pairs]
-        # What was copied last time, by module; held, so that the same object means the same value.
-        self._seen: list[list[Any]] = [[] for _ in self._pairs]
-        self._index = {id(module): i for i, (module, _) in enumerate(self._pairs)}
+        self._copied: list[list[Any] | None] = [None for _ in self._pairs]  # of `unit.seen`
         for master in unit.module.parameters():
             leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
@@ -114,8 +110,8 @@ class Replica:
         """The master of one of this replica's modules."""
         return self._master_of.get(id(copy))
 
-    def refresh(self, baseline: Callable[[], Attributes]) -> bool:
-        """Takes over what may have changed on the masters since the last step: attributes, flags, hooks.
+    def refresh(self, baseline: Callable[[], Iterable[Written]]) -> bool:
+        """Takes over what has changed on the masters, as far as the unit has been looked at: attributes, flags, hooks.
 
         User code of micro-batches may write attributes meanwhile; ``baseline``, asked last, tells them apart.
 
@@ -123,33 +119,27 @@ class Replica:
             Whether modules and parameters of the unit are still the objects that were copied. If not, this replica is
             of no use any more.
         """
-        buffers, changed = [], []
-        for i, (master, copy) in enumerate(self._pairs):
-            own = master._buffers
-            now = [
-                *master.__dict__.values(), *master._parameters.values(), *master._modules.values(), *own.values(),
-                len(master._forward_hooks),
-            ]  # fmt: skip
-            if len(now) != len(self._seen[i]) or any(map(operator.is_not, now, self._seen[i])):
-                if _structure_of(master) != self._structure[i]:
-                    return False
-                changed.append((i, now))
-            if own:
-                buffers += [(master, copy, name) for name, b in own.items() if b is not None]
-        for i, now in changed:
-            self._seen[i] = now
+        seen = list(self.unit.seen)
+        changed = [i for i, now in enumerate(seen) if now is not self._copied[i]]
+        if any([_structure_of(self._pairs[i][0]) != self._structure[i] for i in changed]):
+            return False
+        for i in changed:
+            self._copied[i] = seen[i]
             self._copy_state(*self._pairs[i])
-        self.buffers = buffers
+        if changed:
+            own = [(*pair, name, b) for pair in self._pairs for name, b in pair[0]._buffers.items()]
+            self.buffers = [(master, copy, name) for master, copy, name, b in own if b is not None]
         for module, name, value in baseline():
             if (copied := self.copy_of(module)) is not None:
                 assign(copied, name, value)
-                self._seen[self._index[id(module)]] = []  # saw values of a micro-batch: must not keep them alive
+                self._copied[self.unit.places[id(module)]] = None  # it has values of a micro-batch besides
         return True
 
     def switch(self, trained: tuple[bool, ...]) -> None:
         """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
-        if tuple(map(_flag, self.leaves)) == trained:
+        if self._trained == trained:
             return
+        self._trained = trained
         for leaf, flag in zip(self.leaves, trained, strict=True):
             if leaf.requires_grad is not flag:
                 Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]
@@ -364,9 +354,11 @@ class Replica:
         self.add_up()
         masters, gradients = [], []
         for leaf, master in self.leaves.items():
-            gradient = self._sums.pop(leaf, leaf.grad)
-            leaf.grad = None
+            gradient = self._sums.pop(leaf, None) if self._sums else leaf.grad
+            if gradient is None:
+                gradient = leaf.grad
             if gradient is not None:
+                leaf.grad = None
                 masters.append(master)
                 gradients.append(gradient)
         if self.device.aliases_host:

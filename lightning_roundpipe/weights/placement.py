@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,8 +26,8 @@ from .buffers import ComingBuffers
 from .futures import is_pending
 from .gradients import Foreseen, GradientStore, Source
 from .low_precision import WorkingCopies
-from .parameters import Attributes, Relay, Replica
-from .units import Unit
+from .parameters import Relay, Replica
+from .units import Unit, Written
 
 _NEVER = 1 << 60
 
@@ -124,7 +124,7 @@ class ReplicaCache:
         return replica.is_loaded
 
     def get(
-        self, call: PlacedCall, device: Device, baseline: Callable[[], Attributes], *, learns: bool = False
+        self, call: PlacedCall, device: Device, baseline: Callable[[], Iterable[Written]], *, learns: bool = False
     ) -> Replica:
         """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
 
@@ -135,22 +135,36 @@ class ReplicaCache:
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self._find(call.unit, device, call.is_low)
-        if not replica.is_active and not replica.refresh(baseline):
-            self._forget(replica)
-            replica = self._find(call.unit, device, call.is_low)
-            replica.refresh(baseline)
-        self._make_loaded(replica)
-        self._num_uses += 1
-        replica.last_use = self._num_uses
-        if not replica.is_active:
-            replica.activate()
+        replica = self._replicas.get((id(call.unit), device.index, call.is_low))
+        if replica is None or not replica.is_active:
+            replica = self._activated(call.unit, device, call.is_low, baseline)
         elif replica.num_hooks != self._num_hooks:
+            self._look_again(replica, baseline)
             replica.refresh(baseline)
             replica.load_buffers()
-        replica.num_hooks = self._num_hooks
+        self._num_uses += 1
+        replica.last_use = self._num_uses
         replica.switch(call.trained)
         return replica
+
+    def _activated(
+        self, unit: Unit, device: Device, is_low: bool, baseline: Callable[[], Iterable[Written]]
+    ) -> Replica:
+        replica = self._find(unit, device, is_low)
+        if replica.num_hooks != self._num_hooks:
+            self._look_again(replica, baseline)
+        if not replica.refresh(baseline):
+            self._forget(replica)
+            replica = self._find(unit, device, is_low)
+            replica.refresh(baseline)
+        self._make_loaded(replica)
+        replica.activate()
+        return replica
+
+    def _look_again(self, replica: Replica, baseline: Callable[[], Iterable[Written]]) -> None:
+        """Hooks were registered since the replica was used, perhaps after the unit was looked at in this segment."""
+        replica.unit.look(baseline())
+        replica.num_hooks = self._num_hooks
 
     def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
         key = (id(unit), device.index, is_low)
@@ -240,6 +254,7 @@ class Loader:
         self._replicas = replicas
         self._gradients = gradients
         self._is_recording = is_recording
+        self._has_foreseen = False
         self._stage_runs = stage_runs
         self._now = [0] * len(pool)
         self._has_begun = [False] * len(pool)
@@ -282,8 +297,9 @@ class Loader:
             return
         harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
         planned = run.units if run.has_gradients else ()
+        forms = (False, True) if self._has_foreseen else sorted({False, *(is_low for _, is_low in harvested)})
         for unit in planned:
-            for is_low in (False, True):
+            for is_low in forms:
                 masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
                 self._gradients.add_later(masters, arriving, (unit.order, run.stage, is_low), run.ordinal)
         for (unit, is_low), found in harvested.items():
@@ -292,7 +308,11 @@ class Loader:
                 self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
 
     def foreseen(self) -> Foreseen:
-        """The gradients that :meth:`_harvest` brings home if all calls are made by the plan."""
+        """The gradients that :meth:`_harvest` brings home if all calls are made by the plan.
+
+        From now on it tells of both forms of a unit, also where there is nothing to bring.
+        """
+        self._has_foreseen = True
         num_parts: dict[Unit, Counter[Source]] = {}
         for run in (run for row in self._stage_runs for run in row if run.has_gradients):
             for unit in run.units:

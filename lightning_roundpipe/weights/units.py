@@ -14,8 +14,9 @@ the other: then its own forward is user code.
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -35,6 +36,7 @@ _MAX_PART = 0.5
 
 _PLAIN = frozenset({bool, int, float, str})
 UnitClasses = Sequence[type[nn.Module] | str]
+Written = tuple[nn.Module, str, Any]  # module, name of an attribute, its value before the step
 
 
 @dataclass(eq=False)
@@ -46,10 +48,13 @@ class Unit:
         module: the module itself; it holds the master weights.
         order: position in ``named_modules`` order; identifies the unit.
         members: all modules of the unit.
+        places: id of a member -> its index among them.
         interceptor: what replaces ``forward`` while a step runs, and what it was made for.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
             compute depends on when they come.
+        seen: for each member, what it held at the last :meth:`look`: another list as soon as that is something else.
+            Holds the values, so that the same object means the same value.
     """
 
     name: str
@@ -62,11 +67,32 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.members = tuple(self.module.modules())
+        self.places = {id(module): i for i, module in enumerate(self.members)}
+        self.seen: list[list[Any]] = [[] for _ in self.members]
 
-    def look(self) -> None:
-        """Once per step: notices what was switched since the last one.
+    def look(self, written: Iterable[Written] = ()) -> None:
+        """Once per segment: notices what was exchanged or switched on the members since the last time.
 
-        Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
+        Args:
+            written: what micro-batches have written on modules: values that must not be kept alive.
+        """
+        is_same = True
+        for i, module in enumerate(self.members):
+            parameters, seen = module._parameters.values(), self.seen[i]
+            now = [
+                *module.__dict__.values(), *parameters, *module._modules.values(), *module._buffers.values(),
+                len(module._forward_hooks), *[p.requires_grad for p in parameters if p is not None],
+            ]  # fmt: skip
+            if len(now) != len(seen) or any(map(operator.is_not, now, seen)):
+                self.seen[i], is_same = now, False
+        if not is_same:
+            self._look_at_settings()
+        for module, _, _ in written:
+            if (place := self.places.get(id(module))) is not None:
+                self.seen[place] = []
+
+    def _look_at_settings(self) -> None:
+        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
         plain: list[Any] = []
         flags: list[bool] = []
         for module in self.members:
@@ -104,6 +130,7 @@ class UnitTable:
 
     Attributes:
         is_traced: whether any module is compiled in place, as far as :meth:`is_of` has seen.
+        modules: of the root, as :meth:`is_of` has seen them.
 
     Raises:
         ValueError: if a class of ``unit_classes`` does not occur in ``root``.
@@ -127,8 +154,8 @@ class UnitTable:
         self._descend(root)
         check_chosen(root, self._chosen)
         names = {module: name for name, module in root.named_modules()}
-        self._modules = list(map(id, names))
-        self.is_of(list(names))
+        self.modules = list(names)
+        self.is_of(self.modules)
         inside_blocks = {m for block in self.blocks for m in block.modules() if m is not block}
         self.units: dict[nn.Module, Unit] = {}
         for order, (module, name) in enumerate(names.items()):
@@ -139,7 +166,7 @@ class UnitTable:
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""
         self.is_traced = any([m.__dict__.get("_compiled_call_impl") is not None for m in modules])
-        return self._modules == list(map(id, modules))
+        return len(modules) == len(self.modules) and not any(map(operator.is_not, modules, self.modules))
 
     def forget_facts(self) -> None:
         """Calls have other sizes from now on, and the facts know them: they are learned again."""

@@ -18,8 +18,8 @@ from lightning_roundpipe.ranks.environment import interface_of
 from tests.ranks.test_ranks_failures import train_and_fail
 from tests.ranks.test_ranks_parity import trained_on_a_rank, trained_plainly
 from tests.support.forks import Forks
-from tests.support.hosts import CABLE, Host, two_hosts
 from tests.support.parity import assert_alike, make_loader, make_trainer
+from tests.support.rank_runs.hosts import CABLE, Host, two_hosts
 from tests.support.rank_runs.launch import run_ranks, values_of_ranks
 from tests.support.small import WIDTH, Small
 

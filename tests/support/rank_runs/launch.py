@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests.support.forks import Forks
-from tests.support.hosts import Host
+from tests.support.rank_runs.hosts import Host
 
 _SCRIPT = Path(__file__).with_name("script.py")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.support import hosts
+from tests.support.rank_runs import hosts
 
 _KILLED_AFTER_S = 10.0
 _RECHECK_S = 0.01
