@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.ranks.environment import interface_of
 from tests.ranks.test_ranks_failures import train_and_fail
-from tests.ranks.test_ranks_parity import trained_on_a_rank, trained_plainly
+from tests.ranks.test_ranks_numbers import trained_on_a_rank, trained_plainly
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, make_loader, make_trainer
 from tests.support.rank_runs.hosts import CABLE, Host, two_hosts
@@ -35,7 +35,7 @@ def hosts() -> Iterator[Hosts]:
         yield both
 
 
-@pytest.mark.parametrize("case", ["adam", "branches", "manual"])
+@pytest.mark.parametrize("case", ["frozen parts", "branches", "adversaries"])
 def test_ranks_on_two_hosts_train_as_one_device_with_all_rows(
     forks: Forks, tmp_path: Path, hosts: Hosts, case: str
 ) -> None:

@@ -90,6 +90,23 @@ class Skipping(Mean):
         return (losses * counts).sum() / len(counts)
 
 
+class Branching(Small):
+    """Has a layer that few rows take, so that a rank may not use it, one that none takes, and a weight in no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x = batch["x"][:, 0]
+        takes = x[:, 0] > 0.8
+        if takes.any():
+            x = torch.where(takes[:, None], self.branch(x), x)
+        return F.cross_entropy(self(x * self.scale), batch["tokens"][:, 0])
+
+
 class Adversaries(Small):
     """A GAN: two optimizers, two backwards, in each of which the weights of the other part are at rest."""
 
@@ -171,6 +188,8 @@ CASES = {
         {"rtol": 0.1, "atol": 0.02, "of_largest": 0.1},
     ),
     "no loss on some ranks": Case(Skipping),
+    "branches": Case(Branching),
+    "no overlap": Case(Mean, options={"optimizer_overlap": "off"}),
     "adversaries": Case(Adversaries),
     "accumulated by hand": Case(Accumulating),
 }
@@ -221,29 +240,49 @@ def train(case: Case, kind: str, data: Sequence[Batch], **settings: Any) -> dict
 
 def trained_on_a_rank(name: str, **settings: Any) -> dict[str, Any]:
     case, rank = CASES_OF_RANKS[name], int(os.environ["RANK"])
-    if case.min_bytes is not None:
-        overlap.MIN_BYTES = case.min_bytes
-    return train(
-        case,
-        "roundpipe",
-        rows_of_this_rank(has_labels=case.make is Tokens),
-        devices=2 * int(os.environ["WORLD_SIZE"]),
-        num_microbatches=2 + rank,
-        options=case.options,
-        use_distributed_sampler=False,
-        **settings,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if case.min_bytes is not None:
+            patch.setattr(overlap, "MIN_BYTES", case.min_bytes)
+        return train(
+            case,
+            "roundpipe",
+            rows_of_this_rank(has_labels=case.make is Tokens),
+            devices=2 * int(os.environ["WORLD_SIZE"]),
+            num_microbatches=2 + rank,
+            options=case.options,
+            use_distributed_sampler=False,
+            **settings,
+        )
+
+
+def trained_plainly(name: str, size: int) -> dict[str, Any]:
+    case = CASES[name]
+    return train(case, "plain", batches(size, has_labels=case.make is Tokens))
+
+
+def all_trained() -> dict[str, dict[str, Any]]:
+    """One training after the other, between which ranks stay connected."""
+    return {name: trained_on_a_rank(name) for name in CASES_OF_RANKS}
+
+
+OfRanks = dict[int, list[dict[str, dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> OfRanks:
+    """By number of ranks and by rank, what came of each case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {size: values_of_ranks(forks, folder / str(size), size, all_trained, limit_s=120.0) for size in SIZES}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_path: Path, name: str, size: int) -> None:
-    case = CASES[name]
-    expected = train(case, "plain", batches(size, has_labels=case.make is Tokens))
+def test_ranks_train_as_one_device_with_the_batches_of_all(of_ranks: OfRanks, name: str, size: int) -> None:
+    expected = trained_plainly(name, size)
     assert expected["steps"] > 0
-    found = values_of_ranks(forks, tmp_path, size, trained_on_a_rank, name)
+    found = [one[name] for one in of_ranks[size]]
     for one in found:
-        assert_alike(one, expected, **case.tolerances)
+        assert_alike(one, expected, **CASES[name].tolerances)
         for parameter, value in one["state"].items():
             assert torch.equal(value, found[0]["state"][parameter]), parameter
 
@@ -252,27 +291,28 @@ STALE = Case(Mean, {"gradient_clip_val": 0.05}, {"optimizer_overlap": "stale", "
 CASES_OF_RANKS = {**CASES, "stale": STALE}
 
 
-def test_stale_steps_of_ranks_are_those_of_one_process(forks: Forks, tmp_path: Path) -> None:
+def test_stale_steps_of_ranks_are_those_of_one_process(of_ranks: OfRanks) -> None:
     expected = train(STALE, "roundpipe", batches(2, has_labels=False), options=STALE.options)
-    for one in values_of_ranks(forks, tmp_path, 2, trained_on_a_rank, "stale"):
-        assert_alike(one, expected, **STALE.tolerances)
+    for one in of_ranks[2]:
+        assert_alike(one["stale"], expected, **STALE.tolerances)
 
 
 # --- the same bits ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["label tokens with copies", "frozen parts"])
-def test_a_training_that_is_repeated_ends_with_the_same_bits(forks: Forks, tmp_path: Path, name: str) -> None:
-    once, again = (
-        values_of_ranks(forks, tmp_path / place, 2, trained_in_fixed_order, name)[0] for place in ("once", "again")
-    )
-    for parameter, value in once["state"].items():
-        assert torch.equal(value, again["state"][parameter]), parameter
+REPEATED = ("label tokens with copies", "frozen parts")
 
 
-def trained_in_fixed_order(name: str) -> dict[str, Any]:
+def trained_twice() -> list[dict[str, Any]]:
     """Plans are not made anew from what was measured."""
-    return trained_on_a_rank(name, deterministic=True)
+    return [{name: trained_on_a_rank(name, deterministic=True) for name in REPEATED} for _ in range(2)]
+
+
+def test_trainings_that_are_repeated_end_with_the_same_bits(forks: Forks, tmp_path: Path) -> None:
+    for once, again in values_of_ranks(forks, tmp_path, 2, trained_twice):
+        for name in REPEATED:
+            for parameter, value in once[name]["state"].items():
+                assert torch.equal(value, again[name]["state"][parameter]), (name, parameter)
 
 
 # --- ranks that do different things -------------------------------------------------------------------------------

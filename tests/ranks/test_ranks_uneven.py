@@ -91,14 +91,29 @@ def trained_plainly(size: int, settings: dict[str, Any]) -> dict[str, Any]:
     return seen(module, watch)
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}], ids=["each", "accumulated"])
-@pytest.mark.parametrize("is_stream", [False, True], ids=["lengths", "stream"])
+SETTINGS: dict[str, dict[str, Any]] = {"each": {}, "accumulated": {"accumulate_grad_batches": 3}}
+KINDS = ("lengths", "stream")
+
+
+def all_trained() -> dict[str, dict[str, dict[str, Any]]]:
+    return {k: {name: trained_on_a_rank(k == "stream", settings) for name, settings in SETTINGS.items()} for k in KINDS}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """By number of ranks and by rank, what came of each case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {size: values_of_ranks(forks, folder / str(size), size, all_trained) for size in NUMBERS}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_without_batches_go_on_without_weight(
-    forks: Forks, tmp_path: Path, size: int, is_stream: bool, settings: dict[str, Any]
+    of_ranks: dict[int, list[dict[str, Any]]], size: int, kind: str, settings: str
 ) -> None:
-    expected = trained_plainly(size, settings)
-    found = values_of_ranks(forks, tmp_path, size, trained_on_a_rank, is_stream, settings)
+    expected = trained_plainly(size, SETTINGS[settings])
+    found = [one[kind][settings] for one in of_ranks[size]]
     for one in found:
         assert one["num_steps"] == EPOCHS * max(NUMBERS[size])
         assert one["gathered"] == found[0]["gathered"]

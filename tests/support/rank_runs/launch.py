@@ -79,10 +79,16 @@ def _end_of(folder: Path, rank: int, status: int, late_s: float) -> RankEnd:
 
 
 def values_of_ranks(
-    forks: Forks, folder: Path, size: int, function: Callable[..., Any], *arguments: Any, hosts: Sequence[Host] = ()
+    forks: Forks,
+    folder: Path,
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    hosts: Sequence[Host] = (),
+    limit_s: float = 60.0,
 ) -> list[Any]:
     """What the function has returned on each of ``size`` ranks, all of which must end well."""
-    ends = run_ranks(forks, folder, size, function, *arguments, hosts=hosts)
+    ends = run_ranks(forks, folder, size, function, *arguments, hosts=hosts, limit_s=limit_s)
     failed = {rank: f"status {end.status}:\n{end.output}" for rank, end in enumerate(ends) if end.status}
     assert not failed, "\n\n".join(f"rank {rank} has ended with {text}" for rank, text in failed.items())
     return [end.value for end in ends]
