@@ -341,12 +341,19 @@ class RoundPipeStrategy(RankStrategy):
         self.share_buffers()
         self.steps.ranks.has_data = self._loaders.has_data
         num_batches = self._module.trainer.accumulate_grad_batches
-        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.world_size > 1)
+        scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)
         with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(result.outputs, batches, result.gradients, scale, is_final=self.steps.ranks.has_local)
+        return merged_step(
+            result.outputs,
+            batches,
+            result.gradients,
+            scale,
+            is_final=self.steps.ranks.has_local,
+            must_go_on=self.is_distributed,
+        )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -108,14 +108,16 @@ def merged_step(
     scale: float,
     *,
     is_final: bool = False,
+    must_go_on: bool = False,
 ) -> STEP_OUTPUT:
     """What ``training_step`` would have returned for the whole batch, with the gradients behind its loss.
 
-    A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped, unless other
-    ranks have gradients. One of weight zero (no label) may have a NaN loss: it does not take part.
+    A micro-batch for which it returned None adds nothing; if there are no others, the step is skipped. One of weight
+    zero (no label) may have a NaN loss: it does not take part.
 
     Args:
         scale, is_final: see :func:`hand_over`.
+        must_go_on: whether other ranks may have gradients: then a step that would be skipped has a loss of zero.
     """
     shares = [
         loss.detach().cpu().reshape(()) * weight
@@ -123,7 +125,7 @@ def merged_step(
         if loss is not None and weight != 0.0
     ]
     if not shares:
-        return hand_over(torch.zeros(()), gradients, scale, is_final=is_final) if gradients else None
+        return hand_over(torch.zeros(()), gradients, scale, is_final=is_final) if must_go_on else None
     loss = hand_over(torch.stack(shares).sum(), gradients, scale, is_final=is_final)
     others = [
         ({name: value for name, value in output.items() if name != "loss"}, size, weight)

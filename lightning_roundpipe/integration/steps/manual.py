@@ -112,9 +112,8 @@ class ManualOptimization:
             self._wait()  # gradients are added to in place
             parts = [value * w for value, w in zip(barrier.values, self._loss_weights, strict=True) if w != 0.0]
             total = torch.stack(parts).sum() if parts else barrier.values[0]
-            gradients = self._ranks.add_up(barrier.gradients, is_blocked=is_blocked)
             with self._holding():
-                whole(total, gradients)
+                whole(total, self._ranks.add_up(barrier.gradients, is_blocked=is_blocked))
 
         value = loss.detach().to("cpu").reshape(())
         collective = Collective("manual_backward", "manual_backward", perform, value)
