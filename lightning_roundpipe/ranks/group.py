@@ -3,7 +3,8 @@
 ::
 
     Trainer's thread      exchange, broadcast, barrier ----> control group   --+
-    reducing thread       add_up --------------------------> gradient group  --+--> gloo, on memory of the host
+    reducing thread       add_up, add_up_at ---------------> gradient group  --+--> gloo, on memory of the host
+    thread of updates     hand_out ------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
 
 Each group has an order of its own, so what one thread sends cannot meet what another one does. Nothing waits without
@@ -92,6 +93,12 @@ class RankGroup:
             RankError: if another rank has failed, or does not come in time.
         """
 
+    def add_up_at(self, owner: int, tensor: Tensor, what: str) -> None:
+        """As :meth:`add_up`, on rank ``owner`` alone; what is in the tensors of the others afterwards has no meaning."""
+
+    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
+        """Fills a contiguous tensor on the host with that of rank ``source``; otherwise as :meth:`add_up`."""
+
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         """Lets a collective of ``torch.distributed`` begin, and waits for its end.
 
@@ -149,6 +156,7 @@ class ManyRanks(RankGroup):
         self._mailbox: Mailbox | None = None
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._gradients = dist.new_group(backend="gloo", timeout=timeout)
+        self._updates = dist.new_group(backend="gloo", timeout=timeout)
         self._open_mailbox(main_address)
 
     def _open_mailbox(self, main_address: str) -> None:
@@ -215,6 +223,12 @@ class ManyRanks(RankGroup):
 
     def add_up(self, tensor: Tensor, what: str) -> None:
         self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+
+    def add_up_at(self, owner: int, tensor: Tensor, what: str) -> None:
+        self.wait(lambda: dist.reduce(tensor, owner, group=self._gradients, async_op=True), what)
+
+    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
+        self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
@@ -297,12 +311,13 @@ class ManyRanks(RankGroup):
             mailbox.send(failure_of(self.rank, error), self.rank)
         mailbox.close()
         if dist.is_initialized():
-            for group in (self._control, self._gradients):
+            for group in (self._control, self._gradients, self._updates):
                 dist.destroy_process_group(group)
             if self._owns_default:
                 dist.destroy_process_group()
-        # Connections close with the last reference.
-        del self._control, self._gradients, self._store
+        # Connections close with the last reference, or when nothing waits on them: one group after the other, in the same
+        # order on all ranks.
+        del self._control, self._gradients, self._updates, self._store
 
 
 def _number_of(what: str) -> int:
