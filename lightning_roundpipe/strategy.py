@@ -89,6 +89,7 @@ class RoundPipeStrategy(RankStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        shard_optimizer: each of several ranks keeps the optimizer state of a part of the weights, and updates these.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -123,6 +124,7 @@ class RoundPipeStrategy(RankStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        shard_optimizer: bool = False,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -156,6 +158,7 @@ class RoundPipeStrategy(RankStrategy):
             trace=trace,
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
+            shard_optimizer=shard_optimizer,
         )
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
@@ -206,14 +209,15 @@ class RoundPipeStrategy(RankStrategy):
 
         Raises:
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
-                cannot be one update behind (``optimizer_overlap="stale"``).
+                cannot be one update behind (``optimizer_overlap="stale"``), or not be divided among ranks.
         """
         self._close_steps()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
-            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine)
+            self._sharding = self._make_sharding(self.options)
+            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine, self._sharding)
         super().setup(trainer)
         report = None
         if trainer.training:
@@ -270,7 +274,11 @@ class RoundPipeStrategy(RankStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap")), "_group": ALONE}
+        return {
+            **super().__getstate__(),
+            **dict.fromkeys(("_pool", "_steps", "_overlap", "_sharding")),
+            "_group": ALONE,
+        }
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -300,6 +308,7 @@ class RoundPipeStrategy(RankStrategy):
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
             group=self._group,
+            owners=self._owners,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
         )

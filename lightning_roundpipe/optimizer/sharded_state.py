@@ -47,7 +47,9 @@ def gathered_state(optimizer: Optimizer, shards: Shards, what: str) -> dict[str,
         for index, entry in entries.items():
             for key, value in entry.items():
                 if isinstance(value, _Large):
-                    mine = own["state"][index][key] if rank == group.rank else torch.empty(value.shape, dtype=value.dtype)
+                    mine = (
+                        own["state"][index][key] if rank == group.rank else torch.empty(value.shape, dtype=value.dtype)
+                    )
                     group.copy_from([mine], f"{key!r} of weight {index} of {what}", rank)
                     entry[key] = mine if group.rank == 0 else None
             state[index] = entry

@@ -163,7 +163,6 @@ class _Turns:
         self._steps = deque(steps)
         self._is_ahead = False
 
-    @torch.no_grad()
     def take(self, values: Mapping[nn.Parameter, Tensor], owner: int, what: str, stale: StaleWeights | None) -> None:
         """Makes the next block of this rank, if that has not been done, and sends or gets ``values``."""
         if self._steps and not self._is_ahead:
@@ -177,14 +176,16 @@ class _Turns:
                 stale.refill(weight, value)
 
 
+@torch.no_grad()
 def _hand_out(group: RankGroup, tensors: Sequence[Tensor], what: str, source: int) -> None:
     """Fills ``tensors`` with those of rank ``source``; as bytes, whatever they are."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
+    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].numel():
         group.hand_out(_bytes_of(tensors[0]), what, source)
         return
     dense = [tensor.contiguous() for tensor in tensors]
     buffer = torch.cat([_bytes_of(tensor) for tensor in dense])
-    group.hand_out(buffer, what, source)
+    if buffer.numel():
+        group.hand_out(buffer, what, source)
     if group.rank == source:
         return
     parts = torch.split(buffer, [tensor.nbytes for tensor in dense])

@@ -94,7 +94,7 @@ class RankGroup:
         """
 
     def add_up_at(self, owner: int, tensor: Tensor, what: str) -> None:
-        """As :meth:`add_up`, on rank ``owner`` alone; what is in the tensors of the others afterwards has no meaning."""
+        """As :meth:`add_up`, on rank ``owner`` alone; the tensors of the others have no meaning afterwards."""
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
         """Fills a contiguous tensor on the host with that of rank ``source``; otherwise as :meth:`add_up`."""
@@ -315,8 +315,8 @@ class ManyRanks(RankGroup):
                 dist.destroy_process_group(group)
             if self._owns_default:
                 dist.destroy_process_group()
-        # Connections close with the last reference, or when nothing waits on them: one group after the other, in the same
-        # order on all ranks.
+        # Connections close with the last reference, and as soon as nothing waits on them any more: so one group after
+        # the other, in the same order on all ranks.
         del self._control, self._gradients, self._updates, self._store
 
 

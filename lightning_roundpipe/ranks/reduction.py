@@ -324,7 +324,8 @@ class StepReduction:
         )
 
     def finish(self, arrivals: Arrivals) -> Gradients:
-        """The backward has ended: the sums over ranks, of all weights that any rank has a gradient of and this one gets.
+        """The backward has ended: the sums over ranks, of all weights that any rank has a gradient of, as far as this
+        rank gets them.
 
         Raises:
             RankError: if another rank has failed, does not come, or trains other weights.

@@ -230,9 +230,7 @@ def trained_on_a_rank(name: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_device_with_the_batches_of_all(
-    forks: Forks, tmp_path: Path, name: str, size: int
-) -> None:
+def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_path: Path, name: str, size: int) -> None:
     case = CASES[name]
     expected = train(case, "plain", batches(size, has_labels=case.make is Tokens))
     assert expected["steps"] > 0

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
 from ..batches.loss_weight import NUM_FACTS, share_of
@@ -43,11 +44,13 @@ class RankSteps:
         has_local: whether what was added up last has gradients of earlier steps in it.
     """
 
-    def __init__(self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter) -> None:
+    def __init__(
+        self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter, owners: Owners = EACH_FOR_ITSELF
+    ) -> None:
         self.group = group
         self._scan = scan
         self._splitter = splitter
-        self._reduction = Reduction(group, scan.parameters)
+        self._reduction = Reduction(group, scan.parameters, owners)
         self._blocks = threading.local()
         self._what = ""
         self._share: float | None = None
