@@ -265,7 +265,7 @@ def clipped_by(
         return (
             clip_factor(gradients, clip_val, num_threads)
             if sharding is None
-            else sharding.clip_factor(gradients, clip_val)
+            else sharding.clip_factor(optimizer, clip_val)
         )
 
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:

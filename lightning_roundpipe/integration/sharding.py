@@ -80,20 +80,24 @@ class Sharding:
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def clip_factor(self, gradients: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip_factor(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """What the gradients of all ranks are to be multiplied by; a collective."""
-        mine = math.hypot(*map(float, norms_of(gradients, torch.get_num_threads())))
+        mine = math.hypot(*map(float, norms_of(self._gradients(optimizer), torch.get_num_threads())))
         rows = self._group.exchange([mine], "the norm of gradients")
         total = math.hypot(*(norm for (norm,) in rows))
         return torch.clamp(torch.tensor(max_norm / (total + 1e-6)), max=1.0)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """In the place of the precision plugin's own."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        factor = self.clip_factor(gradients, clip_val)
+        factor = self.clip_factor(optimizer, clip_val)
         with torch.no_grad():
-            for gradient in gradients:
+            for gradient in self._gradients(optimizer):
                 gradient.mul_(factor)
+
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Of this rank's weights. Those of others may have some from before they had an owner."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return [weight.grad for weight in weights if self.shards.is_mine(weight) and weight.grad is not None]
 
     def _unscaling(self, scaler: Any) -> Callable[..., dict[torch.device, Tensor]]:
         """A step is skipped on all ranks if one has found an overflow."""

@@ -226,6 +226,8 @@ def test_sharded_ranks_train_as_one_device_and_write_its_checkpoint(
             assert torch.equal(value, found[0]["weights"][key]), key
     checkpoint = torch.load(tmp_path / "all.ckpt", weights_only=True)
     expected = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    for state in expected:  # where a weight is trained later, plain state has it at the end
+        state["state"] = dict(sorted(state["state"].items()))
     assert_alike(checkpoint["optimizer_states"], expected, rtol=case.rtol, atol=case.rtol * 0.01)
 
 
