@@ -24,6 +24,7 @@ _COMPILE_ARGUMENTS = frozenset({"backend", "dynamic", "mode", "options"})
 _CUDA_GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
 
+REDUCE_DTYPES = (None, "bf16")
 OPTIMIZER_OVERLAPS = ("exact", "off", "stale")
 
 
@@ -88,8 +89,11 @@ class RoundPipeOptions:
     optimizer_overlap: str = "exact"
     stale_after_steps: int = 0
     shard_optimizer: bool = False
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype={self.reduce_dtype!r}: use 'bf16', or None (the dtype of the weights)")
         if self.optimizer_overlap not in OPTIMIZER_OVERLAPS:
             raise ValueError(
                 f"optimizer_overlap={self.optimizer_overlap!r}: use one of {', '.join(map(repr, OPTIMIZER_OVERLAPS))}"

@@ -90,6 +90,8 @@ class RoundPipeStrategy(RankStrategy):
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         shard_optimizer: each of several ranks keeps the optimizer state of a part of the weights, and updates these.
+        reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
+            and rounded once. None is the dtype of the weights.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -125,6 +127,7 @@ class RoundPipeStrategy(RankStrategy):
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
         shard_optimizer: bool = False,
+        reduce_dtype: Literal["bf16"] | None = None,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -159,6 +162,7 @@ class RoundPipeStrategy(RankStrategy):
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
             shard_optimizer=shard_optimizer,
+            reduce_dtype=reduce_dtype,
         )
         self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)

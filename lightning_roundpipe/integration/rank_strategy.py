@@ -40,6 +40,7 @@ from ..ranks.environment import Place, connect, own_devices
 from ..ranks.failures import RankError, is_lost_connection
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.model import SharedBuffers, share_state
+from ..usercode.lock import current
 from .checks import check_has_data, check_modes, check_precision, note_layer_sync
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .launcher import RankLauncher, place_in, ranks_here
@@ -64,6 +65,8 @@ class RankStrategy(ParallelStrategy):
         process_group_backend: of the default group of ``torch.distributed``.
         timeout: of each wait for other ranks; None for 30 minutes.
     """
+
+    options: RoundPipeOptions
 
     def __init__(
         self,
@@ -129,11 +132,13 @@ class RankStrategy(ParallelStrategy):
             RankError: if they do not come.
             ValueError: if this machine has fewer devices than ranks.
         """
-        if not self.is_distributed or self._group is not ALONE:
+        if not self.is_distributed:
+            return
+        reset_seed()
+        if self._group is not ALONE:
             return
         environment = self.cluster_environment
         assert environment is not None
-        reset_seed()
         check = self._launcher.check if isinstance(self._launcher, RankLauncher) else lambda: None
         host, port = environment.main_address, environment.main_port
         self._group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
@@ -194,6 +199,7 @@ class RankStrategy(ParallelStrategy):
         """A tensor over all ranks; anything else as it is."""
         if self._group is ALONE or not isinstance(tensor, Tensor):
             return tensor
+        self._check_is_once("reduce")
         what = f"reduction {next(self._num_reductions)} of a value over ranks"
         if group is not None:
             with self._group.explained(what):
@@ -210,12 +216,14 @@ class RankStrategy(ParallelStrategy):
         """The tensors of all ranks, stacked; the tensor itself in a run of one process."""
         if self._group is ALONE:
             return tensor
+        self._check_is_once("all_gather")
         with self._group.explained("a tensor that is gathered from all ranks"):
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have come here. Lightning announces new loaders so."""
+        self._check_is_once("barrier")
         self._group.barrier(f"the barrier {name!r}")
         if name is not None and name.endswith("_dataloader()"):
             self._is_training_loader = name == "train_dataloader()"
@@ -232,7 +240,21 @@ class RankStrategy(ParallelStrategy):
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``."""
+        self._check_is_once("broadcast")
         return cast(T, self._group.broadcast(obj, f"an object of rank {src}", src))
+
+    def _check_is_once(self, name: str) -> None:
+        """Micro-batches of a step run side by side, in an order that differs from rank to rank.
+
+        Raises:
+            MisconfigurationException: for what waits for other ranks in the step of a micro-batch.
+        """
+        if self._group is not ALONE and current() is not None and self.options.num_microbatches != 1:
+            raise MisconfigurationException(
+                f"{name} waits for the other ranks, and is called in a step, which runs once for each micro-batch, in "
+                "an order that differs from rank to rank. Call it in a hook around the step, such as "
+                "on_train_batch_end or on_validation_batch_end, or use RoundPipeStrategy(num_microbatches=1)"
+            )
 
     def _leave_ranks(self, error: BaseException) -> None:
         """Tells the others of an error. The next run would have to meet them again.

@@ -25,6 +25,7 @@ from .group import RankGroup
 
 # Of a bucket: large enough for the network to be busy, small enough to leave while the backward goes on.
 BUCKET_BYTES = 25 * 2**20
+_HALF = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,16 @@ def buckets_of(
 
 
 class Sender:
-    """Adds buckets up over ranks; used by one thread at a time."""
+    """Adds buckets up over ranks; used by one thread at a time.
 
-    def __init__(self, group: RankGroup) -> None:
+    Args:
+        wire: dtype in which gradients in float32 travel; None for their own. Lower ones travel in theirs, and are added
+            up in float32 all the same.
+    """
+
+    def __init__(self, group: RankGroup, wire: torch.dtype | None = None) -> None:
         self._group = group
+        self._wire = wire
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def send(self, bucket: Bucket, sums: dict[nn.Parameter, Tensor], what: str) -> None:
@@ -121,11 +128,12 @@ class Sender:
                 if piece.stop == _size_of(piece.master):
                     sums.pop(piece.master, None)
 
-    def _add_up(self, tensor: Tensor, owner: int | None, what: str) -> None:
+    def _add_up(self, flat: Tensor, owner: int | None, what: str) -> None:
+        wire = flat.dtype if flat.dtype.itemsize == _HALF else self._wire if flat.dtype == torch.float32 else None
         if owner is None:
-            self._group.add_up(tensor, what)
+            self._group.add_up(flat, what, wire)
         else:
-            self._group.add_up_at(owner, tensor, what)
+            self._group.add_up_at(owner, flat, what, wire)
 
     def _buffer(self, bucket: Bucket) -> Tensor:
         dtype = _real(bucket[0].master.dtype)

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 import traceback
 import weakref
@@ -85,6 +86,9 @@ class Mailbox:
     Args:
         host: under which others reach this process; empty to let the one that is nearest to ``towards`` be found.
         towards: host of rank 0.
+
+    Attributes:
+        is_silent: whether the next rank did not answer the last time.
     """
 
     def __init__(self, host: str, towards: str) -> None:
@@ -96,6 +100,8 @@ class Mailbox:
         self._secret = ""
         self._addresses: list[list[str]] = []
         self._found: Failure | None = None
+        self._lock = threading.Lock()
+        self.is_silent = False
         _open_mailboxes.add(self)
 
     def connect(self, addresses: Sequence[Sequence[str]], places: Sequence[str], secret: str) -> None:
@@ -106,14 +112,15 @@ class Mailbox:
 
     def look(self) -> Failure | None:
         """The failure of another rank that has arrived; the first one stays."""
-        while self._found is None:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # nothing there, or closed
-                break
-            with connection:
-                self._found = self._read(connection)
-        return self._found
+        with self._lock:
+            while self._found is None:
+                try:
+                    connection, _ = self._socket.accept()
+                except OSError:  # nothing there, or closed
+                    break
+                with connection:
+                    self._found = self._read(connection)
+            return self._found
 
     def _read(self, connection: socket.socket) -> Failure | None:
         connection.settimeout(_CONNECT_S)
@@ -139,19 +146,42 @@ class Mailbox:
         """Who has failed, when a connection is lost: what a letter says, or else that a process is gone."""
         deadline = time.monotonic() + _PATIENCE_S
         while (found := self.look()) is None and time.monotonic() < deadline:
-            gone = [other for other in range(len(self._addresses)) if other != rank and not self._is_alive(other)]
-            if (found := self.look()) is None and gone:
-                error = "has ended without an error message: it was killed, or its machine is out of reach"
-                return Failure(gone[0], self._places[gone[0]], error)
+            for other in range(len(self._addresses)):
+                if other != rank and not self._answers(other):
+                    return self.look() or self._gone(other)
             time.sleep(_RECHECK_S)
         return found
 
-    def _is_alive(self, rank: int) -> bool:
+    def _gone(self, rank: int) -> Failure:
+        error = "has ended without an error message: it was killed, its script is over, or its machine is out of reach"
+        return Failure(rank, self._places[rank], error)
+
+    def _answers(self, rank: int) -> bool:
         try:
             _connection(self._addresses[rank]).close()
         except OSError:
             return False
         return True
+
+    def look_after(self, rank: int, is_suspect: bool) -> Failure | None:
+        """The failure of the next rank, which this one looks after while it waits, if it is gone.
+
+        A connection that is lost tells by itself, unless the machine at its other end is gone, too: then it is silent.
+
+        Args:
+            rank: this one.
+            is_suspect: whether the next rank has been silent the last time; twice counts.
+        """
+        other = (rank + 1) % len(self._addresses)
+        self.is_silent = False
+        try:
+            _connection(self._addresses[other]).close()
+        except ConnectionRefusedError:
+            return self.look() or self._gone(other)
+        except OSError:
+            self.is_silent = True
+            return (self.look() or self._gone(other)) if is_suspect else None
+        return None
 
     def close(self) -> None:
         """No letter can come any more, and who asks whether this rank lives is told that it does not."""
@@ -180,5 +210,7 @@ def _own_address(towards: str) -> str:
     for family, kind, protocol, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
-            return str(probe.getsockname()[0])
+            own = str(probe.getsockname()[0])
+            # On the machine of rank 0 that may be the loopback, which is another one elsewhere.
+            return towards if own.startswith("127.") or own == "::1" else own
     return socket.gethostname()

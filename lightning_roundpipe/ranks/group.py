@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import Mailbox, RankError, failure_of, place_of_this_process
+from .failures import Failure, Mailbox, RankError, failure_of, place_of_this_process
 
 # Numbers that ranks tell each other in one message; more take a second one.
 _RECORD = 32
@@ -38,6 +38,8 @@ _RECHECK = timedelta(seconds=0.2)
 # A rank that has waited for so long leaves word of it, so that those who are missing can be named.
 _TOLD_AFTER_S = 1.0
 _LATE_S = 0.5
+# The longest time after which it looks after the next rank again.
+_LOOKED_AFTER_S = 30.0
 
 
 class RankGroup:
@@ -82,18 +84,20 @@ class RankGroup:
         """Returns when all ranks have come here; otherwise as :meth:`exchange`."""
         self.exchange([], what)
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         """Makes a tensor on the host the sum of those of all ranks, to the same bits on all; one thread at a time.
 
         Args:
-            tensor: contiguous, of the same size on all ranks.
+            tensor: flat and contiguous, of the same size on all ranks.
             what: for messages.
+            wire: lower dtype to travel in, the sum as well as its parts, which are added up in float32; None for that
+                of the tensor, in which they are added up then.
 
         Raises:
             RankError: if another rank has failed, or does not come in time.
         """
 
-    def add_up_at(self, owner: int, tensor: Tensor, what: str) -> None:
+    def add_up_at(self, owner: int, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         """As :meth:`add_up`, on rank ``owner`` alone; the tensors of the others have no meaning afterwards."""
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
@@ -154,6 +158,7 @@ class ManyRanks(RankGroup):
         self._store = dist.PrefixStore("waits", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._timeout_s = timeout.total_seconds()
         self._mailbox: Mailbox | None = None
+        self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._gradients = dist.new_group(backend="gloo", timeout=timeout)
         self._updates = dist.new_group(backend="gloo", timeout=timeout)
@@ -221,11 +226,37 @@ class ManyRanks(RankGroup):
             if self.rank != source:
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
-    def add_up(self, tensor: Tensor, what: str) -> None:
-        self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+        if wire is None:
+            self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
+            return
+        piece = self._piece_of_sum(tensor, what, wire)
+        whole = piece.new_empty(self.size * len(piece))
+        self.wait(lambda: dist.all_gather_into_tensor(whole, piece, group=self._gradients, async_op=True), what)
+        tensor.copy_(whole[: len(tensor)])
 
-    def add_up_at(self, owner: int, tensor: Tensor, what: str) -> None:
-        self.wait(lambda: dist.reduce(tensor, owner, group=self._gradients, async_op=True), what)
+    def add_up_at(self, owner: int, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
+        if wire is None:
+            self.wait(lambda: dist.reduce(tensor, owner, group=self._gradients, async_op=True), what)
+            return
+        piece = self._piece_of_sum(tensor, what, wire)
+        whole = piece.new_empty(self.size * len(piece)) if self.rank == owner else None
+        pieces = None if whole is None else list(torch.split(whole, len(piece)))
+        self.wait(lambda: dist.gather(piece, pieces, owner, group=self._gradients, async_op=True), what)
+        if whole is not None:
+            tensor.copy_(whole[: len(tensor)])
+
+    def _piece_of_sum(self, tensor: Tensor, what: str, wire: torch.dtype) -> Tensor:
+        """Each rank adds up one piece, of equal size, which all send to it."""
+        size = -(-len(tensor) // self.size)
+        mine = torch.zeros(self.size * size, dtype=wire)
+        mine[: len(tensor)] = tensor
+        parts = torch.empty_like(mine)
+        self.wait(lambda: dist.all_to_all_single(parts, mine, group=self._gradients, async_op=True), what)
+        total = parts[:size].float()
+        for part in torch.split(parts, size)[1:]:
+            total += part
+        return total.to(wire)
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
@@ -240,7 +271,9 @@ class ManyRanks(RankGroup):
 
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         start = time.monotonic()
-        is_told = False
+        is_told, is_suspect, look_after_s = False, False, _TOLD_AFTER_S
+        if self._is_closed:
+            self.check(what)
         try:
             work = begin()
         except RuntimeError as error:
@@ -258,6 +291,22 @@ class ManyRanks(RankGroup):
                     is_told = self._tell(what)
                 if waited_s > self._timeout_s:
                     raise self._late(what) from error
+                if waited_s > look_after_s:
+                    is_suspect = self._look_after_next(is_suspect, what)
+                    look_after_s = waited_s + min(waited_s, _LOOKED_AFTER_S)
+
+    def _look_after_next(self, is_suspect: bool, what: str) -> bool:
+        """Whether the next rank has not answered; for the second time, if it is a suspect, it is gone.
+
+        Raises:
+            RankError: if it is gone.
+        """
+        if (mailbox := self._mailbox) is None:
+            return False
+        failure = mailbox.look_after(self.rank, is_suspect)
+        if failure is not None:
+            raise self._of(failure, what)
+        return mailbox.is_silent
 
     def _tell(self, what: str) -> bool:
         """Leaves word of what this rank waits for."""
@@ -280,14 +329,21 @@ class ManyRanks(RankGroup):
             raise self.explain(error, what) from error
 
     def check(self, what: str) -> None:
+        if self._is_closed:
+            raise RankError(f"rank {self.rank} has left the others, and waits no longer for {what}")
         failure = None if self._mailbox is None else self._mailbox.look()
         if failure is not None:
-            raise RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            raise self._of(failure, what)
+
+    def _of(self, failure: Failure, what: str) -> RankError:
+        return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
 
     def explain(self, error: BaseException, what: str) -> BaseException:
+        if isinstance(error, RankError):
+            return error
         failure = None if self._mailbox is None else self._mailbox.find_out(self.rank)
         if failure is not None:
-            return RankError(f"{failure}\n\nThis is rank {self.rank}, which was waiting for {what}", failure)
+            return self._of(failure, what)
         if "imed out" in str(error):
             return self._late(what)
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
@@ -305,6 +361,7 @@ class ManyRanks(RankGroup):
 
     def close(self, error: BaseException | None = None) -> None:
         mailbox, self._mailbox = self._mailbox, None
+        self._is_closed = True
         if mailbox is None:
             return
         if error is not None:

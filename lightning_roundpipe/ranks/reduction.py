@@ -99,6 +99,7 @@ class Reduction:
 
     Args:
         parameters: gives the weights with their names, in the order of the module.
+        wire: dtype in which gradients travel, see :class:`Sender`.
         owners: which rank gets the gradients of which weights.
 
     Attributes:
@@ -110,13 +111,14 @@ class Reduction:
         self,
         group: RankGroup,
         parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        wire: torch.dtype | None = None,
         owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
         self.group = group
         self._parameters = parameters
         self.owners = owners
         self._owners_version = 0
-        self.sender = Sender(group)
+        self.sender = Sender(group, wire)
         self._worker = Worker(1)
         self.weights: dict[str, nn.Parameter] = {}
         self._names: dict[nn.Parameter, str] = {}

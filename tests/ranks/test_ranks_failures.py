@@ -38,7 +38,9 @@ class Failing(Small):
         if self.deed == "raise":
             raise ValueError(f"boom in {place}")
         if self.deed == "hang":
-            threading.Event().wait()
+            while not all(Path(f"ended-{other}").exists() for other in (0, 2)):
+                threading.Event().wait(0.05)
+            return
         os.kill(os.getpid(), getattr(signal, self.deed))
 
     def setup(self, stage: str) -> None:
@@ -131,14 +133,17 @@ def test_an_interrupt_of_one_rank_ends_all(forks: Forks, tmp_path: Path, rank: i
 
 
 def wait_in_vain(place: str) -> None:
-    train_and_fail(place, 1, "hang", timeout_s=3.0)
+    try:
+        train_and_fail(place, 1, "hang", timeout_s=3.0)
+    finally:
+        Path(f"ended-{os.environ['RANK']}").touch()
 
 
 @pytest.mark.parametrize("place", ["training_step", "on_train_batch_end"])
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, tmp_path: Path, place: str) -> None:
-    ends = run_ranks(forks, tmp_path, 3, wait_in_vain, place, limit_s=15.0)
-    for end in (ends[0], ends[2]):
+    ends = run_ranks(forks, tmp_path, 3, wait_in_vain, place)
+    for end in ends:
         assert end.status == 1
         assert "for 3 s, the time limit" in end.output
         assert "and rank 1 did not come" in end.output
-    assert "Timeout (0:00:15)!" in ends[1].output  # shows its stacks
+    assert "RankError: rank 0 (" in ends[1].output or "RankError: rank 2 (" in ends[1].output

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import ALONE, ManyRanks
@@ -61,6 +62,33 @@ def test_ranks_learn_what_the_others_say(forks: Forks, tmp_path: Path, size: int
         assert torch.equal(one["tensors"][3], torch.tensor([1], dtype=torch.bfloat16))
         torch.testing.assert_close(one["sum"], sum(other["parts"] for other in found))
         assert torch.equal(one["sum"], found[0]["sum"])
+
+
+# Sums in these dtypes themselves would be 256 and 2048.
+_LOW = {torch.bfloat16: [256.0, 1.0, 1.0], torch.float16: [2048.0, 1.0, 1.0]}
+
+
+def low_sums() -> dict[torch.dtype, Tensor]:
+    group = connected()
+    found = {}
+    for wire, values in _LOW.items():
+        for dtype in (torch.float32, wire):
+            tensor = torch.full((10,), values[group.rank], dtype=dtype)
+            tensor[7] = float(group.rank)
+            group.add_up(tensor, "sum", wire)
+            assert tensor.dtype == dtype
+            assert found.setdefault(wire, tensor).equal(tensor.to(found[wire].dtype))
+    group.close()
+    dist.destroy_process_group()
+    return found
+
+
+def test_sums_in_low_precision_are_made_in_float32(forks: Forks, tmp_path: Path) -> None:
+    for found in values_of_ranks(forks, tmp_path, 3, low_sums):
+        for wire, values in _LOW.items():
+            expected = torch.full((10,), sum(values))
+            expected[7] = 3.0
+            assert torch.equal(found[wire], expected)
 
 
 def different_ways() -> str:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.support.forks import Forks
+from lightning_roundpipe.ranks.environment import Place, connect, own_devices
+from lightning_roundpipe.ranks.failures import RankError
+from tests.ranks.test_ranks_group import connected
+from tests.support.forks import ENVIRONMENT, Forks
 from tests.support.parity import make_loader, make_trainer
 from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import Small
+
+SCRIPT = str(Path(__file__).with_name("plain_script.py"))
 
 
 class Telling(Small):
@@ -68,3 +79,84 @@ def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path) -> No
         assert seen["sampler"] == (2, rank)
         assert seen["logged"] == 0.5
         assert seen["after"] == 1
+
+
+def run_script(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with the plain script, as a user would, without the variables of any launcher."""
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+    variables = {name: value for name, value in os.environ.items() if name not in launched}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**variables, **ENVIRONMENT},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def check_trained(folder: Path) -> None:
+    found = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    assert [(size, devices) for size, devices, _ in found] == [(2, 2)] * 2
+    for name, value in found[0][2].items():
+        assert torch.equal(value, found[1][2][name])
+
+
+def test_a_plain_script_starts_its_other_rank(tmp_path: Path) -> None:
+    result = run_script(SCRIPT, str(tmp_path), "2")
+    assert result.returncode == 0, result.stderr
+    check_trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [("1", r"rank 1 \(.*\) has failed: ValueError: boom"), ("-1", "ended with status 3 before it")]
+)
+def test_a_plain_script_ends_with_the_error_of_its_other_rank(tmp_path: Path, step: str, text: str) -> None:
+    result = run_script(SCRIPT, str(tmp_path), "2", step)
+    assert result.returncode == 1
+    assert re.search(rf"RankError: .*{text}", result.stderr), result.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    result = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, str(tmp_path), "0")
+    assert result.returncode == 0, result.stderr
+    check_trained(tmp_path)
+
+
+def has_own_devices() -> Any:
+    group = connected()
+    place = Place(group.rank, group.size, group.rank, 0)
+    mine = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    all_of = [torch.device("meta", index) for index in range(5)]
+    found = own_devices(group, place, all_of), own_devices(group, replace(place, node_rank=group.rank), all_of)
+    few = own_devices(group, place, [torch.device("cpu")])
+    with pytest.raises(ValueError, match="2 ranks of this machine share 1 devices"):
+        own_devices(group, place, all_of[:1])
+    # A launcher may let each rank see its own.
+    seen = own_devices(group, place, mine if group.rank else all_of)
+    group.close()
+    return [[str(device) for device in devices] for devices in (*found, few, seen)]
+
+
+def test_ranks_of_a_machine_divide_the_devices_that_they_all_see(forks: Forks, tmp_path: Path) -> None:
+    one, other = values_of_ranks(forks, tmp_path, 2, has_own_devices)
+    everything = [f"meta:{index}" for index in range(5)]
+    assert one == [everything[:2], everything, ["cpu"], everything]
+    assert other == [everything[2:], everything, ["cpu"], ["cuda:0", "cuda:1"]]
+
+
+def waits_for_nobody() -> str:
+    timeout = timedelta(seconds=1)
+    place = Place(int(os.environ["RANK"]), 3, 0, 0)
+    try:
+        connect(place, "127.0.0.1", int(os.environ["MASTER_PORT"]), "gloo", timeout, lambda: None)
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:
+    first, _ = values_of_ranks(forks, tmp_path, 2, waits_for_nobody)
+    assert "rank 0 has waited for rank 2 of 3 to start for 1 s" in first

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_roundpipe.integration import overlap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 5
@@ -163,6 +163,13 @@ CASES = {
     "mixed precision with copies": Case(
         Mean, {"precision": "bf16-mixed"}, {"virtual_copies": True}, {"rtol": 0.1, "atol": 0.02}
     ),
+    "bf16 between ranks": Case(Mean, options={"reduce_dtype": "bf16"}, tolerances={"rtol": 0.1, "atol": 0.01}),
+    "low precision": Case(
+        Weighed,
+        {"precision": "bf16-true"},
+        {"loss_weight": weight_of},
+        {"rtol": 0.1, "atol": 0.02, "of_largest": 0.1},
+    ),
     "no loss on some ranks": Case(Skipping),
     "adversaries": Case(Adversaries),
     "accumulated by hand": Case(Accumulating),
@@ -239,3 +246,94 @@ def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_pat
         assert_alike(one, expected, **case.tolerances)
         for parameter, value in one["state"].items():
             assert torch.equal(value, found[0]["state"][parameter]), parameter
+
+
+# --- the same bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["label tokens with copies", "frozen parts"])
+def test_a_training_that_is_repeated_ends_with_the_same_bits(forks: Forks, tmp_path: Path, name: str) -> None:
+    once, again = (
+        values_of_ranks(forks, tmp_path / place, 2, trained_in_fixed_order, name)[0] for place in ("once", "again")
+    )
+    for parameter, value in once["state"].items():
+        assert torch.equal(value, again["state"][parameter]), parameter
+
+
+def trained_in_fixed_order(name: str) -> dict[str, Any]:
+    """Plans are not made anew from what was measured."""
+    return trained_on_a_rank(name, deterministic=True)
+
+
+# --- ranks that do different things -------------------------------------------------------------------------------
+
+
+class Differing(Mean):
+    """Freezes another block on each rank, when the training has begun."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.body[2 * self.global_rank].requires_grad_(False)
+
+
+class MoreBackwards(Small):
+    """One backward more on rank 0, in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        for _ in range(2 if self.global_rank == 0 and batch_idx == 1 else 1):
+            self.manual_backward(self(batch["x"][:, 0]).square().mean())
+        self.optimizers().step()
+
+
+class Blocking(Mean):
+    """Rank 1 takes steps for those that only accumulate."""
+
+    def on_train_start(self) -> None:
+        self.trainer.accumulate_grad_batches = 1 + self.global_rank
+
+
+class OtherModule(Mean):
+    """Has one weight more on rank 1, when the training has begun."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.more = nn.Linear(2, 3, bias=False)
+
+
+DIFFERENT: dict[str, tuple[Callable[[], L.LightningModule], str]] = {
+    "frozen": (
+        Differing,
+        "ranks train different weights in training step 2 of epoch 0: 'body.2.0.bias' requires a gradient on rank 0 "
+        "and none on rank 1",
+    ),
+    "backwards": (
+        MoreBackwards,
+        "rank 1 has come for the end of training step 1 of epoch 0",
+    ),
+    "accumulation": (
+        Blocking,
+        "rank 1 has come for training step 0 of epoch 0 without a sum over ranks",
+    ),
+    "module": (
+        OtherModule,
+        "rank 1 alone has 'more.weight' of shape (3, 2) in float32",
+    ),
+}
+
+
+def different_on_ranks(name: str) -> None:
+    train(Case(DIFFERENT[name][0]), "roundpipe", rows_of_this_rank(), use_distributed_sampler=False)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_do_different_things_end_with_an_error_that_says_what(
+    forks: Forks, tmp_path: Path, name: str
+) -> None:
+    ends = run_ranks(forks, tmp_path, 2, different_on_ranks, name)
+    for end in ends:
+        assert end.status == 1
+        assert DIFFERENT[name][1] in end.output

@@ -427,7 +427,7 @@ def test_an_error_on_the_reducing_thread_stops_the_step_and_is_raised() -> None:
         def exchange(self, values: Any, what: str) -> list[list[float]]:
             return [list(values)] * 2
 
-        def add_up(self, tensor: Tensor, what: str) -> None:
+        def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
             if "step 1" in what:
                 raise RankError(f"rank 1 has gone, and does not send {what}")
 

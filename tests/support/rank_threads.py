@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,7 +19,7 @@ from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 
 
 class Hub:
@@ -76,7 +77,7 @@ class ThreadRank(RankGroup):
         return self._hub.meet("control", self.rank, what, value)
 
     @override
-    def add_up(self, tensor: Tensor, what: str) -> None:
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         assert tensor.is_contiguous()
         self.sent.append((what, tensor.numel(), threading.current_thread().name))
         first, *others = self._hub.meet("gradients", self.rank, what, tensor.clone())
@@ -131,6 +132,6 @@ class EchoRank(RankGroup):
         return [value] * self.size
 
     @override
-    def add_up(self, tensor: Tensor, what: str) -> None:
+    def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
         self.sent.append((what, tensor.numel(), threading.current_thread().name))
         tensor.mul_(self.size)

@@ -91,12 +91,24 @@ class Decision(NamedTuple):
 
 
 class LossWeights:
-    """Weights of the micro-batches of one run."""
+    """Weights of the micro-batches of one run.
 
-    def __init__(self, module: nn.Module, loss_weight: str | Callable[[Any], float], notices: Notices) -> None:
+    Args:
+        has_others: whether there are other ranks, whose batches may count if that of this one does not.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_weight: str | Callable[[Any], float],
+        notices: Notices,
+        *,
+        has_others: bool = False,
+    ) -> None:
         self._module = module
         self._loss_weight = loss_weight
         self._notices = notices
+        self._has_others = has_others
 
     def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
@@ -111,7 +123,7 @@ class LossWeights:
             rule = self._rule_for(microbatches)
         if callable(rule):
             counts = [_given_weight(rule, microbatch) for microbatch in microbatches]
-            if not sum(counts) > 0.0:
+            if not (sum(counts) > 0.0 or self._has_others):
                 raise ValueError(
                     f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
                     "would count: return the number of things that the loss is a mean over, such as labels"

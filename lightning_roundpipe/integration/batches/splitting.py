@@ -68,15 +68,25 @@ class Batches:
 
 
 class BatchSplitter:
-    """Splits the batches of one run as its module and its options want it."""
+    """Splits the batches of one run as its module and its options want it.
+
+    Args:
+        has_others: see :class:`LossWeights`.
+    """
 
     def __init__(
-        self, module: pl.LightningModule, options: RoundPipeOptions, scan: ModuleScan, notices: Notices
+        self,
+        module: pl.LightningModule,
+        options: RoundPipeOptions,
+        scan: ModuleScan,
+        notices: Notices,
+        *,
+        has_others: bool = False,
     ) -> None:
         self._scan = scan
         self._notices = notices
         self._readings = Readings(module)
-        self._weights = LossWeights(module, options.loss_weight, notices)
+        self._weights = LossWeights(module, options.loss_weight, notices, has_others=has_others)
         self._cuts_packed = options.split_batch == "packed"
         given = options.split_batch if callable(options.split_batch) else None
         self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
@@ -34,6 +35,9 @@ from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
 from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
+
+# What gradients travel in, by the option of the strategy.
+WIRES = {None: None, "bf16": torch.bfloat16}
 
 
 class RankSteps:
@@ -45,12 +49,17 @@ class RankSteps:
     """
 
     def __init__(
-        self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter, owners: Owners = EACH_FOR_ITSELF
+        self,
+        group: RankGroup,
+        scan: ModuleScan,
+        splitter: BatchSplitter,
+        wire: torch.dtype | None = None,
+        owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
         self.group = group
         self._scan = scan
         self._splitter = splitter
-        self._reduction = Reduction(group, scan.parameters, owners)
+        self._reduction = Reduction(group, scan.parameters, wire, owners)
         self._blocks = threading.local()
         self._what = ""
         self._share: float | None = None
@@ -88,6 +97,8 @@ class RankSteps:
         self._local = self._take_local() if adds_up else {}
         try:
             yield
+            if not module.automatic_optimization:  # ranks may have called manual_backward more or less often
+                self.group.barrier(f"the end of {self._what}")
         except BaseException:
             self._reduction.put_back(self._local)
             raise

@@ -43,7 +43,7 @@ from .metrics import StepMetrics
 from .misuse import StepGuard
 from .modules import ModuleScan
 from .notices import Notices
-from .ranks import RankSteps
+from .ranks import WIRES, RankSteps
 from .retry import Retry
 from .user_step import UserStep, dropping_old_gradients, seed_of_step
 
@@ -88,8 +88,8 @@ class Steps:
         self.report = report
         self._pool, self._options, self._links = pool, options, links
         self.engine = self._make_engine()
-        self._splitter = BatchSplitter(module, options, self._scan, notices)
-        self.ranks = RankSteps(group, self._scan, self._splitter, owners)
+        self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
+        self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype], owners)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)
         self._retry = Retry(

@@ -196,22 +196,22 @@ def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]]) -> N
     "Trainer attribute",
     "strategy",
     status="differs",
-    note="It is the `RoundPipeStrategy`, no `ParallelStrategy`: there is one process.",
+    note="It is the `RoundPipeStrategy`, a `ParallelStrategy` of one process unless there are several.",
 )
 @compat(
     "Trainer attribute",
     "num_devices",
     status="differs",
-    note="1: Lightning counts devices of its own strategies only. `len(trainer.strategy.pool)` counts the pool.",
+    note="The devices of this machine, which one process uses: it is no number of processes.",
 )
 @compat(
     "Trainer attribute",
     "device_ids",
     status="differs",
-    note="`[0]`, the host, as `num_devices` is 1. `trainer.strategy.parallel_devices` are the devices of the pool.",
+    note="Those of this machine, as in `trainer.strategy.parallel_devices`.",
 )
 def test_attributes_that_follow_from_the_strategy(runs: dict[str, tuple[Record, L.Trainer]]) -> None:
     trainer = runs["roundpipe"][1]
     assert isinstance(trainer.strategy, RoundPipeStrategy)
-    assert (trainer.num_devices, trainer.device_ids, trainer.world_size) == (1, [0], 1)
+    assert (trainer.num_devices, trainer.device_ids, trainer.world_size) == (2, [0, 1], 1)
     assert len(trainer.strategy.pool) == len(trainer.strategy.parallel_devices) == 2

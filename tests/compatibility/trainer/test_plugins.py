@@ -34,7 +34,9 @@ from lightning.pytorch.plugins.environments import (
     XLAEnvironment,
 )
 from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -238,12 +240,12 @@ ALONE: dict[str, tuple[dict[str, str], type[ClusterEnvironment], bool]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-@compat("Plugin", "ClusterEnvironment", note="One process; an error if there are several.")
+@compat("Plugin", "ClusterEnvironment")
 @compat("Plugin", "LightningEnvironment")
-@compat("Plugin", "TorchElasticEnvironment", note="One process; an error if torchrun starts several.")
-@compat("Plugin", "SLURMEnvironment", note="One task; an error if srun starts several.")
-@compat("Plugin", "KubeflowEnvironment", note="One process; an error if there are several.")
-@compat("Plugin", "LSFEnvironment", note="One process; an error if jsrun starts several.")
+@compat("Plugin", "TorchElasticEnvironment")
+@compat("Plugin", "SLURMEnvironment")
+@compat("Plugin", "KubeflowEnvironment")
+@compat("Plugin", "LSFEnvironment")
 def test_one_launched_process_is_one_process(launched: Any, name: str) -> None:
     variables, environment, is_given = ALONE[name]
     launched(variables)
@@ -289,37 +291,62 @@ def test_a_job_is_saved_and_queued_again_on_a_signal(
     assert asked == [["scontrol", "requeue", SLURM["SLURM_JOB_ID"]]] * 2
 
 
-SEVERAL: list[Any] = [
-    pytest.param(dict(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), "process 1 of 2", id="torchrun"),
-    pytest.param(dict(TORCHRUN, WORLD_SIZE="4"), "process 0 of 4", id="torchrun, first"),
-    pytest.param(
-        dict(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1"),
-        "process 1 of 2",
-        id="srun",
-    ),
-    pytest.param(dict(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), "process 3 of 8", id="jsrun"),
-    pytest.param({"RANK": "1", "WORLD_SIZE": "2"}, "process 1 of 2", id="by hand"),
-    pytest.param({"LOCAL_RANK": "1"}, r"process 1, ", id="a process of DDP"),
+SRUN = dict(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1")
+# Variables of a launcher, a plugin if it is to be given, and: rank, number of ranks, rank on the machine.
+SEVERAL: dict[str, tuple[dict[str, str], type[ClusterEnvironment] | None, tuple[int, int, int]]] = {
+    "torchrun": (dict(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), None, (1, 2, 1)),
+    "torchrun, first": (dict(TORCHRUN, WORLD_SIZE="4"), None, (0, 4, 0)),
+    "srun": (SRUN, None, (1, 2, 1)),
+    "jsrun": (dict(LSF, JSM_NAMESPACE_RANK="3", JSM_NAMESPACE_SIZE="8"), None, (3, 8, 0)),
+    "by hand": ({"LOCAL_RANK": "1", "WORLD_SIZE": "3"}, None, (1, 3, 1)),
+    "own": ({}, OwnOfThree, (0, 3, 0)),
+    "kubeflow": (dict(KUBEFLOW, WORLD_SIZE="3", RANK="2"), KubeflowEnvironment, (2, 3, 0)),
+}
+
+
+@pytest.fixture
+def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning keeps the rank of the process beside Trainers."""
+    for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
+        monkeypatch.setattr(only, "rank", 0)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@compat("Plugin", "ClusterEnvironment", note="Its processes train together, as with DDP.")
+@compat("Plugin", "TorchElasticEnvironment", note="Processes that torchrun starts train together, as with DDP.")
+@compat("Plugin", "SLURMEnvironment", note="Tasks that srun starts train together, as with DDP.")
+@compat("Plugin", "KubeflowEnvironment", note="Its processes train together, as with DDP.")
+@compat("Plugin", "LSFEnvironment", note="Processes that jsrun starts train together, as with DDP.")
+@compat("Plugin", "LightningEnvironment")
+def test_launched_processes_are_ranks(launched: Any, rank_kept: None, name: str) -> None:
+    """The trainings themselves are in ``tests/ranks``."""
+    variables, environment, place = SEVERAL[name]
+    launched(variables)
+    trainer = make_trainer(**({} if environment is None else {"plugins": [environment()]}))
+    assert (trainer.global_rank, trainer.world_size, trainer.local_rank) == place
+    assert trainer.is_global_zero == (place[0] == 0)
+    assert rank_zero_only.rank == place[0]
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": place[1], "rank": place[0]}
+
+
+WRONG: list[Any] = [
+    pytest.param({"RANK": "1", "WORLD_SIZE": "2"}, {}, r"process 1 of 2.*is set to 1", id="no local rank"),
+    pytest.param({"LOCAL_RANK": "1"}, {}, r"process 1 of 1", id="a process of DDP"),
+    pytest.param(SRUN, {"ranks_per_node": 4}, r"ranks_per_node=4 do not make the 2 processes", id="ranks per node"),
+    pytest.param(TORCHRUN, {"num_nodes": 2}, r"num_nodes=2.*do not make the 1 processes", id="machines"),
 ]
 
 
-@compat("Misuse", "several processes of a launcher", "refused", "An error in each of them when the Trainer is made.")
-@pytest.mark.parametrize(("variables", "place"), SEVERAL)
-def test_several_processes_are_refused(launched: Any, variables: dict[str, str], place: str) -> None:
+@compat("Misuse", "processes that do not agree about their number", "refused", "An error when the Trainer is made.")
+@pytest.mark.parametrize(("variables", "settings", "match"), WRONG)
+def test_processes_that_do_not_agree_are_refused(
+    launched: Any, rank_kept: None, variables: dict[str, str], settings: dict[str, Any], match: str
+) -> None:
     launched(variables)
-    with pytest.raises(MisconfigurationException, match=rf"one process.*this is {place}.*'python train.py'"):
-        make_trainer()
-    make_trainer("plain")
-
-
-@compat("Misuse", "a cluster environment of several processes", "refused", "An error when the Trainer is made.")
-@pytest.mark.parametrize("environment", [OwnOfThree, KubeflowEnvironment])
-def test_environments_of_several_processes_are_refused(launched: Any, environment: type[ClusterEnvironment]) -> None:
-    launched(dict(KUBEFLOW, WORLD_SIZE="3") if environment is KubeflowEnvironment else {})
-    with pytest.raises(
-        MisconfigurationException, match=rf"process 0 of 3, started by a launcher \({environment.__name__}\)"
-    ):
-        make_trainer(plugins=[environment()])
+    ours = dict(settings)
+    options = {name: ours.pop(name) for name in ("ranks_per_node",) if name in ours}
+    with pytest.raises(MisconfigurationException, match=match):
+        make_trainer(options=options, **ours)
 
 
 @compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without the package mpi4py; one process with it.")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,12 +61,18 @@ def test_every_way_to_name_devices_trains(accelerator: str, devices: Any) -> Non
     assert len(run.trainer.strategy.pool) == (len(devices) if isinstance(devices, list) else int(devices))
 
 
-@compat("Trainer argument", "num_nodes", "refused", "An error when the Trainer is made, for more than one node.")
-@compat("Misuse", "several nodes", "refused", "An error when the Trainer is made: use num_nodes=1.")
-def test_several_nodes_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"one node, but num_nodes=2: use num_nodes=1"):
-        make_trainer(num_nodes=2)
-    assert make_trainer(num_nodes=1).num_nodes == 1
+@compat("Trainer argument", "num_nodes", note="One process per machine, or more; they train together, as with DDP.")
+def test_several_nodes_have_a_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings themselves are in ``tests/ranks``."""
+    for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
+        monkeypatch.setattr(only, "rank", 0)
+    monkeypatch.setenv("NODE_RANK", "1")
+    trainer = make_trainer(num_nodes=2)
+    assert (trainer.num_nodes, trainer.world_size, trainer.global_rank, trainer.node_rank) == (2, 2, 1, 1)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
+    assert not trainer.is_global_zero
+    trainer = make_trainer(num_nodes=2, options={"ranks_per_node": 3})
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (6, 3, 0)
 
 
 @compat("Misuse", "accelerators that are not there", "refused", "Lightning's own error when the Trainer is made.")

@@ -212,11 +212,6 @@ def test_chosen_units(small: Any, fit_alike: Any, units: Any) -> None:
     fit_alike(small, ours={"options": {"units": units}})
 
 
-def test_several_nodes_are_rejected(make_trainer: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"num_nodes=2.*num_nodes=1"):
-        make_trainer(num_nodes=2)
-
-
 def test_fp16_on_gpus_keeps_the_scaler_of_the_user() -> None:
     """What ``precision="16-mixed"`` on GPUs comes to, without a GPU at hand."""
     strategy = RoundPipeStrategy()

@@ -1,0 +1,62 @@
+"""A training script as users write it: ``plain_script.py FOLDER RANKS_PER_NODE [STEP]``.
+
+Where a step is given, rank 1 raises in it, or ends before it makes a Trainer if it is -1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe import RoundPipeStrategy
+
+WIDTH, ROWS = 4, 16
+
+
+class Model(L.LightningModule):
+    """Two layers."""
+
+    def __init__(self, fails_in: int | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        self.fails_in = fails_in
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_in and self.global_rank == 1:
+            raise ValueError("boom")
+        return F.mse_loss(self.layers(batch[0]), batch[0].sum(1, keepdim=True))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main(folder: str, ranks_per_node: int, fails_in: int | None) -> None:
+    """Trains, and writes what this rank is and has."""
+    if fails_in == -1 and os.environ.get("LOCAL_RANK") == "1":
+        sys.exit(3)
+    L.seed_everything(3)
+    trainer = L.Trainer(
+        strategy=RoundPipeStrategy(ranks_per_node=ranks_per_node or None),
+        accelerator="cpu",
+        devices=4,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = Model(fails_in)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=4))
+    found = (trainer.world_size, len(trainer.strategy.pool), dict(module.state_dict()))
+    torch.save(found, Path(folder) / f"rank-{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
