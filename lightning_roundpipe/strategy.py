@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -359,14 +359,8 @@ class RoundPipeStrategy(RankStrategy):
             batches, result = self._run("training_step", args, kwargs, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
-        return merged_step(
-            result.outputs,
-            batches,
-            result.gradients,
-            scale,
-            is_final=self.steps.ranks.has_local,
-            must_go_on=self.is_distributed,
-        )
+        final, many = self.steps.ranks.has_local, self.is_distributed
+        return merged_step(result.outputs, batches, result.gradients, scale, is_final=final, must_go_on=many)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -388,12 +382,10 @@ class RoundPipeStrategy(RankStrategy):
 
         return manual.backward(closure_loss, scale, whole, args, kwargs)
 
-    @contextlib.contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """While open, gradients stay on this rank: Lightning's way to accumulate them."""
-        with self.steps.ranks.blocked():
-            yield
+        return self.steps.ranks.blocked()
 
     @override
     def optimizer_step(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_roundpipe.integration import overlap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import values_of_ranks
+from tests.support.rank_runs.launch import run_ranks, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 5

@@ -1,0 +1,148 @@
+"""Ranks that fail, or scale and skip steps, while gradients travel."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.engine.runner import Engine
+from lightning_roundpipe.integration.steps import run as run_module
+from lightning_roundpipe.ranks import group as group_module
+from lightning_roundpipe.ranks.buckets import buckets_of
+from tests.support.engine.partitions import everything_recomputed
+from tests.support.forks import Forks
+from tests.support.parity import Watch, assert_alike, make_loader, make_trainer, ready
+from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.small import CLASSES, WIDTH, Small
+
+TIMEOUT_S = 40.0
+
+
+class Pause(torch.autograd.Function):
+    """Calls a function in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return gradients[0], None
+
+
+class Failing(Small):
+    """Raises on rank 1 in its third step, when the rank waits for rank 0 with a bucket; rank 0 does not come before."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.is_sending = threading.Event()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = Pause.apply(self.body[0](x), lambda: self.in_backward(batch_idx, x))
+        return F.cross_entropy(self.head(self.body[1:](hidden)), y)
+
+    def in_backward(self, batch_idx: int, x: Tensor) -> None:
+        if batch_idx != 2 or not any(torch.equal(row, self.last) for row in x):
+            return
+        if self.global_rank == 1:
+            assert self.is_sending.wait(TIMEOUT_S)
+            (self.folder / "fails").touch()
+            raise ValueError("rank 1 fails in its backward")
+
+
+def failing(folder: str) -> None:
+    """A unit per stage, a weight per bucket."""
+
+    def engine(root: nn.Module, pool: DevicePool, *others: Any) -> Engine:
+        return Engine(root, pool, everything_recomputed, num_threads=1, adding_threads=1)
+
+    run_module.make_engine = engine
+    buckets_of.__defaults__ = (16,)
+    module = Failing(Path(folder))
+    batches = list(make_loader(rows=24))
+    module.last = batches[2][0][-1]
+    add_up = group_module.ManyRanks.add_up
+
+    def noted(group: Any, tensor: Tensor, what: str, wire: Any = None) -> None:
+        if "head.weight in training step 2" in what:
+            if group.rank == 0:  # rank 1 waits for this
+                while not (Path(folder) / "fails").exists():
+                    group.check("the end of rank 1")
+            module.is_sending.set()
+        add_up(group, tensor, what, wire)
+
+    group_module.ManyRanks.add_up = noted  # type: ignore[method-assign]
+    trainer = make_trainer(use_distributed_sampler=False)
+    trainer.fit(module, ready(batches))
+
+
+def test_a_rank_that_fails_while_its_gradients_travel_ends_the_others_at_once(forks: Forks, tmp_path: Path) -> None:
+    ends = run_ranks(forks, tmp_path, 2, failing, str(tmp_path))
+    assert [end.status for end in ends] == [1, 1]
+    assert "ValueError: rank 1 fails in its backward" in ends[1].output
+    assert "RankError: rank 1 (" in ends[0].output
+    assert "has failed: ValueError: rank 1 fails in its backward" in ends[0].output
+    assert ends[0].late_s < TIMEOUT_S / 2
+
+
+class Scaled(Small):
+    """Has gradients that overflow in float16 on rank 0 alone, in its second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, factor = batch
+        loss: Tensor = (F.cross_entropy(self(x).float(), y, reduction="none") * factor).mean()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+def scaled_batches() -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    factors = [torch.ones(8) for _ in range(5)]
+    factors[1][:4] = 1e6
+    return [
+        (torch.randn(8, WIDTH, generator=generator), torch.randint(CLASSES, (8,), generator=generator), factor)
+        for factor in factors
+    ]
+
+
+def train_scaled(kind: str, batches: Any, **settings: Any) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    module, watch = Scaled(), Watch()
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    make_trainer(kind, callbacks=[watch], plugins=plugins, **settings).fit(module, ready(batches))
+    return {"state": dict(module.state_dict()), "scales": module.scales}
+
+
+def scaled_on_a_rank(accumulate: int) -> dict[str, Any]:
+    rows = slice(4) if os.environ["RANK"] == "0" else slice(4, 8)
+    mine = [tuple(part[rows] for part in batch) for batch in scaled_batches()]
+    return train_scaled("roundpipe", mine, use_distributed_sampler=False, accumulate_grad_batches=accumulate)
+
+
+def test_all_ranks_skip_the_steps_that_overflow_on_one(forks: Forks, tmp_path: Path) -> None:
+    for accumulate in (1, 2):
+        plain = train_scaled("plain", scaled_batches(), accumulate_grad_batches=accumulate)
+        assert min(plain["scales"]) < 2.0**8, "no step was skipped"
+        for one in values_of_ranks(forks, tmp_path / str(accumulate), 2, scaled_on_a_rank, accumulate):
+            assert one["scales"] == plain["scales"]
+            assert_alike(one["state"], plain["state"], rtol=0.05, atol=5e-3)
