@@ -21,17 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .accelerator import host_statistics, pool_statistics
-from .devices.pool import DevicePool
 from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.microbatches import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model, note_unused_gpus
+from .integration.checks import check_model
+from .integration.host_strategy import HostStrategy
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
-from .integration.pool import ThreadBudget, make_pool
-from .integration.rank_strategy import RankStrategy
+from .integration.pool import ThreadBudget
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
@@ -42,7 +40,7 @@ from .reporting.tracing import Recordings, TraceWriter
 from .usercode.lock import current
 
 
-class RoundPipeStrategy(RankStrategy):
+class RoundPipeStrategy(HostStrategy):
     """Trains any LightningModule over a pool of devices whose weights live on the host.
 
     The method is RoundPipe's (arXiv 2604.27085): a batch is split into micro-batches, the model into stages, and stages
@@ -107,6 +105,11 @@ class RoundPipeStrategy(RankStrategy):
     """
 
     strategy_name = "roundpipe"
+    last_step: StepResult | None = None  # without outputs and gradients; stays after fit
+    _has_failed = False
+    _seeks_batch_size = False
+    _steps: Steps | None = None
+    _overlap: OptimizerOverlap | None = None
 
     def __init__(
         self,
@@ -164,24 +167,10 @@ class RoundPipeStrategy(RankStrategy):
             shard_optimizer=shard_optimizer,
             reduce_dtype=reduce_dtype,
         )
-        self.last_step: StepResult | None = None  # without outputs and gradients; stays after fit
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
-        self._has_failed = False
-        self._pool: DevicePool | None = None
-        self._steps: Steps | None = None
-        self._overlap: OptimizerOverlap | None = None
-        self._seeks_batch_size = False
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
-
-    @property
-    def pool(self) -> DevicePool:
-        """The devices that run the steps."""
-        if self._pool is None:
-            devices = self._own_devices or self.parallel_devices or [self.root_device]
-            self._pool = make_pool(devices, self.options)
-        return self._pool
 
     @override
     def _configure_launcher(self) -> None:
@@ -189,23 +178,6 @@ class RoundPipeStrategy(RankStrategy):
         super()._configure_launcher()
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
-
-    @override
-    def setup_environment(self) -> None:
-        """Meets the other ranks, and makes the device pool."""
-        super().setup_environment()
-        if self._pool is not None:
-            self._pool.dispose()
-            # Without what an earlier run has lost; if that is all there was, the driver says so.
-            left = [device.torch_device for device in self._pool.devices if device.lost is None]
-            if self._own_devices and left:
-                self._own_devices = left
-            elif self.parallel_devices and left:
-                self.parallel_devices = left
-            self._pool = None
-        note_unused_gpus([device.torch_device for device in self.pool.devices])
-        # An attribute of the instance, as the accelerator may be any of Lightning's.
-        vars(self.accelerator)["get_device_stats"] = self.device_statistics
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -330,13 +302,6 @@ class RoundPipeStrategy(RankStrategy):
         """
         self._recordings.add(writer)
 
-    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
-        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
-        assert self.accelerator is not None
-        if torch.device(device).type != "cpu":
-            return type(self.accelerator).get_device_stats(self.accelerator, device)
-        return {**host_statistics(), **pool_statistics(self.pool)}
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
@@ -372,7 +337,8 @@ class RoundPipeStrategy(RankStrategy):
         manual = None if self._steps is None else self._steps.manual
         if manual is None or current() is None:
             self._updates.wait()
-            self.steps.ranks.before_hand_out()
+            if self._steps is not None:
+                self._steps.ranks.before_hand_out()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = expected_scale(self.precision_plugin, 1)
 

@@ -2,8 +2,8 @@
 
 - :mod:`steps`: a step, from the batch to what it returns; all that happens around the engine.
 - :mod:`batches`: from a batch to weighted micro-batches, and from their results to those of the batch.
-- :mod:`rank_strategy`, :mod:`launcher`, :mod:`checks`: what Lightning asks of a strategy beside steps, the processes of
-  a run, and what is refused before it.
+- :mod:`host_strategy`, :mod:`checks`: what Lightning asks of a strategy beside steps, and what is refused before a run.
+- :mod:`rank_strategy`, :mod:`launcher`: what it asks about other processes, which this one is, and their start.
 - :mod:`uneven_loaders`: training loaders of ranks that have different numbers of batches.
 - :mod:`overlap`: updates behind the pipeline.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of

@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy beside its steps: the ranks of the run, checkpoint files, profilers, checks.
+"""What Lightning asks of a strategy about other processes: the ranks of the run.
 
 [Note: ranks of a run]
 A run has one process, unless a launcher has started several (torchrun, srun, ...), ``num_nodes`` is more than one, or
@@ -15,19 +15,16 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import Tensor, nn
@@ -41,10 +38,7 @@ from ..ranks.failures import RankError, is_lost_connection
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.model import SharedBuffers, share_state
 from ..usercode.lock import current
-from .checks import check_has_data, check_modes, check_precision, note_layer_sync
-from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .launcher import RankLauncher, place_in, ranks_here
-from .profiling import adapt, profiler_of, restore
 from .sharding import Sharding
 from .uneven_loaders import UnevenLoaders
 
@@ -103,18 +97,15 @@ class RankStrategy(ParallelStrategy):
     # --- ranks ---------------------------------------------------------------------------------------------------
 
     def set_world_ranks(self) -> None:
-        """Called by the Trainer when launcher and plugins are known: finds this rank's place, and checks plugins.
+        """Called by the Trainer when launcher and plugins are known: finds this rank's place.
 
         Raises:
-            MisconfigurationException: if what tells of other processes does not agree, or the precision plugin needs
-                another strategy.
+            MisconfigurationException: if what tells of other processes does not agree.
         """
         self._place = place_in(self.cluster_environment, self.num_nodes, self._ranks_per_node)
-        check_precision(self.precision_plugin)
         if self.is_distributed:
             for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
                 vars(only)["rank"] = self._place.rank
-        note_layer_sync(self._layer_sync)
 
     @override
     def _configure_launcher(self) -> None:
@@ -149,11 +140,6 @@ class RankStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The host: parameters, optimizers, metrics and checkpoints live there."""
         return torch.device("cpu")
-
-    @property
-    def _autocast_device(self) -> str:
-        types = {device.type for device in self.parallel_devices or [self.root_device]}
-        return (types - {"cpu"} or types).pop()
 
     @property
     def is_distributed(self) -> bool:
@@ -268,48 +254,6 @@ class RankStrategy(ParallelStrategy):
             error = told
         group.close(error)
 
-    # --- set-up and tear-down ----------------------------------------------------------------------------------
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        """The first hook of a run, before anything is profiled.
-
-        Raises:
-            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
-        """
-        check_modes()
-        if (profiler := profiler_of(model)) is not None:
-            adapt(profiler)
-        super().connect(model)
-
-    @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        """The module as the precision plugin has converted it, with the weights and buffers of rank 0.
-
-        Raises:
-            MisconfigurationException: if it is another module: steps would go around it.
-            RankError: if another rank has a module with other weights.
-        """
-        if model is not self.lightning_module:
-            raise MisconfigurationException(
-                f"{type(self.precision_plugin).__name__}.convert_module returned a {type(model).__name__} in place of "
-                "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
-            )
-        share_state(self._group, model)
-        self._buffers.start(model)
-        return model
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Sets up, if every weight has data.
-
-        Raises:
-            MisconfigurationException: naming a weight that has none.
-        """
-        assert self.lightning_module is not None
-        check_has_data(self.lightning_module)
-        super().setup(trainer)
-
     @override
     def on_validation_start(self) -> None:
         """All ranks evaluate with the buffers of rank 0."""
@@ -322,54 +266,23 @@ class RankStrategy(ParallelStrategy):
             self._buffers.share(self._group, self.lightning_module)
 
     @override
-    def teardown(self) -> None:
-        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
-        module = self._lightning_module
-        if module is not None and (profiler := profiler_of(module)) is not None:
-            restore(profiler)
-        if module is not None and any(weight.is_meta for weight in module.parameters()):
-            self._lightning_module = None
-        try:
-            if self.is_distributed:
-                super().teardown()
-            else:  # the variables of its environment stay
-                super(ParallelStrategy, self).teardown()
-        finally:
-            self._lightning_module = module
-
-    # --- checkpoints of other strategies, see [Note: foreign checkpoints] ----------------------------------------
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint file.
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The module with the weights and buffers of rank 0.
 
         Raises:
-            IsADirectoryError: for a folder, as FSDP and DeepSpeed write it; the message says how it becomes a file.
-            MisconfigurationException: for files that cannot be used, saying why and what to do.
+            RankError: if another rank has a module with other weights.
         """
-        refuse_folder(checkpoint_path, self.checkpoint_io)
-        # Before Lightning 2.6 there is no such argument.
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **given)
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        is_resumed = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        return as_lightning_checkpoint(checkpoint, checkpoint_path, is_resumed=is_resumed)
+        share_state(self._group, model)
+        self._buffers.start(model)
+        return model
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights, also under names that wrappers have given them."""
-        assert self.lightning_module is not None
-        state = with_names_of(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of the optimizers, also if parameters have names in it."""
-        module = self.lightning_module
-        assert module is not None
-        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        states = [self._part_of(by_position(state, module, optimizer), optimizer) for state, optimizer in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+    def teardown(self) -> None:
+        """Ends the run; the ranks stay connected."""
+        if self.is_distributed:
+            super().teardown()
+        else:  # the variables of its environment stay
+            super(ParallelStrategy, self).teardown()
 
     # --- sharded optimizers, see :mod:`integration.sharding` -------------------------------------------------------
 
@@ -384,8 +297,14 @@ class RankStrategy(ParallelStrategy):
     def _owners(self) -> Owners:
         return EACH_FOR_ITSELF if self._sharding is None else self._sharding.shards
 
-    def _part_of(self, state: Mapping[str, Any], optimizer: Optimizer) -> Mapping[str, Any]:
-        return state if self._sharding is None else self._sharding.part_of(state, optimizer)
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of the optimizers, or what this rank needs of it."""
+        states = checkpoint["optimizer_states"]
+        if (sharding := self._sharding) is not None:
+            pairs = zip(states, self.optimizers, strict=False)
+            states = [sharding.part_of(state, optimizer) for state, optimizer in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

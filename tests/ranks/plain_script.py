@@ -1,6 +1,7 @@
 """A training script as users write it: ``plain_script.py FOLDER RANKS_PER_NODE [STEP]``.
 
-Where a step is given, rank 1 raises in it, or ends before it makes a Trainer if it is -1.
+Where a step is given, rank 1 raises in it, unless torchrun has started it again; if it is -1, rank 1 ends before it has
+a Trainer. Checkpoints are written after each epoch; the newest one is gone on from.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +31,8 @@ class Model(L.LightningModule):
         self.fails_in = fails_in
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == self.fails_in and self.global_rank == 1:
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.trainer.global_step == self.fails_in and self.global_rank == 1 and is_first:
             raise ValueError("boom")
         return F.mse_loss(self.layers(batch[0]), batch[0].sum(1, keepdim=True))
 
@@ -46,14 +49,14 @@ def main(folder: str, ranks_per_node: int, fails_in: int | None) -> None:
         strategy=RoundPipeStrategy(ranks_per_node=ranks_per_node or None),
         accelerator="cpu",
         devices=4,
-        max_epochs=1,
+        max_epochs=3,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint(folder, save_last=True)],
         enable_progress_bar=False,
     )
     module = Model(fails_in)
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=4))
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=4), ckpt_path="last")
     found = (trainer.world_size, len(trainer.strategy.pool), dict(module.state_dict()))
     torch.save(found, Path(folder) / f"rank-{trainer.global_rank}.pt")
 

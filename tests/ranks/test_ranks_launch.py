@@ -119,10 +119,19 @@ def test_a_plain_script_ends_with_the_error_of_its_other_rank(tmp_path: Path, st
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    result = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, str(tmp_path), "0")
-    assert result.returncode == 0, result.stderr
-    check_trained(tmp_path)
+def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
+    """As if nothing had happened; the step that fails is in the second epoch."""
+    found = []
+    for step in ((), ("3",)):
+        folder = tmp_path / f"fails in {step}"
+        folder.mkdir()
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+        result = run_script(*torchrun, SCRIPT, str(folder), "0", *step)
+        assert result.returncode == 0, result.stderr
+        assert ("ValueError: boom" in result.stderr) == bool(step)
+        check_trained(folder)
+        found.append(torch.load(folder / "rank-0.pt")[2])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def has_own_devices() -> Any:
@@ -159,4 +168,5 @@ def waits_for_nobody() -> str:
 
 def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:
     first, _ = values_of_ranks(forks, tmp_path, 2, waits_for_nobody)
-    assert "rank 0 has waited for rank 2 of 3 to start for 1 s" in first
+    # On a busy machine the other one may be late as well.
+    assert re.search("rank 0 has waited for ranks? (1, )?2 of 3 to start for 1 s", first)

@@ -220,7 +220,7 @@ def train(case: Case, kind: str, data: Sequence[Batch], **settings: Any) -> dict
 
 
 def trained_on_a_rank(name: str, **settings: Any) -> dict[str, Any]:
-    case, rank = CASES[name], int(os.environ["RANK"])
+    case, rank = CASES_OF_RANKS[name], int(os.environ["RANK"])
     if case.min_bytes is not None:
         overlap.MIN_BYTES = case.min_bytes
     return train(
@@ -246,6 +246,16 @@ def test_ranks_train_as_one_device_with_the_batches_of_all(forks: Forks, tmp_pat
         assert_alike(one, expected, **case.tolerances)
         for parameter, value in one["state"].items():
             assert torch.equal(value, found[0]["state"][parameter]), parameter
+
+
+STALE = Case(Mean, {"gradient_clip_val": 0.05}, {"optimizer_overlap": "stale", "stale_after_steps": 1})
+CASES_OF_RANKS = {**CASES, "stale": STALE}
+
+
+def test_stale_steps_of_ranks_are_those_of_one_process(forks: Forks, tmp_path: Path) -> None:
+    expected = train(STALE, "roundpipe", batches(2, has_labels=False), options=STALE.options)
+    for one in values_of_ranks(forks, tmp_path, 2, trained_on_a_rank, "stale"):
+        assert_alike(one, expected, **STALE.tolerances)
 
 
 # --- the same bits ------------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ does. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
-step has written before, the step is not run again.
+step has written before, the step is not run again; nor if other ranks have some of its gradients already.
 
 *Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
 devices] in :mod:`devices.devices`). If one does not, the pool goes on without it, with a new engine and so with new
 plans, and the same micro-batches are run there: their number decides about results, that of the devices does not. Not
-if it was the last device, if an optimizer has been called in the step, or if the step takes its batches from an
-iterator, which has gone on. The state is put back in any case: what is saved then is that of the last step that was
+if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
+the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is that of the last step that was
 finished.
 """
 

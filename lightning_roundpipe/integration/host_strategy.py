@@ -1,0 +1,164 @@
+"""What Lightning asks of a strategy beside steps and ranks: devices, checkpoint files, profilers, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from typing_extensions import override
+
+from ..accelerator import host_statistics, pool_statistics
+from ..devices.pool import DevicePool
+from .checks import check_has_data, check_modes, check_precision, note_layer_sync, note_unused_gpus
+from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
+from .pool import make_pool
+from .profiling import adapt, profiler_of, restore
+from .rank_strategy import RankStrategy
+
+
+class HostStrategy(RankStrategy):
+    """A strategy whose weights, optimizers and files are the host's, and whose steps run on a pool of devices."""
+
+    _pool: DevicePool | None = None
+
+    # --- set-up and tear-down ----------------------------------------------------------------------------------
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer when launcher and plugins are known: finds this rank's place, and checks plugins.
+
+        Raises:
+            MisconfigurationException: if what tells of other processes does not agree, or the precision plugin needs
+                another strategy.
+        """
+        super().set_world_ranks()
+        check_precision(self.precision_plugin)
+        note_layer_sync(self._layer_sync)
+
+    @property
+    def pool(self) -> DevicePool:
+        """The devices that run the steps."""
+        if self._pool is None:
+            devices = self._own_devices or self.parallel_devices or [self.root_device]
+            self._pool = make_pool(devices, self.options)
+        return self._pool
+
+    @property
+    def _autocast_device(self) -> str:
+        types = {device.type for device in self.parallel_devices or [self.root_device]}
+        return (types - {"cpu"} or types).pop()
+
+    @override
+    def setup_environment(self) -> None:
+        """Meets the other ranks, and makes the device pool."""
+        super().setup_environment()
+        if self._pool is not None:
+            self._pool.dispose()
+            # Without what an earlier run has lost; if that is all there was, the driver says so.
+            left = [device.torch_device for device in self._pool.devices if device.lost is None]
+            if self._own_devices and left:
+                self._own_devices = left
+            elif self.parallel_devices and left:
+                self.parallel_devices = left
+            self._pool = None
+        note_unused_gpus([device.torch_device for device in self.pool.devices])
+        # An attribute of the instance, as the accelerator may be any of Lightning's.
+        vars(self.accelerator)["get_device_stats"] = self.device_statistics
+
+    def device_statistics(self, device: str | int | torch.device) -> dict[str, Any]:
+        """What ``DeviceStatsMonitor`` shows: for the host its own figures, if ``psutil`` is there, and the pool's."""
+        assert self.accelerator is not None
+        if torch.device(device).type != "cpu":
+            return type(self.accelerator).get_device_stats(self.accelerator, device)
+        return {**host_statistics(), **pool_statistics(self.pool)}
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        """The first hook of a run, before anything is profiled.
+
+        Raises:
+            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
+        """
+        check_modes()
+        if (profiler := profiler_of(model)) is not None:
+            adapt(profiler)
+        super().connect(model)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The module as the precision plugin has converted it, with the weights and buffers of rank 0.
+
+        Raises:
+            MisconfigurationException: if it is another module: steps would go around it.
+            RankError: if another rank has a module with other weights.
+        """
+        if model is not self.lightning_module:
+            raise MisconfigurationException(
+                f"{type(self.precision_plugin).__name__}.convert_module returned a {type(model).__name__} in place of "
+                "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
+            )
+        return super()._setup_model(model)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets up, if every weight has data.
+
+        Raises:
+            MisconfigurationException: naming a weight that has none.
+        """
+        assert self.lightning_module is not None
+        check_has_data(self.lightning_module)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
+        module = self._lightning_module
+        if module is not None and (profiler := profiler_of(module)) is not None:
+            restore(profiler)
+        if module is not None and any(weight.is_meta for weight in module.parameters()):
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    # --- checkpoints of other strategies, see [Note: foreign checkpoints] ----------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint file.
+
+        Raises:
+            IsADirectoryError: for a folder, as FSDP and DeepSpeed write it; the message says how it becomes a file.
+            MisconfigurationException: for files that cannot be used, saying why and what to do.
+        """
+        refuse_folder(checkpoint_path, self.checkpoint_io)
+        # Before Lightning 2.6 there is no such argument.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **given)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        is_resumed = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return as_lightning_checkpoint(checkpoint, checkpoint_path, is_resumed=is_resumed)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights, also under names that wrappers have given them."""
+        assert self.lightning_module is not None
+        state = with_names_of(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of the optimizers, also if parameters have names in it."""
+        module = self.lightning_module
+        assert module is not None
+        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+        states = [by_position(state, module, optimizer) for state, optimizer in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
