@@ -198,7 +198,7 @@ class RoundPipeStrategy(HostStrategy):
         report = None
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            report = HostReport(self._module, self.optimizers, stale=stale)
+            report = HostReport(self._module, self.optimizers, stale=stale, is_mine=self._updates_here)
             report.check()
             self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
         self._steps = self._make_steps(report)

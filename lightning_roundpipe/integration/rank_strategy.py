@@ -297,6 +297,10 @@ class RankStrategy(ParallelStrategy):
     def _owners(self) -> Owners:
         return EACH_FOR_ITSELF if self._sharding is None else self._sharding.shards
 
+    def _updates_here(self, weight: nn.Parameter) -> bool:
+        """Whether this rank updates ``weight``."""
+        return self._owners.owner_of(weight) in (None, self._place.rank)
+
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of the optimizers, or what this rank needs of it."""

@@ -45,14 +45,13 @@ def gathered_state(optimizer: Optimizer, shards: Shards, what: str) -> dict[str,
     state: dict[int, dict[str, Any]] = {}
     for rank, entries in enumerate(group.gather(told, f"what there is of {what}")):
         for index, entry in entries.items():
+            state[index] = dict(entry)
             for key, value in entry.items():
                 if isinstance(value, _Large):
-                    mine = (
-                        own["state"][index][key] if rank == group.rank else torch.empty(value.shape, dtype=value.dtype)
-                    )
-                    group.copy_from([mine], f"{key!r} of weight {index} of {what}", rank)
-                    entry[key] = mine if group.rank == 0 else None
-            state[index] = entry
+                    is_mine = rank == group.rank
+                    tensor = own["state"][index][key] if is_mine else torch.empty(value.shape, dtype=value.dtype)
+                    group.copy_from([tensor], f"{key!r} of weight {index} of {what}", rank)
+                    state[index][key] = tensor if group.rank == 0 else None
     return {**own, "state": dict(sorted(state.items()))} if group.rank == 0 else own
 
 
