@@ -174,14 +174,16 @@ class RoundPipeStrategy(HostStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Called when devices and precision are known: checks them."""
+        """Called when devices and precision are known: checks them. Rank 0 alone writes recordings."""
         super()._configure_launcher()
+        if not self.is_global_zero:
+            self._recordings = Recordings(None, None)
         if self._precision_plugin is not None:
             self._precision_plugin = checked_precision(self._precision_plugin, self._autocast_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Rejects what would not be trained correctly, then sets up like any single-process strategy.
+        """Rejects what would not be trained correctly, then sets up like any strategy.
 
         Raises:
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
@@ -300,7 +302,8 @@ class RoundPipeStrategy(HostStrategy):
         Raises:
             MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
         """
-        self._recordings.add(writer)
+        if self.is_global_zero:
+            self._recordings.add(writer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

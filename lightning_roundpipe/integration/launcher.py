@@ -95,7 +95,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_STARTED_BY] = str(os.getpid())
             self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        if self.num_processes > 1:
+            _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def own_devices(group: RankGroup, place: Place, devices: Sequence[torch.device])
     Raises:
         ValueError: if there are fewer devices than ranks; devices on cores are shared in that case.
     """
-    mine = (place.node_rank, [_identity(device) for device in devices])
+    mine = (socket.gethostname(), place.node_rank, [_identity(device) for device in devices])
     others = group.gather(mine, "the devices of all ranks")
     sharing = [rank for rank, other in enumerate(others) if other == mine]
     if len(devices) < len(sharing):

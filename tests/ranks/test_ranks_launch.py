@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_roundpipe import RoundPipeTimeline
 from lightning_roundpipe.ranks.environment import Place, connect, own_devices
 from lightning_roundpipe.ranks.failures import RankError
 from tests.ranks.test_ranks_group import connected
@@ -79,6 +80,19 @@ def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path) -> No
         assert seen["sampler"] == (2, rank)
         assert seen["logged"] == 0.5
         assert seen["after"] == 1
+
+
+def recorded() -> None:
+    rank = os.environ["RANK"]
+    options = {"trace": f"trace-{rank}.json", "save_profile": f"profile-{rank}.json"}
+    timeline = RoundPipeTimeline(f"timeline-{rank}.json")
+    make_trainer(devices=2, options=options, callbacks=[timeline], max_epochs=2).fit(Small(), make_loader(40))
+
+
+def test_rank_0_alone_writes_recordings(forks: Forks, tmp_path: Path) -> None:
+    values_of_ranks(forks, tmp_path, 2, recorded)
+    names = {path.name for path in tmp_path.glob("*-?.json")}
+    assert names == {"trace-0.json", "profile-0.json", "timeline-0.json"}
 
 
 def run_script(*command: str) -> subprocess.CompletedProcess[str]:

@@ -30,8 +30,8 @@ step has written before, the step is not run again; nor if other ranks have some
 devices] in :mod:`devices.devices`). If one does not, the pool goes on without it, with a new engine and so with new
 plans, and the same micro-batches are run there: their number decides about results, that of the devices does not. Not
 if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
-the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is that of the last step that was
-finished.
+the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is
+that of the last step that was finished.
 """
 
 from __future__ import annotations
