@@ -45,6 +45,7 @@ from .group import RankGroup
 _HAS, _REST, _UNPLANNED, _TRAINED = 1, 2, 4, 8
 _FLAGS = 16
 _FLAGS_PER_NUMBER = 12  # which float64 holds exactly
+_PATIENCE_S = 5.0
 
 Gradients = dict[nn.Parameter, Tensor]
 
@@ -238,8 +239,9 @@ class Reduction:
         return done
 
     def close(self) -> None:
-        """Ends the thread. One that still waits for another rank, after an error, ends when the group is closed."""
-        if self._sending is None or self._sending.is_set():
+        """Ends the thread. After an error it may wait for another rank, until it notices that the group is closed; a
+        daemon that does not is left to the end of the process."""
+        if self._sending is None or self._sending.wait(_PATIENCE_S):
             self._worker.close()
 
 

@@ -24,7 +24,7 @@ does. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
-step has written before, the step is not run again; nor if other ranks have some of its gradients already.
+step has written before, the step is not run again; nor if other ranks have some of its gradients.
 
 *Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
 devices] in :mod:`devices.devices`). If one does not, the pool goes on without it, with a new engine and so with new
