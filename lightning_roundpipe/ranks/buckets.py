@@ -8,15 +8,16 @@
 A bucket is a list of slices. One that is a part of a single gradient travels in place; the slices of any other are
 copied into a buffer, and back. What a rank has no gradient for is zero there.
 
-Weights may have an *owner*, the rank that updates them ([Note: sharded optimizer] in :mod:`optimizer.sharding`). Those
-in a bucket have the same. Their sums are made for the owner alone, and the others forget their part of them.
+Weights may have an *owner*, the rank that updates them ([Note: sharded optimizer] in :mod:`optimizer.sharding`). Then
+the slices travel to their owners, who add them up, and the others forget them. In the buffer they are in the order of
+their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,15 +76,16 @@ EACH_FOR_ITSELF = EachForItself()
 def buckets_of(
     masters: Iterable[nn.Parameter], num_bytes: int = BUCKET_BYTES, *, owners: Owners = EACH_FOR_ITSELF
 ) -> list[Bucket]:
-    """The gradients of ``masters``, in this order, in buckets of ``num_bytes`` of one dtype and one owner each."""
+    """The gradients of ``masters``, in this order, in buckets of ``num_bytes`` of one dtype each, with and without
+    owners."""
     buckets: list[Bucket] = []
     room, kind = 0, None
     for master in masters:
         start, size, owner = 0, _size_of(master), owners.owner_of(master)
         while start < size:
-            if not room or kind != (master.dtype, owner):
+            if not room or kind != (master.dtype, owner is None):
                 buckets.append([])
-                kind = master.dtype, owner
+                kind = master.dtype, owner is None
                 room = max(1, num_bytes // _real(master.dtype).itemsize)
             stop = min(size, start + room)
             buckets[-1].append(Slice(master, start, stop, owner))
@@ -110,48 +112,60 @@ class Sender:
 
         Gradients that this rank has not, and others have, are put there; those that another rank owns are taken out.
         """
+        if bucket[0].owner is not None:
+            self._send_to_owners(sorted(bucket, key=lambda piece: cast(int, piece.owner)), sums, what)
+            return
+        tensor, is_buffer = self._filled(bucket, sums)
+        self._group.add_up(tensor, what, self._wire_of(tensor))
+        if is_buffer:
+            _take_back(bucket, tensor, sums)
+
+    def _send_to_owners(self, bucket: Bucket, sums: dict[nn.Parameter, Tensor], what: str) -> None:
+        tensor, _ = self._filled(bucket, sums)
+        sizes = [sum(_length(piece) for piece in bucket if piece.owner == rank) for rank in range(self._group.size)]
+        total = self._group.add_up_parts(tensor, sizes, what, self._wire_of(tensor))
+        _take_back([piece for piece in bucket if piece.owner == self._group.rank], total, sums)
+        for piece in bucket:
+            if piece.owner != self._group.rank and piece.stop == _size_of(piece.master):
+                sums.pop(piece.master, None)
+
+    def _filled(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> tuple[Tensor, bool]:
+        """What this rank has of ``bucket``, in a row, and whether that is in the buffer."""
         first = bucket[0]
         if len(bucket) == 1 and first.master in sums:
-            self._add_up(flat(sums[first.master])[first.start : first.stop], first.owner, what)
-        else:
-            parts = torch.split(self._buffer(bucket), [piece.stop - piece.start for piece in bucket])
-            for piece, part in zip(bucket, parts, strict=True):
-                if (known := sums.get(piece.master)) is None:
-                    part.zero_()
-                else:
-                    part.copy_(flat(known)[piece.start : piece.stop])
-            self._add_up(self._buffer(bucket), first.owner, what)
-            if first.owner in (None, self._group.rank):
-                _take_back(bucket, parts, sums)
-        if first.owner not in (None, self._group.rank):
-            for piece in bucket:
-                if piece.stop == _size_of(piece.master):
-                    sums.pop(piece.master, None)
+            return flat(sums[first.master])[first.start : first.stop], False
+        buffer = self._buffer(bucket)
+        for piece, part in zip(bucket, torch.split(buffer, list(map(_length, bucket))), strict=True):
+            if (known := sums.get(piece.master)) is None:
+                part.zero_()
+            else:
+                part.copy_(flat(known)[piece.start : piece.stop])
+        return buffer, True
 
-    def _add_up(self, flat: Tensor, owner: int | None, what: str) -> None:
-        wire = flat.dtype if flat.dtype.itemsize == _HALF else self._wire if flat.dtype == torch.float32 else None
-        if owner is None:
-            self._group.add_up(flat, what, wire)
-        else:
-            self._group.add_up_at(owner, flat, what, wire)
+    def _wire_of(self, tensor: Tensor) -> torch.dtype | None:
+        return tensor.dtype if tensor.dtype.itemsize == _HALF else self._wire if tensor.dtype == torch.float32 else None
 
     def _buffer(self, bucket: Bucket) -> Tensor:
         dtype = _real(bucket[0].master.dtype)
-        size = sum(piece.stop - piece.start for piece in bucket)
+        size = sum(map(_length, bucket))
         known = self._buffers.get(dtype)
         if known is None or known.numel() < size:
             known = self._buffers[dtype] = torch.empty(size, dtype=dtype)
         return known[:size]
 
 
-def _take_back(bucket: Bucket, parts: Sequence[Tensor], sums: dict[nn.Parameter, Tensor]) -> None:
-    for piece, part in zip(bucket, parts, strict=True):
+def _take_back(bucket: Bucket, total: Tensor, sums: dict[nn.Parameter, Tensor]) -> None:
+    for piece, part in zip(bucket, torch.split(total, list(map(_length, bucket))), strict=True):
         known = sums.get(piece.master)
         if known is None:
             if not part.any():
                 continue
             known = sums[piece.master] = zeros_for(piece.master)
         flat(known)[piece.start : piece.stop].copy_(part)
+
+
+def _length(piece: Slice) -> int:
+    return piece.stop - piece.start
 
 
 def flat(gradient: Tensor) -> Tensor:

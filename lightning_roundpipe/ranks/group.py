@@ -3,7 +3,7 @@
 ::
 
     Trainer's thread      exchange, broadcast, barrier ----> control group   --+
-    reducing thread       add_up, add_up_at ---------------> gradient group  --+--> gloo, on memory of the host
+    reducing thread       add_up, add_up_parts ------------> gradient group  --+--> gloo, on memory of the host
     thread of updates     hand_out ------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
 
@@ -97,8 +97,14 @@ class RankGroup:
             RankError: if another rank has failed, or does not come in time.
         """
 
-    def add_up_at(self, owner: int, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
-        """As :meth:`add_up`, on rank ``owner`` alone; the tensors of the others have no meaning afterwards."""
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        """This rank's part of the sum of the tensors of all ranks; otherwise as :meth:`add_up`.
+
+        Args:
+            tensor: flat and contiguous, the parts of all ranks one after the other; stays as it is.
+            sizes: of these parts.
+        """
+        return tensor
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
         """Fills a contiguous tensor on the host with that of rank ``source``; otherwise as :meth:`add_up`."""
@@ -230,33 +236,25 @@ class ManyRanks(RankGroup):
         if wire is None:
             self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
             return
-        piece = self._piece_of_sum(tensor, what, wire)
-        whole = piece.new_empty(self.size * len(piece))
-        self.wait(lambda: dist.all_gather_into_tensor(whole, piece, group=self._gradients, async_op=True), what)
+        # Each rank adds up one piece, of equal size, which all send to it, and sends the sum to all.
+        size = -(-len(tensor) // self.size)
+        whole = torch.zeros(self.size * size, dtype=wire)
+        whole[: len(tensor)] = tensor
+        parts = torch.empty_like(whole)
+        self.wait(lambda: dist.all_to_all_single(parts, whole, group=self._gradients, async_op=True), what)
+        mine = _sum_of(parts, self.size, torch.float32).to(wire)
+        self.wait(lambda: dist.all_gather_into_tensor(whole, mine, group=self._gradients, async_op=True), what)
         tensor.copy_(whole[: len(tensor)])
 
-    def add_up_at(self, owner: int, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
-        if wire is None:
-            self.wait(lambda: dist.reduce(tensor, owner, group=self._gradients, async_op=True), what)
-            return
-        piece = self._piece_of_sum(tensor, what, wire)
-        whole = piece.new_empty(self.size * len(piece)) if self.rank == owner else None
-        pieces = None if whole is None else list(torch.split(whole, len(piece)))
-        self.wait(lambda: dist.gather(piece, pieces, owner, group=self._gradients, async_op=True), what)
-        if whole is not None:
-            tensor.copy_(whole[: len(tensor)])
-
-    def _piece_of_sum(self, tensor: Tensor, what: str, wire: torch.dtype) -> Tensor:
-        """Each rank adds up one piece, of equal size, which all send to it."""
-        size = -(-len(tensor) // self.size)
-        mine = torch.zeros(self.size * size, dtype=wire)
-        mine[: len(tensor)] = tensor
-        parts = torch.empty_like(mine)
-        self.wait(lambda: dist.all_to_all_single(parts, mine, group=self._gradients, async_op=True), what)
-        total = parts[:size].float()
-        for part in torch.split(parts, size)[1:]:
-            total += part
-        return total.to(wire)
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        sent, size = tensor if wire is None else tensor.to(wire), sizes[self.rank]
+        parts = sent.new_empty(self.size * size)
+        sizes_here = [size] * self.size
+        self.wait(
+            lambda: dist.all_to_all_single(parts, sent, sizes_here, list(sizes), group=self._gradients, async_op=True),
+            what,
+        )
+        return _sum_of(parts, self.size, tensor.dtype if wire is None else torch.float32)
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
@@ -375,6 +373,15 @@ class ManyRanks(RankGroup):
         # Connections close with the last reference, and as soon as nothing waits on them any more: so one group after
         # the other, in the same order on all ranks.
         del self._control, self._gradients, self._updates, self._store
+
+
+def _sum_of(parts: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """Of so many parts of equal size, in their order."""
+    first, *others = torch.split(parts, len(parts) // number) if len(parts) else (parts,)
+    total: Tensor = first.to(dtype, copy=True)
+    for other in others:
+        total += other
+    return total
 
 
 def _number_of(what: str) -> int:

@@ -86,12 +86,14 @@ def test_a_rank_may_own_nothing() -> None:
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-def test_buckets_hold_gradients_of_one_owner() -> None:
+def test_buckets_hold_gradients_of_several_owners_but_not_those_of_none() -> None:
     shards, weights = made(Alone(0, 2), 4, 4, 4, 4)
     owners = [shards.owner_of(weight) for weight in weights.values()]
     assert owners == [0, 1, 0, 1]
-    assert buckets_of(weights.values(), 10**6, owners=shards) == [
-        [Slice(weight, 0, 4, owner)] for weight, owner in zip(weights.values(), owners, strict=True)
+    other = nn.Parameter(torch.zeros(2))
+    assert buckets_of([other, *weights.values()], 10**6, owners=shards) == [
+        [Slice(other, 0, 2)],
+        [Slice(weight, 0, 4, owner) for weight, owner in zip(weights.values(), owners, strict=True)],
     ]
 
 

@@ -88,10 +88,10 @@ class ThreadRank(RankGroup):
             tensor.add_(other)
 
     @override
-    def add_up_at(self, owner: int, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
-        self.add_up(tensor, what, wire)
-        if self.rank != owner:
-            tensor.fill_(torch.nan)
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        total = tensor.clone()
+        self.add_up(total, what, wire)
+        return torch.split(total, list(sizes))[self.rank].clone()
 
     @override
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
