@@ -88,6 +88,7 @@ class RoundPipeOptions:
     trace: str | Path | None = None
     optimizer_overlap: str = "exact"
     stale_after_steps: int = 0
+    shard_optimizer: bool = False
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +104,8 @@ class RoundPipeOptions:
                 f"stale_after_steps={self.stale_after_steps!r} has a meaning with optimizer_overlap='stale' alone, but "
                 f"optimizer_overlap={self.optimizer_overlap!r}"
             )
+        if not isinstance(self.shard_optimizer, bool):
+            raise TypeError(f"shard_optimizer={self.shard_optimizer!r}: use True or False")
         if self.num_microbatches != "auto":
             check_count("num_microbatches", self.num_microbatches, "or 'auto' (two per device)")
         if self.round_size is not None:

@@ -87,6 +87,7 @@ class RoundPipeStrategy(HostStrategy):
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
+        shard_optimizer: each of several ranks keeps the optimizer state of a part of the weights, and updates these.
         reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
             and rounded once. None is the dtype of the weights.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
@@ -128,6 +129,7 @@ class RoundPipeStrategy(HostStrategy):
         trace: str | Path | None = None,
         optimizer_overlap: Literal["exact", "off", "stale"] = "exact",
         stale_after_steps: int = 0,
+        shard_optimizer: bool = False,
         reduce_dtype: Literal["bf16"] | None = None,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -162,6 +164,7 @@ class RoundPipeStrategy(HostStrategy):
             trace=trace,
             optimizer_overlap=optimizer_overlap,
             stale_after_steps=stale_after_steps,
+            shard_optimizer=shard_optimizer,
             reduce_dtype=reduce_dtype,
         )
         self._recordings = Recordings(trace, save_profile)
@@ -184,19 +187,20 @@ class RoundPipeStrategy(HostStrategy):
 
         Raises:
             MisconfigurationException: if two recordings would write the same file, or the weights of training steps
-                cannot be one update behind (``optimizer_overlap="stale"``).
+                cannot be one update behind (``optimizer_overlap="stale"``), or not be divided among ranks.
         """
         self._close_steps()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
-            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine)
+            self._sharding = self._make_sharding(self.options)
+            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine, self._sharding)
         super().setup(trainer)
         report = None
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            report = HostReport(self._module, self.optimizers, stale=stale)
+            report = HostReport(self._module, self.optimizers, stale=stale, is_mine=self._updates_here)
             report.check()
             self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
         self._steps = self._make_steps(report)
@@ -248,7 +252,11 @@ class RoundPipeStrategy(HostStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap")), "_group": ALONE}
+        return {
+            **super().__getstate__(),
+            **dict.fromkeys(("_pool", "_steps", "_overlap", "_sharding")),
+            "_group": ALONE,
+        }
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -278,6 +286,7 @@ class RoundPipeStrategy(HostStrategy):
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
             group=self._group,
+            owners=self._owners,
             # The finder puts all callbacks aside, itself included, while it tries a size.
             is_trial=lambda: self._seeks_batch_size and not module.trainer.callbacks,  # type: ignore[attr-defined]
         )

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
@@ -30,6 +30,7 @@ from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
 from ..weights.low_precision import WorkingCopies
 from .pool import ThreadBudget
+from .sharding import Sharding, sharding_refused
 
 # Less is updated before a thread has begun.
 MIN_BYTES = 16 * 2**20
@@ -37,9 +38,12 @@ MIN_BYTES = 16 * 2**20
 Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
 
 
-def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine]) -> OptimizerOverlap:
+def make_overlap(
+    options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine], sharding: Sharding | None = None
+) -> OptimizerOverlap:
     """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
-    if options.optimizer_overlap == "off":
+    is_off = options.optimizer_overlap == "off"
+    if is_off and sharding is None:
         return NO_OVERLAP
     is_stale = options.optimizer_overlap == "stale"
 
@@ -51,6 +55,8 @@ def make_overlap(options: RoundPipeOptions, pool: DevicePool, engine: Callable[[
         order,
         copies=lambda: engine().working_copies,
         stale_after_steps=options.stale_after_steps if is_stale else None,
+        is_off=is_off,
+        sharding=sharding,
     )
 
 
@@ -64,6 +70,8 @@ class OptimizerOverlap:
         stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
             update, see [Note: stale weights] in :mod:`optimizer.stale`; None for never.
         is_off: whether nothing overlaps.
+        sharding: of the optimizers over ranks; None for none. Their steps are made on a thread in any case, and waited
+            for at once if nothing overlaps.
     """
 
     def __init__(
@@ -74,11 +82,14 @@ class OptimizerOverlap:
         copies: Callable[[], WorkingCopies] | None = None,
         stale_after_steps: int | None = None,
         is_off: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         self._is_off = is_off
+        self._sharding = sharding
         self._stale = None if stale_after_steps is None else StaleWeights()
         self._stale_after_steps = stale_after_steps or 0
-        self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None)
+        shards = None if sharding is None else sharding.shards
+        self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None, shards)
         self._order = order
         self._module: pl.LightningModule | None = None
         self._is_scripted = False
@@ -89,12 +100,18 @@ class OptimizerOverlap:
         """The fit begins: the snapshots that will be taken of weights, None if none will be.
 
         Raises:
-            MisconfigurationException: if weights are to be one update behind, and that cannot be done for this module.
+            MisconfigurationException: if weights are to be one update behind, or their optimizers to be sharded, and
+                that cannot be done for this module.
         """
-        if self._is_off:
+        if self._is_off and self._sharding is None:
             return None
         self._module = module
         self._is_scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
+        if self._sharding is not None:
+            reasons = [why_not for optimizer in optimizers if (why_not := self._why_not(optimizer)) is not None]
+            if reasons:
+                raise sharding_refused(reasons[0])
+            self._sharding.begin()
         for optimizer in optimizers:  # before anybody keeps a reference to the state of one
             if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
@@ -140,10 +157,10 @@ class OptimizerOverlap:
             return
         assert self._module is not None
         overlapping = self._updates.overlapping(optimizer, self._order, self._module.parameters)
-        with overlapping, clipped_by(self._updates, optimizer, self._module):
+        with overlapping, clipped_by(self._updates, optimizer, self._module, self._sharding):
             yield
         trainer = self._module.trainer
-        if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
+        if self._is_off or trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1:
             # What comes now is no next step: exports, other trainers, new workers of data loaders.
             self._updates.wait()
 
@@ -156,12 +173,14 @@ class OptimizerOverlap:
         self._updates.check()
 
     def _applies(self, optimizer: Optimizer) -> bool:
-        if self._is_off or not self._is_worth_it(optimizer):
+        if not self._is_worth_it(optimizer):
             return False
         why_not = self._why_not(optimizer)
         if why_not is None:
             self._guard(optimizer)
             return True
+        if self._sharding is not None:
+            raise sharding_refused(why_not)
         if self._stale is not None:
             raise _refusal(why_not)
         if not any(other is optimizer for other in self._refused):
@@ -170,7 +189,9 @@ class OptimizerOverlap:
         return False
 
     def _is_worth_it(self, optimizer: Optimizer) -> bool:
-        return self._stale is not None or num_bytes_of(trained_by(optimizer)) >= MIN_BYTES
+        if self._sharding is not None or self._stale is not None:
+            return True
+        return not self._is_off and num_bytes_of(trained_by(optimizer)) >= MIN_BYTES
 
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if self._is_scripted:  # what reads weights in C++ would not wait
@@ -198,6 +219,8 @@ class OptimizerOverlap:
             for optimizer in self._guarded:
                 unguard(optimizer)
             self._guarded.clear()
+            if self._sharding is not None:
+                self._sharding.finish()
 
 
 NO_OVERLAP = OptimizerOverlap(1, list, is_off=True)
@@ -226,18 +249,32 @@ _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 
 
 @contextlib.contextmanager
-def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModule) -> Iterator[None]:
+def clipped_by(
+    updates: Updates, optimizer: Optimizer, module: pl.LightningModule, sharding: Sharding | None = None
+) -> Iterator[None]:
     """While open, Lightning's clipping by norm leaves the multiplication of the gradients of ``optimizer`` to its
     update; unless code of the user could look at them in between."""
     plugin = module.trainer.precision_plugin
-    if _may_be_watched(module, plugin):
+    over_ranks = None if sharding is None else sharding.clip_grad_by_norm
+    if _may_be_watched(module, plugin, over_ranks):
         yield
         return
+    num_threads = torch.get_num_threads()
+
+    def factor_of(gradients: list[Tensor], clip_val: float) -> Tensor | None:
+        return (
+            clip_factor(gradients, clip_val, num_threads)
+            if sharding is None
+            else sharding.clip_factor(optimizer, clip_val)
+        )
 
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
-        num_threads = torch.get_num_threads()
-        if not updates.multiplies(clipped, lambda gradients: clip_factor(gradients, clip_val, num_threads)):
+        if updates.multiplies(clipped, lambda gradients: factor_of(gradients, clip_val)):
+            return
+        if over_ranks is None:
             type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
+        else:
+            over_ranks(clipped, clip_val)
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:
         # Lightning's last act before the update. Who clips in a hook may look at the gradients afterwards.
@@ -248,8 +285,13 @@ def clipped_by(updates: Updates, optimizer: Optimizer, module: pl.LightningModul
         yield
 
 
-def _may_be_watched(module: pl.LightningModule, plugin: Precision) -> bool:
-    """Whether code that is not Lightning's own sees gradients that have been clipped, before the update begins."""
+def _may_be_watched(module: pl.LightningModule, plugin: Precision, ours: Callable[..., None] | None) -> bool:
+    """Whether code that is not Lightning's own sees gradients that have been clipped, before the update begins.
+
+    Args:
+        ours: is in the place of the plugin's clipping by norm; None for nothing.
+    """
     overrides = any(getattr(type(module), n) is not getattr(pl.LightningModule, n) for n in _CLIPPING)
-    patched = any(name in vars(module) for name in _CLIPPING) or any(name in vars(plugin) for name in _OF_PLUGIN)
+    patched = any(name in vars(module) for name in _CLIPPING)
+    patched = patched or any(vars(plugin).get(name, ours) != ours for name in _OF_PLUGIN)
     return overrides or patched or type(plugin).__module__.split(".")[0] not in ("lightning", "pytorch_lightning")

@@ -11,6 +11,7 @@ begins, and its buffers, if they have changed, before each training step and eac
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,20 +22,24 @@ from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available,
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..options import RoundPipeOptions, check_count
+from ..ranks.buckets import EACH_FOR_ITSELF, Owners
 from ..ranks.environment import Place, connect, own_devices
-from ..ranks.failures import is_lost_connection
+from ..ranks.failures import RankError, is_lost_connection
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.model import SharedBuffers, share_state
 from ..usercode.lock import current
 from .launcher import RankLauncher, place_in, ranks_here
+from .sharding import Sharding
 from .uneven_loaders import UnevenLoaders
 
 if TYPE_CHECKING:
@@ -87,6 +92,7 @@ class RankStrategy(ParallelStrategy):
         self._num_reductions = itertools.count()
         self._loaders = UnevenLoaders()
         self._is_training_loader = False
+        self._sharding: Sharding | None = None  # of the last fit
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
@@ -277,3 +283,47 @@ class RankStrategy(ParallelStrategy):
             super().teardown()
         else:  # the variables of its environment stay
             super(ParallelStrategy, self).teardown()
+
+    # --- sharded optimizers, see :mod:`integration.sharding` -------------------------------------------------------
+
+    def _make_sharding(self, options: RoundPipeOptions) -> Sharding | None:
+        """For the fit that is being set up; None if each rank has whole optimizers."""
+        if self._group is ALONE or not options.shard_optimizer:
+            return None
+        assert self.lightning_module is not None
+        return Sharding(self._group, self.lightning_module, lambda: self.optimizers)
+
+    @property
+    def _owners(self) -> Owners:
+        return EACH_FOR_ITSELF if self._sharding is None else self._sharding.shards
+
+    def _updates_here(self, weight: nn.Parameter) -> bool:
+        """Whether this rank updates ``weight``."""
+        return self._owners.owner_of(weight) in (None, self._place.rank)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of the optimizers, or what this rank needs of it."""
+        states = checkpoint["optimizer_states"]
+        if (sharding := self._sharding) is not None:
+            pairs = zip(states, self.optimizers, strict=False)
+            states = [sharding.part_of(state, optimizer) for state, optimizer in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """For a checkpoint: of all ranks on rank 0, which writes it.
+
+        Raises:
+            RankError: if ranks have parted, and have the state of their own weights only.
+        """
+        if self._sharding is None:
+            return super().optimizer_state(optimizer)
+        if self._group is ALONE:
+            raise RankError(
+                "ranks are not connected any more after an error, and the state of a sharded optimizer is on all of "
+                "them: no checkpoint can be written. Resume from the last one"
+            )
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._sharding.state_of(optimizer)

@@ -29,15 +29,27 @@ def clip_factor(gradients: Sequence[Tensor], max_norm: float, num_threads: int) 
     Args:
         num_threads: read gradients side by side.
     """
-    kinds = {(gradient.dtype, gradient.device, gradient.layout) for gradient in gradients}
-    if len(kinds) != 1 or len({gradient.data_ptr() for gradient in gradients}) < len(gradients):
-        return None
-    ((dtype, device, layout),) = kinds
-    if not dtype.is_floating_point or device.type != "cpu" or layout is not torch.strided:
+    if not _are_alike(gradients) or len({gradient.data_ptr() for gradient in gradients}) < len(gradients):
         return None
     with torch.no_grad():
         total = torch.linalg.vector_norm(torch.stack(norms(gradients, num_threads)), 2.0)
         return torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+
+
+def norms_of(gradients: Sequence[Tensor], num_threads: int) -> list[Tensor]:
+    """The 2-norm of each of ``gradients``, whatever they are."""
+    if _are_alike(gradients):
+        return norms(gradients, num_threads)
+    return [torch.linalg.vector_norm(gradient.detach(), 2.0) for gradient in gradients]
+
+
+def _are_alike(gradients: Sequence[Tensor]) -> bool:
+    """Whether :func:`norms` takes them."""
+    kinds = {(gradient.dtype, gradient.device, gradient.layout) for gradient in gradients}
+    if len(kinds) != 1:
+        return False
+    ((dtype, device, layout),) = kinds
+    return dtype.is_floating_point and device.type == "cpu" and layout is torch.strided
 
 
 def norms(gradients: Sequence[Tensor], num_threads: int) -> list[Tensor]:

@@ -28,6 +28,7 @@ from ..weights.events import tell
 from ..weights.futures import Training, Update, can_be_pending, take_unseen, unwaited
 from ..weights.low_precision import WorkingCopies
 from .buckets import Bucket, buckets_of, options_of, tied
+from .sharding import Shards
 from .stale import StaleWeights
 from .state import GuardedState
 
@@ -54,8 +55,11 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return f"{kind.__name__} is not known to update each parameter by itself"
     if kind not in _SEPARABLE and any(not isinstance(key, nn.Parameter) for key in _keys(optimizer)):
         return f"{kind.__name__} keeps state that belongs to no parameter"
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any((*hooks, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)):
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks,
+    )  # fmt: skip
+    if any(hook is not refuse_plain_step for kind in hooks for hook in kind.values()):
         return f"hooks are registered on the step of {kind.__name__}"
     if _has_own_step(optimizer):
         return f"the step of {kind.__name__} has been replaced by another function"
@@ -66,6 +70,19 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
             if not can_be_pending(parameter):
                 return f"a parameter of {kind.__name__} is a {type(parameter).__name__} on {parameter.device}"
     return None
+
+
+def refuse_plain_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook of optimizers whose step alone would update a part of the weights on each rank.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step was called past Lightning, or with arguments of its own, and with "
+        "shard_optimizer=True each rank would update its own weights only: call step of self.optimizers(), without "
+        "arguments"
+    )
 
 
 def _keys(optimizer: Optimizer) -> list[Any]:
@@ -95,6 +112,7 @@ class Updates:
         stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if no
             step computes with them.
         copies: gives the low-precision copies that are made anew with the weights; None for none.
+        shards: of the ranks; None if each updates all weights.
     """
 
     def __init__(
@@ -102,10 +120,12 @@ class Updates:
         num_threads: int,
         stale: StaleWeights | None = None,
         copies: Callable[[], WorkingCopies] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._num_threads = num_threads
         self._stale = stale
         self._copies = copies
+        self._shards = shards
         self._training = Training()
         self._last: Update | None = None
         self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
@@ -179,22 +199,29 @@ class Updates:
 
         Raises:
             BaseException: what went wrong in one before.
+            RankError: if the optimizer is sharded, and other ranks do not make this step.
         """
         self._training.check()
         state = self.guard(optimizer)
         options = options_of(optimizer)
         gradients = {p: g for p in options if (g := p.grad) is not None}
-        if not gradients:
+        updated = gradients if self._shards is None else self._shards.agree(options, gradients)
+        if not updated:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.updating():
-            for parameter in gradients:
+            for parameter in updated:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
-        ties = self._ties((*gradients, *others))
-        works = []
-        for parameters in buckets_of(gradients, order, ties):
-            bucket = Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale)
-            works.append((list(dict.fromkeys(q for p in parameters for q in ties.get(p, (p,)))), bucket.step))
+        ties = self._ties((*updated, *others))
+
+        def step_of(parameters: list[nn.Parameter]) -> Callable[[], None]:
+            return Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale).step
+
+        if self._shards is None:
+            steps = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order, ties)]
+        else:
+            steps = self._shards.works(updated, step_of, self._stale)
+        works = [(list(dict.fromkeys(q for p in ps for q in ties.get(p, (p,)))), step) for ps, step in steps]
         finish = None if self._copies is None else self._copies().updating()
         update = Update(works, self._training, self._last, self._num_threads, finish)
         try:

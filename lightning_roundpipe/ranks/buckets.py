@@ -7,12 +7,17 @@
 
 A bucket is a list of slices. One that is a part of a single gradient travels in place; the slices of any other are
 copied into a buffer, and back. What a rank has no gradient for is zero there.
+
+Weights may have an *owner*, the rank that updates them ([Note: sharded optimizer] in :mod:`optimizer.sharding`). Then
+the slices travel to their owners, who add them up, and the others forget them. In the buffer they are in the order of
+their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,29 +31,64 @@ _HALF = 2  # bytes
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``stop`` of a gradient, complex ones as two each."""
+    """Elements ``start`` to ``stop`` of a gradient, complex ones as two each, for rank ``owner`` or, if None, all."""
 
     master: nn.Parameter
     start: int
     stop: int
+    owner: int | None = None
 
 
 Bucket = list[Slice]
 
 
-def buckets_of(masters: Iterable[nn.Parameter], num_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """The gradients of ``masters``, in this order, in buckets of ``num_bytes`` of one dtype each."""
+class Owners(Protocol):
+    """Which rank updates which weights.
+
+    Attributes:
+        version: is another one when more is known.
+    """
+
+    version: int
+
+    def refresh(self) -> None:
+        """A step begins: weights that are trained from now on get an owner."""
+
+    def owner_of(self, weight: nn.Parameter) -> int | None:
+        """None for all ranks."""
+
+
+class EachForItself:
+    """All ranks update all weights (:class:`Owners`)."""
+
+    version = 0
+
+    def refresh(self) -> None:
+        pass
+
+    def owner_of(self, weight: nn.Parameter) -> int | None:
+        return None
+
+
+EACH_FOR_ITSELF = EachForItself()
+
+
+def buckets_of(
+    masters: Iterable[nn.Parameter], num_bytes: int = BUCKET_BYTES, *, owners: Owners = EACH_FOR_ITSELF
+) -> list[Bucket]:
+    """The gradients of ``masters``, in this order, in buckets of ``num_bytes`` of one dtype each, with and without
+    owners."""
     buckets: list[Bucket] = []
-    room, dtype = 0, None
+    room, kind = 0, None
     for master in masters:
-        start, size = 0, master.numel() * (2 if master.is_complex() else 1)
+        start, size, owner = 0, _size_of(master), owners.owner_of(master)
         while start < size:
-            if not room or master.dtype != dtype:
+            if not room or kind != (master.dtype, owner is None):
                 buckets.append([])
-                dtype = master.dtype
-                room = max(1, num_bytes // _real(dtype).itemsize)
+                kind = master.dtype, owner is None
+                room = max(1, num_bytes // _real(master.dtype).itemsize)
             stop = min(size, start + room)
-            buckets[-1].append(Slice(master, start, stop))
+            buckets[-1].append(Slice(master, start, stop, owner))
             room -= stop - start
             start = stop
     return buckets
@@ -70,38 +110,62 @@ class Sender:
     def send(self, bucket: Bucket, sums: dict[nn.Parameter, Tensor], what: str) -> None:
         """Makes the slices of ``bucket`` in ``sums``, which are contiguous, those of all ranks.
 
-        Gradients that this rank has not, and others have, are put there.
+        Gradients that this rank has not, and others have, are put there; those that another rank owns are taken out.
         """
+        if bucket[0].owner is not None:
+            self._send_to_owners(sorted(bucket, key=lambda piece: cast(int, piece.owner)), sums, what)
+            return
+        tensor, is_buffer = self._filled(bucket, sums)
+        self._group.add_up(tensor, what, self._wire_of(tensor))
+        if is_buffer:
+            _take_back(bucket, tensor, sums)
+
+    def _send_to_owners(self, bucket: Bucket, sums: dict[nn.Parameter, Tensor], what: str) -> None:
+        tensor, _ = self._filled(bucket, sums)
+        sizes = [sum(_length(piece) for piece in bucket if piece.owner == rank) for rank in range(self._group.size)]
+        total = self._group.add_up_parts(tensor, sizes, what, self._wire_of(tensor))
+        _take_back([piece for piece in bucket if piece.owner == self._group.rank], total, sums)
+        for piece in bucket:
+            if piece.owner != self._group.rank and piece.stop == _size_of(piece.master):
+                sums.pop(piece.master, None)
+
+    def _filled(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> tuple[Tensor, bool]:
+        """What this rank has of ``bucket``, in a row, and whether that is in the buffer."""
         first = bucket[0]
         if len(bucket) == 1 and first.master in sums:
-            self._add_up(flat(sums[first.master])[first.start : first.stop], what)
-            return
-        parts = torch.split(self._buffer(bucket), [piece.stop - piece.start for piece in bucket])
-        for piece, part in zip(bucket, parts, strict=True):
+            return flat(sums[first.master])[first.start : first.stop], False
+        buffer = self._buffer(bucket)
+        for piece, part in zip(bucket, torch.split(buffer, list(map(_length, bucket))), strict=True):
             if (known := sums.get(piece.master)) is None:
                 part.zero_()
             else:
                 part.copy_(flat(known)[piece.start : piece.stop])
-        self._add_up(self._buffer(bucket), what)
-        for piece, part in zip(bucket, parts, strict=True):
-            known = sums.get(piece.master)
-            if known is None:
-                if not part.any():
-                    continue
-                known = sums[piece.master] = zeros_for(piece.master)
-            flat(known)[piece.start : piece.stop].copy_(part)
+        return buffer, True
 
-    def _add_up(self, flat: Tensor, what: str) -> None:
-        wire = flat.dtype if flat.dtype.itemsize == _HALF else self._wire if flat.dtype == torch.float32 else None
-        self._group.add_up(flat, what, wire)
+    def _wire_of(self, tensor: Tensor) -> torch.dtype | None:
+        return tensor.dtype if tensor.dtype.itemsize == _HALF else self._wire if tensor.dtype == torch.float32 else None
 
     def _buffer(self, bucket: Bucket) -> Tensor:
         dtype = _real(bucket[0].master.dtype)
-        size = sum(piece.stop - piece.start for piece in bucket)
+        size = sum(map(_length, bucket))
         known = self._buffers.get(dtype)
         if known is None or known.numel() < size:
             known = self._buffers[dtype] = torch.empty(size, dtype=dtype)
         return known[:size]
+
+
+def _take_back(bucket: Bucket, total: Tensor, sums: dict[nn.Parameter, Tensor]) -> None:
+    for piece, part in zip(bucket, torch.split(total, list(map(_length, bucket))), strict=True):
+        known = sums.get(piece.master)
+        if known is None:
+            if not part.any():
+                continue
+            known = sums[piece.master] = zeros_for(piece.master)
+        flat(known)[piece.start : piece.stop].copy_(part)
+
+
+def _length(piece: Slice) -> int:
+    return piece.stop - piece.start
 
 
 def flat(gradient: Tensor) -> Tensor:
@@ -112,6 +176,11 @@ def flat(gradient: Tensor) -> Tensor:
 def zeros_for(master: nn.Parameter) -> Tensor:
     """What a rank without a gradient has."""
     return torch.zeros(master.shape, dtype=master.dtype)
+
+
+def _size_of(master: nn.Parameter) -> int:
+    """Elements of its gradient."""
+    return master.numel() * (2 if master.is_complex() else 1)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

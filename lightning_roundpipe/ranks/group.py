@@ -3,7 +3,8 @@
 ::
 
     Trainer's thread      exchange, broadcast, barrier ----> control group   --+
-    reducing thread       add_up --------------------------> gradient group  --+--> gloo, on memory of the host
+    reducing thread       add_up, add_up_parts ------------> gradient group  --+--> gloo, on memory of the host
+    thread of updates     hand_out ------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
 
 Each group has an order of its own, so what one thread sends cannot meet what another one does. Nothing waits without
@@ -96,6 +97,18 @@ class RankGroup:
             RankError: if another rank has failed, or does not come in time.
         """
 
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        """This rank's part of the sum of the tensors of all ranks; otherwise as :meth:`add_up`.
+
+        Args:
+            tensor: flat and contiguous, the parts of all ranks one after the other; stays as it is.
+            sizes: of these parts.
+        """
+        return tensor
+
+    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
+        """Fills a contiguous tensor on the host with that of rank ``source``; otherwise as :meth:`add_up`."""
+
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         """Lets a collective of ``torch.distributed`` begin, and waits for its end.
 
@@ -153,6 +166,7 @@ class ManyRanks(RankGroup):
         self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._gradients = dist.new_group(backend="gloo", timeout=timeout)
+        self._updates = dist.new_group(backend="gloo", timeout=timeout)
         self._open_mailbox(main_address)
 
     def _open_mailbox(self, main_address: str) -> None:
@@ -221,17 +235,28 @@ class ManyRanks(RankGroup):
         if wire is None:
             self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
             return
-        # Each rank adds up one piece of the tensor, which all send to it, and sends the sum to all.
-        size = -(-tensor.numel() // self.size)
-        mine = torch.zeros(self.size * size, dtype=wire)
-        mine[: tensor.numel()] = tensor
-        parts = torch.empty_like(mine)
-        self.wait(lambda: dist.all_to_all_single(parts, mine, group=self._gradients, async_op=True), what)
-        total = parts[:size].float()
-        for part in torch.split(parts, size)[1:]:
-            total += part
-        self.wait(lambda: dist.all_gather_into_tensor(mine, total.to(wire), group=self._gradients, async_op=True), what)
-        tensor.copy_(mine[: tensor.numel()])
+        # Each rank adds up one piece, of equal size, which all send to it, and sends the sum to all.
+        size = -(-len(tensor) // self.size)
+        whole = torch.zeros(self.size * size, dtype=wire)
+        whole[: len(tensor)] = tensor
+        parts = torch.empty_like(whole)
+        self.wait(lambda: dist.all_to_all_single(parts, whole, group=self._gradients, async_op=True), what)
+        mine = _sum_of(parts, self.size, torch.float32).to(wire)
+        self.wait(lambda: dist.all_gather_into_tensor(whole, mine, group=self._gradients, async_op=True), what)
+        tensor.copy_(whole[: len(tensor)])
+
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        sent, size = tensor if wire is None else tensor.to(wire), sizes[self.rank]
+        parts = sent.new_empty(self.size * size)
+        sizes_here = [size] * self.size
+        self.wait(
+            lambda: dist.all_to_all_single(parts, sent, sizes_here, list(sizes), group=self._gradients, async_op=True),
+            what,
+        )
+        return _sum_of(parts, self.size, tensor.dtype if wire is None else torch.float32)
+
+    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
+        self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)
@@ -332,12 +357,22 @@ class ManyRanks(RankGroup):
             mailbox.send(failure_of(self.rank, error), self.rank)
         mailbox.close()
         if dist.is_initialized():
-            for group in (self._control, self._gradients):
+            for group in (self._control, self._gradients, self._updates):
                 dist.destroy_process_group(group)
             if self._owns_default:
                 dist.destroy_process_group()
-        # Connections close with the last reference.
-        del self._control, self._gradients
+        # Connections close with the last reference, and as soon as nothing waits on them any more: so one group after
+        # the other, in the same order on all ranks.
+        del self._control, self._gradients, self._updates
+
+
+def _sum_of(parts: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """Of so many parts of equal size, in their order."""
+    first, *others = torch.split(parts, len(parts) // number) if len(parts) else (parts,)
+    total: Tensor = first.to(dtype, copy=True)
+    for other in others:
+        total += other
+    return total
 
 
 def _number_of(what: str) -> int:

@@ -18,6 +18,8 @@ whatever was not sent *early*. A weight goes early if in the step before it had 
 all ranks know that alike. So nothing goes early in the first step, weights that user code uses go once, at the end, and
 what no rank has a gradient for (frozen weights, branches that were not taken) does not travel at all and gets none.
 
+A weight may have an owner, which alone gets the sum: see :mod:`ranks.buckets`.
+
 In steps that only accumulate, ``.grad`` holds the sum of this rank: it is *local*, and goes with the gradients of the
 next step that adds up.
 """
@@ -35,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.threads import Worker
-from .buckets import Bucket, Sender, buckets_of, zeros_for
+from .buckets import EACH_FOR_ITSELF, Bucket, Owners, Sender, buckets_of, zeros_for
 from .failures import RankError
 from .group import RankGroup
 
@@ -99,6 +101,7 @@ class Reduction:
     Args:
         parameters: gives the weights with their names, in the order of the module.
         wire: dtype in which gradients travel, see :class:`Sender`.
+        owners: which rank gets the gradients of which weights.
 
     Attributes:
         weights: name -> weight, from the last one of the module to the first.
@@ -110,9 +113,12 @@ class Reduction:
         group: RankGroup,
         parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
         wire: torch.dtype | None = None,
+        owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
         self.group = group
         self._parameters = parameters
+        self.owners = owners
+        self._owners_version = 0
         self.sender = Sender(group, wire)
         self._worker = Worker(1)
         self.weights: dict[str, nn.Parameter] = {}
@@ -136,13 +142,16 @@ class Reduction:
         return [row[1:] for row in rows]
 
     def _look(self) -> None:
-        """Notices that weights are other objects now, or that the module has others."""
+        """Notices that weights are other objects now, or that the module has others, or that they have other owners."""
         named = list(self._parameters())
-        if [id(weight) for _, weight in reversed(named)] == list(map(id, self.weights.values())):
+        self.owners.refresh()
+        is_known = [id(weight) for _, weight in reversed(named)] == list(map(id, self.weights.values()))
+        if is_known and self._owners_version == self.owners.version:
             return
+        self._owners_version = self.owners.version
         self.weights = dict(reversed(named))
         self._names = {weight: name for name, weight in named}
-        text = "\n".join(_described(name, weight) for name, weight in named)
+        text = "\n".join(self._described(name, weight) for name, weight in named)
         digest = float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
         early = self._early if digest == self._digest else frozenset[str]()
         self._digest, self._early = digest, frozenset()
@@ -154,7 +163,7 @@ class Reduction:
         Raises:
             RankError: always.
         """
-        mine = [_described(name, weight) for name, weight in self.weights.items()]
+        mine = [self._described(name, weight) for name, weight in self.weights.items()]
         first, *others = self.group.gather(mine, f"the weights of {what}")
         for rank, other in enumerate(others, start=1):
             only = [(0, text) for text in first if text not in other] + [(rank, t) for t in other if t not in first]
@@ -166,11 +175,23 @@ class Reduction:
                 )
         raise RankError("the modules of the ranks have their weights in different orders")
 
+    def _described(self, name: str, weight: nn.Parameter) -> str:
+        dtype, owner = str(weight.dtype).removeprefix("torch."), self.owners.owner_of(weight)
+        return f"{name!r} of shape {tuple(weight.shape)} in {dtype}" + ("" if owner is None else f", of rank {owner}")
+
     def let_go_early(self, names: frozenset[str]) -> None:
         """What goes early in the next step: the same on all ranks."""
         if names != self._early or not names:
             self._early = names
-            self.early_buckets = buckets_of(weight for name, weight in self.weights.items() if name in names)
+            self.early_buckets = self.buckets_of(weight for name, weight in self.weights.items() if name in names)
+
+    def buckets_of(self, weights: Iterable[nn.Parameter]) -> list[Bucket]:
+        """What travels of the gradients of ``weights``, in this order."""
+        return buckets_of(weights, owners=self.owners)
+
+    def is_mine(self, weight: nn.Parameter) -> bool:
+        """Whether this rank gets the gradient of ``weight``."""
+        return self.owners.owner_of(weight) in (None, self.group.rank)
 
     def name_of(self, weight: nn.Parameter) -> str:
         """As users know it."""
@@ -184,7 +205,8 @@ class Reduction:
         What is there of all ranks is shared out among them, so that the sum over ranks is right.
         """
         for master in masters:
-            if master.grad is not None and master not in self._local:
+            is_whole = self.owners.owner_of(master) is None  # otherwise no other rank has it
+            if is_whole and master.grad is not None and master not in self._local:
                 master.grad.div_(self.group.size)
             self._local[master] = None
 
@@ -239,6 +261,7 @@ class StepReduction:
         self._is_stopped = False
         self._has_sent = False
         self._sums: Gradients = {}
+        self._brought: set[nn.Parameter] = set()
         self._done: threading.Event | None = None
         self._error: BaseException | None = None
 
@@ -297,6 +320,7 @@ class StepReduction:
                     "sparse=False"
                 )
             sums[master] = gradient.contiguous()
+            self._brought.add(master)
 
     def _send(self, bucket: Bucket, sums: Gradients) -> None:
         self._training.sender.send(
@@ -304,7 +328,8 @@ class StepReduction:
         )
 
     def finish(self, arrivals: Arrivals) -> Gradients:
-        """The backward has ended: the sums over ranks, of all weights that any rank has a gradient of.
+        """The backward has ended: the sums over ranks, of all weights that any rank has a gradient of, as far as this
+        rank gets them.
 
         Raises:
             RankError: if another rank has failed, does not come, or trains other weights.
@@ -323,12 +348,12 @@ class StepReduction:
             self._put(rests, master, come.pop(master, None))
         found = self._tell(rests, unplanned)
         weights = self._training.weights
-        for bucket in buckets_of(weight for name, weight in weights.items() if found[name] & _REST):
+        for bucket in self._training.buckets_of(weight for name, weight in weights.items() if found[name] & _REST):
             self._send(bucket, rests)
         sums = {
             weight: _added(self._sums.pop(weight, None), rests.pop(weight, None), weight)
             for name, weight in weights.items()
-            if found[name] & _HAS
+            if found[name] & _HAS and self._training.is_mine(weight)
         }
         self._training.let_go_early(
             frozenset(name for name, flags in found.items() if flags & _HAS and not flags & _UNPLANNED)
@@ -349,7 +374,7 @@ class StepReduction:
                 "those of its parameters(). Make them attributes of the module"
             )
         mine = [
-            _HAS * (weight in self._sums or weight in rests)
+            _HAS * (weight in self._sums or weight in self._brought)
             + _REST * (weight in rests)
             + _UNPLANNED * (weight in unplanned)
             + _TRAINED * weight.requires_grad
@@ -373,10 +398,6 @@ def _added(one: Tensor | None, other: Tensor | None, master: nn.Parameter) -> Te
         found = other if one is None else one
         return zeros_for(master) if found is None else found
     return one.add_(other)
-
-
-def _described(name: str, weight: nn.Parameter) -> str:
-    return f"{name!r} of shape {tuple(weight.shape)} in {str(weight.dtype).removeprefix('torch.')}"
 
 
 def _packed(flags: Sequence[int]) -> list[float]:

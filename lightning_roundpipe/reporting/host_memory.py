@@ -11,7 +11,7 @@ an upper bound. (Two rounds of micro-batches may be under way at a time: one end
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -82,19 +82,25 @@ class HostMemory:
 
 
 def model_memory(
-    root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), num_snapshots: int = 0
+    root: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    num_snapshots: int = 0,
+    is_mine: Callable[[nn.Parameter], bool] = lambda weight: True,
 ) -> HostMemory:
     """What a model and its optimizers need, whatever the batch is: weights, gradients, optimizer state, snapshots.
 
     Args:
         num_snapshots: of every weight that an optimizer trains.
+        is_mine: whether this process, one of several, updates a weight.
     """
     parameters = list(root.parameters())
     optimizers = list(optimizers)
     return HostMemory(
         weights=sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers())),
-        gradients=sum(_bytes_of(parameter) for parameter in parameters if parameter.requires_grad),
-        optimizer_state=sum(optimizer_state_bytes(optimizer) for optimizer in optimizers),
+        gradients=sum(
+            _bytes_of(parameter) for parameter in parameters if parameter.requires_grad and is_mine(parameter)
+        ),
+        optimizer_state=sum(optimizer_state_bytes(optimizer, is_mine) for optimizer in optimizers),
         snapshots=num_snapshots * sum(_bytes_of(p) for optimizer in optimizers for p in trained_by(optimizer)),
     )
 
@@ -114,11 +120,13 @@ def allocated_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     return sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers(), *gradients, *states))
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def optimizer_state_bytes(
+    optimizer: torch.optim.Optimizer, is_mine: Callable[[nn.Parameter], bool] = lambda weight: True
+) -> int:
     """What the state of an optimizer takes: as it is where it exists, else what its class will make."""
     total = 0
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.requires_grad]
+        trained = [p for p in group["params"] if p.requires_grad and is_mine(p)]
         # Some keep one state for all parameters of a group with the first one.
         known = sum(
             _bytes_of(tensor) for p in trained if p in optimizer.state for tensor in _tensors(optimizer.state[p])

@@ -25,6 +25,7 @@ class HostReport:
     Args:
         available: gives the bytes that can still be allocated on the host, None if unknown.
         stale: the snapshots that are taken of weights; None if there are none.
+        is_mine: whether this process, one of several, updates a weight.
 
     Attributes:
         memory: what is needed, as far as it is known.
@@ -36,6 +37,7 @@ class HostReport:
         optimizers: Sequence[torch.optim.Optimizer],
         available: Callable[[], int | None] | None = None,
         stale: StaleWeights | None = None,
+        is_mine: Callable[[nn.Parameter], bool] = lambda weight: True,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
@@ -43,7 +45,7 @@ class HostReport:
         self._has_warned = False
         self._num_steps = 0
         self._stale = stale
-        self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS)
+        self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS, is_mine)
 
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""

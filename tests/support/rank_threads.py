@@ -8,7 +8,7 @@ a whole Trainer runs with it, on one process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ class Hub:
         self.size = size
         self.before: Callable[[int, str], None] = lambda rank, what: None
         self._slots: dict[str, list[Any]] = {}
-        self._barriers = {name: threading.Barrier(size) for name in ("control", "gradients")}
+        self._barriers = {name: threading.Barrier(size) for name in ("control", "gradients", "updates")}
 
     def meet(self, name: str, rank: int, what: str, value: Any) -> list[Any]:
         """What all ranks have brought, by rank."""
@@ -86,6 +86,24 @@ class ThreadRank(RankGroup):
             assert other.shape == tensor.shape
             assert other.dtype == tensor.dtype
             tensor.add_(other)
+
+    @override
+    def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
+        total = tensor.clone()
+        self.add_up(total, what, wire)
+        return torch.split(total, list(sizes))[self.rank].clone()
+
+    @override
+    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
+        assert tensor.dim() == 1
+        given = self._hub.meet("updates", self.rank, what, (source, tensor.clone()))
+        assert {number for number, _ in given} == {source}
+        tensor.copy_(given[source][1])
+
+    @override
+    def copy_from(self, tensors: Iterable[Tensor], what: str, source: int = 0) -> None:
+        for tensor in tensors:
+            tensor.copy_(self._hub.meet("control", self.rank, what, tensor.clone())[source])
 
 
 def run_ranks(size: int, work: Callable[[ThreadRank], T], hub: Hub | None = None) -> list[T]:

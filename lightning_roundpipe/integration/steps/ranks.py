@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
 from ..batches.loss_weight import NUM_FACTS, share_of
@@ -48,12 +49,17 @@ class RankSteps:
     """
 
     def __init__(
-        self, group: RankGroup, scan: ModuleScan, splitter: BatchSplitter, wire: torch.dtype | None = None
+        self,
+        group: RankGroup,
+        scan: ModuleScan,
+        splitter: BatchSplitter,
+        wire: torch.dtype | None = None,
+        owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
         self.group = group
         self._scan = scan
         self._splitter = splitter
-        self._reduction = Reduction(group, scan.parameters, wire)
+        self._reduction = Reduction(group, scan.parameters, wire, owners)
         self._blocks = threading.local()
         self._what = ""
         self._share: float | None = None

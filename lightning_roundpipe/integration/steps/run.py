@@ -25,6 +25,7 @@ from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
 from ...options import RoundPipeOptions
+from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import ALONE, RankGroup
 from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
@@ -56,6 +57,7 @@ class Steps:
         links: of the devices; None if they are not measured.
         is_trial: whether Lightning is trying a batch size at the moment.
         group: the ranks, whose training steps these are a part of.
+        owners: which of them get the gradients of which weights.
 
     Attributes:
         ranks: see [Note: steps over ranks] in :mod:`ranks`.
@@ -75,6 +77,7 @@ class Steps:
         autocast_device: str,
         is_trial: Callable[[], bool],
         group: RankGroup = ALONE,
+        owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
         self._module = module
         self._updates = updates
@@ -86,7 +89,7 @@ class Steps:
         self._pool, self._options, self._links = pool, options, links
         self.engine = self._make_engine()
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
-        self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype])
+        self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype], owners)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
         self._metrics = StepMetrics(self._scan)
         self._retry = Retry(

@@ -1,0 +1,201 @@
+"""Optimizers divided among ranks: loss scaling, stale steps, other wires, several fits, errors and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from tests.ranks.test_ranks_group import connected
+from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
+from tests.support.forks import Forks
+from tests.support.parity import assert_alike, make_trainer, ready
+from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.small import Small
+
+# Far above what it takes, far below any time limit of a wait.
+SOON_S = 15.0
+
+
+def place() -> tuple[int, int]:
+    """Rank, and number of ranks."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def rank_trainer(**options: Any) -> Any:
+    return make_trainer(
+        devices=4, num_microbatches=2, options={"shard_optimizer": True, **options}, use_distributed_sampler=False
+    )
+
+
+def parts_of_sums() -> list[Any]:
+    group = connected()
+    found: list[Any] = []
+    for dtype, wire in ((torch.float64, None), (torch.float32, torch.bfloat16), (torch.float32, None)):
+        for sizes in ([2, 0, 3], [0, 4, 0]):
+            mine = torch.arange(float(sum(sizes)), dtype=dtype) + 100.0 * group.rank
+            before = mine.clone()
+            found.append(group.add_up_parts(mine, sizes, "parts", wire))
+            assert torch.equal(mine, before)
+    handed = torch.full((3,), group.rank, dtype=torch.uint8)
+    group.hand_out(handed, "what rank 2 has", 2)
+    found.append(handed)
+    group.close()
+    return found
+
+
+def test_each_rank_gets_its_part_of_a_sum_which_may_be_nothing(forks: Forks, tmp_path: Path) -> None:
+    expected = [[[300.0, 303.0], [], [306.0, 309.0, 312.0]], [[], [300.0, 303.0, 306.0, 309.0], []]] * 3
+    for rank, (*sums, handed) in enumerate(values_of_ranks(forks, tmp_path, 3, parts_of_sums)):
+        assert handed.tolist() == [2, 2, 2]
+        for found, wanted in zip(sums, expected, strict=True):
+            torch.testing.assert_close(found.tolist(), wanted[rank], rtol=0.01, atol=0.0)
+
+
+class Overflows(Small):
+    """A single weight, and so a single owner, has a gradient that overflows with a loss scale above 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(batch) + self.large * 1e36
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.body.parameters(), *self.head.parameters()]
+        return torch.optim.SGD([{"params": rest}, {"params": [self.large], "lr": 0.0}], lr=0.1, momentum=0.9)
+
+
+def scaled_training(kind: str, loader: Any, options: Any = None) -> dict[str, Any]:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    module = Overflows()
+    trainer = make_trainer(kind, options=options, plugins=[plugin], use_distributed_sampler=False)
+    trainer.fit(module, ready(loader))
+    assert plugin.scaler is not None
+    return {"weights": state_of(module), "scale": plugin.scaler.get_scale()}
+
+
+def scaled_on_a_rank() -> dict[str, Any]:
+    return scaled_training("roundpipe", part_of_rank(*place()), {"shard_optimizer": True})
+
+
+def test_an_overflow_on_one_rank_lets_all_skip_the_step(forks: Forks, tmp_path: Path) -> None:
+    expected = scaled_training("plain", batches(2))
+    assert expected["scale"] == 256.0
+    for found in values_of_ranks(forks, tmp_path, 2, scaled_on_a_rank):
+        assert found["scale"] == expected["scale"]
+        assert_alike(found["weights"], expected["weights"], rtol=0.01, atol=1e-3)
+
+
+def other_on_a_rank(options: dict[str, Any]) -> dict[str, Any]:
+    return trained_on_a_rank("groups, scheduler", ".", **options)
+
+
+@pytest.mark.parametrize("options", [{"optimizer_overlap": "stale"}, {"reduce_dtype": "bf16"}])
+def test_other_modes_train_as_without_shards(forks: Forks, tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = values_of_ranks(forks, tmp_path / "plain", 2, other_on_a_rank, {**options, "shard_optimizer": False})
+    found = values_of_ranks(forks, tmp_path / "shards", 2, other_on_a_rank, options)
+    for one, expected in zip(found, plain, strict=True):
+        assert_alike(one["weights"], expected["weights"], rtol=1e-3, atol=1e-5)
+        assert one["bytes"] < expected["bytes"]
+
+
+class Validated(Small):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
+def fitted_twice() -> dict[str, Any]:
+    module = Validated()
+    trainer = rank_trainer()
+    trainer.fit(module, ready(part_of_rank(*place())))
+    trainer.validate(module, ready(part_of_rank(*place())), verbose=False)
+    before = trainer.optimizers[0]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, ready(part_of_rank(*place())))
+    assert not before._optimizer_step_pre_hooks
+    assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+    return state_of(module)
+
+
+def test_a_second_fit_and_an_evaluation_work(forks: Forks, tmp_path: Path) -> None:
+    first, second = values_of_ranks(forks, tmp_path, 2, fitted_twice)
+    assert_alike(first, second, rtol=0.0, atol=0.0)
+
+
+class Breaks(torch.optim.SGD):
+    """Fails in its second step, on the thread of the updates of rank 1."""
+
+    is_separable = True
+
+    def step(self, closure: Any = None) -> Any:
+        has_state = any(self.state[p] for group in self.param_groups for p in group["params"] if p in self.state)
+        if has_state and place()[0] == 1:
+            raise ValueError("boom in an update")
+        return super().step(closure)
+
+
+class Deeds(Small):
+    """Configures, or does, something bad."""
+
+    def __init__(self, deed: str) -> None:
+        super().__init__()
+        self.deed = deed
+        self.automatic_optimization = deed != "step past Lightning"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizers(use_pl_optimizer=False).step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        if self.deed == "not separable":
+            return torch.optim.LBFGS(self.parameters())
+        return (Breaks if self.deed == "update" else torch.optim.SGD)(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_badly(deed: str) -> None:
+    rank_trainer().fit(Deeds(deed), ready(part_of_rank(*place())))
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        (
+            "not separable",
+            "shard_optimizer=True is not possible: LBFGS is not known to update each parameter by itself",
+        ),
+        ("step past Lightning", "SGD.step was called past Lightning"),
+        ("update", "boom in an update"),
+    ],
+)
+def test_errors_end_all_ranks_soon(forks: Forks, tmp_path: Path, deed: str, message: str) -> None:
+    for end in run_ranks(forks, tmp_path, 2, train_badly, deed):
+        assert end.status == 1
+        assert end.late_s < SOON_S
+        assert message in end.output
+
+
+def test_one_process_keeps_its_whole_optimizer() -> None:
+    def trained(*, shards: bool) -> tuple[dict[str, Tensor], Any]:
+        module = Small()
+        trainer = make_trainer(options={"shard_optimizer": shards})
+        trainer.fit(module, ready(batches(1)))
+        return state_of(module), trainer.optimizers[0].state_dict()
+
+    assert_alike(trained(shards=True), trained(shards=False), rtol=0.0, atol=0.0)
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(TypeError, match="shard_optimizer='yes': use True or False"):
+        make_trainer(options={"shard_optimizer": "yes"})
