@@ -22,6 +22,7 @@ from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 4
+SIZES = (2, 3)
 # Rows of each rank in a batch.
 PARTS = {1: (7,), 2: (5, 2), 3: (3, 1, 3)}
 
@@ -177,6 +178,26 @@ class Held(L.Callback):
         self.state_bytes.append(state_bytes(trainer.optimizers))
 
 
+def all_trained(folder: str) -> dict[str, dict[str, Any]]:
+    """One training after the other, between which ranks stay connected; the checkpoint of each has its name."""
+    return {name: trained_on_a_rank(name, folder) for name in CASES}
+
+
+OfRanks = dict[int, tuple[Path, list[dict[str, dict[str, Any]]]]]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> OfRanks:
+    """By number of ranks: where checkpoints are, and by rank what came of each case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for size in SIZES:
+        place = folder / str(size)
+        ranks = values_of_ranks(forks, place, size, all_trained, str(place), limit_s=120.0)
+        found[size] = place, ranks
+    return found
+
+
 def trained_on_a_rank(name: str, folder: str, resumed: str | None = None, **more: Any) -> dict[str, Any]:
     """The rank's rows of each batch."""
     case = CASES[name]
@@ -192,7 +213,7 @@ def trained_on_a_rank(name: str, folder: str, resumed: str | None = None, **more
         **case.settings,
     )
     trainer.fit(module, ready(part_of_rank(rank, size)), ckpt_path=resumed)
-    trainer.save_checkpoint(Path(folder) / "all.ckpt")
+    trainer.save_checkpoint(Path(folder) / f"{name}.ckpt")
     return {
         "weights": state_of(module),
         "steps": trainer.global_step,
@@ -209,32 +230,31 @@ def trained_plainly(case: Case, size: int, epochs: int = 1) -> tuple[L.Lightning
     return module, trainer, watch
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_sharded_ranks_train_as_one_device_and_write_its_checkpoint(
-    forks: Forks, tmp_path: Path, name: str, size: int
-) -> None:
+def test_sharded_ranks_train_as_one_device_and_write_its_checkpoint(of_ranks: OfRanks, name: str, size: int) -> None:
     case = CASES[name]
     module, trainer, _ = trained_plainly(case, size)
     start = make_module(case.module).state_dict()
     assert max(float((value - start[key]).abs().max()) for key, value in module.state_dict().items()) > 1e-3
-    found = values_of_ranks(forks, tmp_path / "ranks", size, trained_on_a_rank, name, str(tmp_path))
+    folder, ranks = of_ranks[size]
+    found = [one[name] for one in ranks]
     for one in found:
         assert_alike(one["weights"], state_of(module), rtol=case.rtol, atol=case.rtol * 0.01)
         assert one["steps"] == trainer.global_step
         for key, value in one["weights"].items():
             assert torch.equal(value, found[0]["weights"][key]), key
-    checkpoint = torch.load(tmp_path / "all.ckpt", weights_only=True)
+    checkpoint = torch.load(folder / f"{name}.ckpt", weights_only=True)
     expected = [optimizer.state_dict() for optimizer in trainer.optimizers]
     for state in expected:  # where a weight is trained later, plain state has it at the end
         state["state"] = dict(sorted(state["state"].items()))
     assert_alike(checkpoint["optimizer_states"], expected, rtol=case.rtol, atol=case.rtol * 0.01)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_keeps_gradients_and_state_of_its_own_weights_alone(forks: Forks, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_keeps_gradients_and_state_of_its_own_weights_alone(of_ranks: OfRanks, size: int) -> None:
     _, trainer, watch = trained_plainly(CASES["groups, scheduler"], size)
-    found = values_of_ranks(forks, tmp_path / "ranks", size, trained_on_a_rank, "groups, scheduler", str(tmp_path))
+    found = [one["groups, scheduler"] for one in of_ranks[size][1]]
     total, largest = state_bytes(trainer.optimizers), 2 * 4 * WIDTH * WIDTH
     assert sum(one["bytes"] for one in found) == total
     assert all(abs(one["bytes"] - total / size) <= largest for one in found)
@@ -245,15 +265,19 @@ def test_a_rank_keeps_gradients_and_state_of_its_own_weights_alone(forks: Forks,
 
 @pytest.mark.parametrize(("writers", "readers", "shards"), [(2, 3, True), (3, 2, False), (2, 1, False), (1, 2, True)])
 def test_a_checkpoint_resumes_with_another_number_of_ranks(
-    forks: Forks, tmp_path: Path, writers: int, readers: int, shards: bool
+    forks: Forks, of_ranks: OfRanks, tmp_path: Path, writers: int, readers: int, shards: bool
 ) -> None:
     """All ranks together have the same rows, however many there are."""
     name = "groups, scheduler"
     expected, trainer, _ = trained_plainly(CASES[name], 1, epochs=2)
     assert_alike(batches(writers), batches(readers), rtol=0.0, atol=0.0)
-    values_of_ranks(forks, tmp_path / "first", writers, trained_on_a_rank, name, str(tmp_path))
+    if writers in of_ranks:
+        path = of_ranks[writers][0] / f"{name}.ckpt"
+    else:
+        values_of_ranks(forks, tmp_path / "first", writers, trained_on_a_rank, name, str(tmp_path))
+        path = tmp_path / f"{name}.ckpt"
     found = values_of_ranks(
-        forks, tmp_path / "second", readers, resumed_on_a_rank, name, str(tmp_path), str(tmp_path / "all.ckpt"), shards
+        forks, tmp_path / "second", readers, resumed_on_a_rank, name, str(tmp_path), str(path), shards
     )
     for one in found:
         assert one["steps"] == 2 * STEPS
