@@ -37,14 +37,15 @@ from tests.support.rank_runs.script import free_port, variables
 
 METHOD = """
 A model of equal layers, each a unit with a weight, whose forward and backward wait; SGD with a learning rate of 0, so
-that ranks train and nothing changes. Wall-clock time of strategy.training_step on rank 0, which ends when all gradients
-are there; the first steps of a fit, in which the plan is made, do not count. one_rank: all micro-batches on one rank.
-half: half of them on one rank, with nothing to add up. two_ranks: half of them on each of two. reduction_ms: the same
-gradients added up with nothing else to do. hidden: 1 - (two_ranks - half) / reduction_ms. bytes_sent: what has left the
-host of rank 0 per step, headers included, over the bytes of the gradients, of which each of two ranks must send as
-many; from the difference of two runs. simulated: the paper's models on 8 devices per rank with its links, 16
-micro-batches per rank, 200 GB/s of host memory, 50 microseconds from rank to rank; step_over_alone: the step of ranks
-that add up over that of a rank alone, which does a batch smaller by their number; hidden: as above.
+that ranks train and nothing changes; plans by sizes alone, so that all have the same one. Wall-clock time of
+strategy.training_step on rank 0, which ends when all gradients are there; the first steps of a fit, in which the plan
+is made, do not count. one_rank: all micro-batches on one rank. half: half of them on one rank, with nothing to add
+up. two_ranks: half of them on each of two. reduction_ms: the same gradients added up with nothing else to do. hidden:
+1 - (two_ranks - half) / reduction_ms. bytes_sent: what has left the host of rank 0 per step, headers included, over
+the bytes of the gradients, of which each of two ranks must send as many; from the difference of two runs. simulated:
+the paper's models on 8 devices per rank with its links, 16 micro-batches per rank, 200 GB/s of host memory, 50
+microseconds from rank to rank; step_over_alone: the step of ranks that add up over that of a rank alone, which does a
+batch smaller by their number; hidden: as above.
 """
 NUM_LAYERS = 8
 WEIGHTS = 2**20
@@ -144,6 +145,7 @@ def train(num_microbatches: int, num_steps: int) -> dict[str, list[float]]:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        deterministic=True,
     )
     rows = torch.zeros(num_steps * num_microbatches, 1)
     trainer.fit(Model(), DataLoader(rows, batch_size=num_microbatches))
