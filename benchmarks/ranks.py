@@ -52,6 +52,7 @@ WEIGHTS = 2**20
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 MICROBATCHES = 16
 NUM_DEVICES_OF_RANK = 2
+DEVICE_MEMORY = "40MiB"  # for two layers and the next two
 WARM_UP = 6
 GBIT = (10, 25, 100)
 BYTES_PER_MS = 1.25e5  # of 1 Gbit/s
@@ -133,8 +134,8 @@ def train(num_microbatches: int, num_steps: int) -> dict[str, list[float]]:
     """Trains on this rank."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    strategy = Timed(num_microbatches=num_microbatches)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy = Timed(num_microbatches=num_microbatches, device_memory_limit=DEVICE_MEMORY)
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -250,6 +251,7 @@ def main() -> None:
             "backward_ms": BACKWARD_MS,
             "microbatches": num_microbatches,
             "devices_per_rank": NUM_DEVICES_OF_RANK,
+            "device_memory": DEVICE_MEMORY,
             "network": hosts[0].cable if hosts else f"loopback: {reason}",
         }
         report = Report("ranks", METHOD, parameters)
