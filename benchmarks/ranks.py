@@ -134,7 +134,7 @@ def train(num_microbatches: int, num_steps: int) -> dict[str, list[float]]:
     """Trains on this rank."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    strategy = Timed(num_microbatches=num_microbatches, device_memory_limit=DEVICE_MEMORY)
+    strategy = Timed(num_microbatches=num_microbatches, virtual_copies=True, device_memory_limit=DEVICE_MEMORY)
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(
         strategy=strategy,
