@@ -1,9 +1,9 @@
-"""Gradients cut into buckets of equal size, which are what travels between ranks.
+"""Gradients in buckets of about equal size, which are what travels between ranks.
 
 ::
 
-    weights     |  a  | b |          c            |d|   e    |      in one order on all ranks
-    buckets     |   0       |   1       |   2       |   3    |
+    weights     |  a  | b |          c            |d|    e     |      in one order on all ranks
+    buckets     |    0    |      1       |     2    |    3     |
 
 A bucket is a list of slices. One that is a part of a single gradient travels in place; the slices of any other are
 copied into a buffer, and back. What a rank has no gradient for is zero there.
@@ -76,17 +76,20 @@ EACH_FOR_ITSELF = EachForItself()
 def buckets_of(
     masters: Iterable[nn.Parameter], num_bytes: int = BUCKET_BYTES, *, owners: Owners = EACH_FOR_ITSELF
 ) -> list[Bucket]:
-    """The gradients of ``masters``, in this order, in buckets of ``num_bytes`` of one dtype each, with and without
-    owners."""
+    """The gradients of ``masters``, in this order, in buckets of at most ``num_bytes`` of one dtype each, with and
+    without owners.
+
+    A bucket waits for all of its gradients: so only one that is larger than a bucket is in several.
+    """
     buckets: list[Bucket] = []
     room, kind = 0, None
     for master in masters:
         start, size, owner = 0, _size_of(master), owners.owner_of(master)
+        most = max(1, num_bytes // _real(master.dtype).itemsize)
         while start < size:
-            if not room or kind != (master.dtype, owner is None):
+            if kind != (master.dtype, owner is None) or room < min(size - start, most):
                 buckets.append([])
-                kind = master.dtype, owner is None
-                room = max(1, num_bytes // _real(master.dtype).itemsize)
+                kind, room = (master.dtype, owner is None), most
             stop = min(size, start + room)
             buckets[-1].append(Slice(master, start, stop, owner))
             room -= stop - start
