@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -52,6 +53,8 @@ def run_rank(rank: int, order: dict[str, Any], port: int, folder: Path) -> None:
     for target in (1, 2):
         os.dup2(output, target)
     faulthandler.dump_traceback_later(order["limit_s"], exit=True)
+    # What a shell has started in the background ignores it, and Python then, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     per_node, address = order["per_node"], "127.0.0.1"
     if order["hosts"]:
         address = order["hosts"][0]["address"]
