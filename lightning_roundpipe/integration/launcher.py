@@ -60,7 +60,7 @@ def place_in(environment: ClusterEnvironment | None, num_nodes: int, ranks_per_n
 
 
 def _started_per_node(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """Ranks on each machine that somebody has started: one, if nothing tells of more."""
+    """Ranks that a launcher has started on each machine: one, if nothing tells of more."""
     if not environment.creates_processes_externally:
         return 1
     return max(1, _number("WORLD_SIZE") // num_nodes)

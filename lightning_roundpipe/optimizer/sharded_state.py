@@ -5,8 +5,8 @@
     all ranks     tell what they have: names, small values, and the shapes of large tensors
     tensor        by tensor: its owner sends it; rank 0 keeps it
 
-So no rank but the first ever holds more than its own part and one tensor. A file says nothing about ranks: whoever
-loads it takes what it owns then.
+So no rank but the first ever holds more than its own part and one tensor. A file says nothing about ranks: each
+takes what it owns when it loads it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from ..common.fingerprints import version_of
 from .failures import RankError
 from .group import ALONE, RankGroup
 
@@ -18,7 +19,7 @@ def share_state(group: RankGroup, module: nn.Module) -> None:
     """
     if group is ALONE:
         return
-    tensors = dict(_state_of(module))
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mine = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
     for rank, theirs in enumerate(group.gather(mine, "the names and shapes of all weights")):
         if theirs != mine:
@@ -36,14 +37,14 @@ class SharedBuffers:
 
     def start(self, module: nn.Module) -> None:
         """All ranks have the same now."""
-        self._versions = [_version_of(buffer) for buffer in module.buffers()]
+        self._versions = _versions_of(module.buffers())
 
     def share(self, group: RankGroup, module: nn.Module) -> None:
         """Fills those that have changed on any rank with those of rank 0; a collective, if there are any buffers."""
         buffers = list(module.buffers())
         if not buffers:
             return
-        versions = [_version_of(buffer) for buffer in buffers]
+        versions = _versions_of(buffers)
         known = self._versions if len(self._versions) == len(versions) else [(0, -1)] * len(versions)
         changed = [float(one != other) for one, other in zip(versions, known, strict=True)]
         flags = group.exchange(changed, "the changes of buffers")
@@ -52,10 +53,5 @@ class SharedBuffers:
         self.start(module)
 
 
-def _version_of(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
-
-
-def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _versions_of(buffers: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(id(buffer), version_of(buffer)) for buffer in buffers]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lightning_roundpipe.optimizer.sharded_state import gathered_state, own_part
 from lightning_roundpipe.optimizer.sharding import Shards
 from lightning_roundpipe.optimizer.updates import Updates, refuse_plain_step, why_not_separable
+from lightning_roundpipe.ranks.arrivals import Given
 from lightning_roundpipe.ranks.buckets import Slice, buckets_of
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
-from lightning_roundpipe.ranks.reduction import Given, Reduction, StepReduction
+from lightning_roundpipe.ranks.reduction import Reduction, StepReduction
 from tests.support.rank_threads import TIMEOUT_S, Hub, ThreadRank, run_ranks
 
 Made = tuple[Shards, dict[str, nn.Parameter]]
@@ -30,7 +31,7 @@ def made(group: RankGroup, *sizes: int) -> Made:
 
 
 class Alone(RankGroup):
-    """A rank that asks nobody."""
+    """A rank that asks no other one."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -99,7 +100,7 @@ def test_buckets_hold_gradients_of_several_owners_but_not_those_of_none() -> Non
 
 @pytest.mark.parametrize("num_bytes", [8, 10**6])
 def test_gradients_go_to_their_owner_alone(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Early or not, and whoever has one; a weight that no rank has one for gets none."""
+    """Early or not, whichever rank has one; a weight that no rank has one for gets none."""
     monkeypatch.setattr(buckets_of, "__defaults__", (num_bytes,))
 
     def work(group: ThreadRank) -> Any:
@@ -167,6 +168,16 @@ def test_all_ranks_get_the_weights_of_all_owners_whatever_their_layout() -> None
             torch.testing.assert_close(weight, expected.detach())
 
 
+def step_once(optimizer: torch.optim.Optimizer, shards: Shards, weights: dict[str, nn.Parameter]) -> None:
+    """An update of this rank's weights with gradients of one, and its end."""
+    for weight in filter(shards.is_mine, weights.values()):
+        weight.grad = torch.ones_like(weight)
+    updates = Updates(1, shards=shards)
+    with updates.overlapping(optimizer, list):
+        optimizer.step()
+    updates.wait()
+
+
 def test_every_rank_makes_its_next_block_before_it_waits_for_those_of_others() -> None:
     """Steps of both ranks are under way at the same time: each is held until the other one has begun."""
     hub = Hub(2)
@@ -186,13 +197,7 @@ def test_every_rank_makes_its_next_block_before_it_waits_for_those_of_others() -
 
     def work(group: ThreadRank) -> Any:
         shards, weights = made(group, 4, 4)
-        optimizer = Waits(weights.values(), group.rank)
-        for weight in filter(shards.is_mine, weights.values()):
-            weight.grad = torch.ones(4)
-        updates = Updates(1, shards=shards)
-        with updates.overlapping(optimizer, list):
-            optimizer.step()
-        updates.wait()
+        step_once(Waits(weights.values(), group.rank), shards, weights)
         return [weight[0].item() for weight in weights.values()]
 
     assert run_ranks(2, work, hub) == [[-1.0, 0.0]] * 2
@@ -207,13 +212,7 @@ def test_an_owner_that_fails_lets_looks_at_weights_fail_on_all_ranks() -> None:
 
     def work(group: ThreadRank) -> None:
         shards, weights = made(group, 4, 4)
-        optimizer = (Fails if group.rank else torch.optim.SGD)(weights.values(), lr=1.0)
-        for weight in filter(shards.is_mine, weights.values()):
-            weight.grad = torch.ones(4)
-        updates = Updates(1, shards=shards)
-        with updates.overlapping(optimizer, list):
-            optimizer.step()
-        updates.wait()
+        step_once((Fails if group.rank else torch.optim.SGD)(weights.values(), lr=1.0), shards, weights)
 
     with pytest.raises(ValueError, match="no step"):
         run_ranks(2, work)

@@ -170,7 +170,7 @@ def test_ranks_of_a_machine_divide_the_devices_that_they_all_see(forks: Forks, t
     assert other == [everything[2:], everything, ["cpu"], ["cuda:0", "cuda:1"]]
 
 
-def waits_for_nobody() -> str:
+def waits_in_vain() -> str:
     timeout = timedelta(seconds=1)
     place = Place(int(os.environ["RANK"]), 3, 0, 0)
     try:
@@ -181,6 +181,6 @@ def waits_for_nobody() -> str:
 
 
 def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:
-    first, _ = values_of_ranks(forks, tmp_path, 2, waits_for_nobody)
+    first, _ = values_of_ranks(forks, tmp_path, 2, waits_in_vain)
     # On a busy machine the other one may be late as well.
     assert re.search("rank 0 has waited for ranks? (1, )?2 of 3 to start for 1 s", first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,13 @@ from lightning_roundpipe.integration.steps import run as run_module
 from lightning_roundpipe.ranks import group as group_module
 from lightning_roundpipe.ranks.buckets import buckets_of
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.taps import Tap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_loader, make_trainer, ready
 from tests.support.rank_runs.launch import run_ranks, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 TIMEOUT_S = 40.0
-
-
-class Pause(torch.autograd.Function):
-    """Calls a function in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.act()
-        return gradients[0], None
 
 
 class Failing(Small):
@@ -51,7 +37,7 @@ class Failing(Small):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        hidden = Pause.apply(self.body[0](x), lambda: self.in_backward(batch_idx, x))
+        hidden = Tap.apply(self.body[0](x), lambda: None, lambda: self.in_backward(batch_idx, x))
         return F.cross_entropy(self.head(self.body[1:](hidden)), y)
 
     def in_backward(self, batch_idx: int, x: Tensor) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.transfer import Done
+from lightning_roundpipe.ranks.arrivals import Given
 from lightning_roundpipe.ranks.buckets import Slice, buckets_of
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
-from lightning_roundpipe.ranks.reduction import Given, Reduction, StepReduction
+from lightning_roundpipe.ranks.reduction import Reduction, StepReduction
 from lightning_roundpipe.weights.gradients import GradientStore
 from tests.support.rank_threads import TIMEOUT_S, Hub, ThreadRank, run_ranks
 

@@ -22,23 +22,10 @@ from lightning_roundpipe.ranks.group import RankGroup
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.placement import Loader
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.taps import Tap
 from tests.support.parity import Watch, assert_alike, make_loader, make_trainer
 from tests.support.rank_threads import TIMEOUT_S, EchoRank
 from tests.support.small import Small
-
-
-class _Pause(torch.autograd.Function):
-    """Calls a function in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.act()
-        return gradients[0], None
 
 
 class Paused(Small):
@@ -52,7 +39,7 @@ class Paused(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         hidden = self.body[0](x)
-        hidden = _Pause.apply(hidden, lambda: self.in_backward(batch_idx, x))
+        hidden = Tap.apply(hidden, lambda: None, lambda: self.in_backward(batch_idx, x))
         for block in self.body[1:]:
             hidden = block(hidden)
         self.in_forward(batch_idx)

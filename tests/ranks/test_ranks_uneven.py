@@ -33,7 +33,7 @@ def batches_of(rank: int, size: int) -> list[Batch]:
 
 
 class Stream(IterableDataset[Batch]):
-    """Batches whose number nobody knows."""
+    """Batches whose number is not known."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches

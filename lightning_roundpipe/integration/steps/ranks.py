@@ -29,9 +29,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from ...ranks.arrivals import Given, Gradients
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
-from ...ranks.reduction import Given, Gradients, Reduction, StepReduction
+from ...ranks.reduction import Reduction, StepReduction
 from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 
+from tests.support.rank_runs.script import free_port, variables
 from tests.support.small import CLASSES, WIDTH, Small
 
 ROWS, BATCH, PROCESSES = 24, 8, 2
@@ -149,9 +149,7 @@ def fit(module: Migrating, strategy: Strategy, patterns: list[str], rank: int, b
 def process(rank: int, folder: str, port: int) -> None:
     """What one process does; a launcher would set these variables. If it does not end, its stacks tell where it is."""
     faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    os.environ.update(variables(rank, PROCESSES, PROCESSES, "127.0.0.1", port))
     torch.set_num_threads(1)
     for has_begun in (False, True):
         begun = f"{folder}/begun-{{}}.ckpt".format if has_begun else lambda head_first: None
@@ -174,10 +172,7 @@ def sharding(writes_folders: bool) -> ModelParallelStrategy:
 
 def main(folder: str) -> None:
     """Runs both processes, as forks of this one: so they need not import everything again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(process, (folder, port), nprocs=PROCESSES, start_method="fork")
+    torch.multiprocessing.start_processes(process, (folder, free_port()), nprocs=PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":
