@@ -108,22 +108,22 @@ SLEPT = Slept()
 class _Waiting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
+        ctx.backward_ms, ctx.num_weights = backward_ms, len(weight)
         SLEPT.sleep(forward_ms)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         SLEPT.sleep(ctx.backward_ms)
-        return gradient, gradient, None, None
+        return gradient, gradient.reshape(-1)[:1].expand(ctx.num_weights).contiguous(), None, None
 
 
 class Wait(nn.Module):
     """A unit of a modelled duration; it has a weight, as units have."""
 
-    def __init__(self, call: CallCost) -> None:
+    def __init__(self, call: CallCost, num_weights: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(num_weights))
         self.forward_ms = call.forward_ms
         self.backward_ms = call.backward_ms
 

@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks._report import Report, parser, progress, rounded, spread
+from benchmarks.bubble import Wait
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.planning import plan_training, simulate, stage_costs
+from lightning_roundpipe.planning import CallCost, plan_training, simulate, stage_costs
 from lightning_roundpipe.ranks.buckets import buckets_of
 from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES
 from tests.support.rank_runs.hosts import Host, two_hosts, why_not
@@ -49,7 +50,7 @@ batch smaller by their number; hidden: as above.
 """
 NUM_LAYERS = 8
 WEIGHTS = 2**20
-FORWARD_MS, BACKWARD_MS = 10.0, 20.0
+LAYER = CallCost("layer", forward_ms=10.0, backward_ms=20.0)
 MICROBATCHES = 16
 NUM_DEVICES_OF_RANK = 2
 DEVICE_MEMORY = "40MiB"  # for two layers and the next two
@@ -59,39 +60,12 @@ BYTES_PER_MS = 1.25e5  # of 1 Gbit/s
 HOST_BYTES_PER_MS, LATENCY_MS = 200e6, 0.05
 
 
-class _Waiting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        time.sleep(FORWARD_MS / 1e3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,) = ctx.saved_tensors
-        time.sleep(BACKWARD_MS / 1e3)
-        return gradient, torch.ones_like(weight)
-
-
-class Wait(nn.Module):
-    """A unit that waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WEIGHTS))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        waited: Tensor = _Waiting.apply(x, self.weight)
-        return waited
-
-
 class Model(L.LightningModule):
     """Layers that wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Wait() for _ in range(NUM_LAYERS)))
+        self.layers = nn.Sequential(*(Wait(LAYER, WEIGHTS) for _ in range(NUM_LAYERS)))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -247,8 +221,8 @@ def main() -> None:
         parameters = {
             "layers": NUM_LAYERS,
             "weights_per_layer": WEIGHTS,
-            "forward_ms": FORWARD_MS,
-            "backward_ms": BACKWARD_MS,
+            "forward_ms": LAYER.forward_ms,
+            "backward_ms": LAYER.backward_ms,
             "microbatches": num_microbatches,
             "devices_per_rank": NUM_DEVICES_OF_RANK,
             "device_memory": DEVICE_MEMORY,
