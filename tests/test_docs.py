@@ -13,7 +13,7 @@ from tests.support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("planning.md", "tuning.md")
+PAGES = ("explanation/planning.md", "how-to/tuning.md")
 MAX_PICTURE_BYTES = 256 * 1024
 REMEDY = "run python docs/assets/make_planning_pictures.py and look at what has changed"
 
@@ -47,7 +47,7 @@ def test_commands_print_what_the_page_shows(again: Path, page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pictures_are_drawn(again: Path, page: str) -> None:
-    pictures = re.findall(r"!\[.*?\]\((assets/.*?)\)", (DOCS / page).read_text(encoding="utf-8"))
+    pictures = re.findall(r"!\[.*?\]\(\.\./(assets/.*?)\)", (DOCS / page).read_text(encoding="utf-8"))
     assert len(pictures) >= 2
     for picture in pictures:
         assert_is_picture(again / picture)
@@ -65,9 +65,9 @@ def test_schedule_picture(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_planning_example_of_the_tuning_page(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (DOCS / "tuning.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to/tuning.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(from lightning_roundpipe\.planning .*?)```", page, flags=re.DOTALL)
-    exec(compile(example, "tuning.md", "exec"), {})
+    exec(compile(example, "how-to/tuning.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "fused" in printed
     assert "device 3 |" in printed

@@ -35,7 +35,7 @@ from lightning_roundpipe.planning import (  # noqa: E402
 from lightning_roundpipe.reporting.pictures import draw_timelines  # noqa: E402
 from tests.planning.paper import MODELS  # noqa: E402
 
-PAGES = ("planning.md", "tuning.md")
+PAGES = ("explanation/planning.md", "how-to/tuning.md")
 PROFILE = MODELS["Llama-3.1-8B"].profile()
 NUM_DEVICES, NUM_MICROBATCHES = 4, 8
 # The command, which goes on behind a backslash at the end of a line, and its output.

@@ -56,7 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--schedule",
         metavar="FILE",
-        help="also simulate this schedule, in the text of Schedule.format (see docs/cli.md)",
+        help="also simulate this schedule, in the text of Schedule.format (see docs/how-to/command-line.md)",
     )
     parser.add_argument("--show", action="store_true", help="print the timelines")
     add_png(parser, "the timelines, one above the other")

@@ -1,4 +1,4 @@
-"""The hook by which tests follow what happens to weights; what may happen when is in docs/architecture.md."""
+"""The hook by which tests follow what happens to weights; docs/explanation/architecture.md says what may happen when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/cli.md and docs/estimate.md: their commands run, and what they print is what the pages show.
+"""The pages ``command-line.md`` and ``estimate.md``: their commands run, and print what the pages show.
 
 ``python -m tests.cli.test_cli_docs`` writes the present output into the pages.
 """
@@ -19,7 +19,7 @@ import pytest
 from lightning_roundpipe.cli import main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {"cli.md": ["plan", "simulate", "simulate"], "estimate.md": ["estimate", "estimate"]}
+PAGES = {"how-to/command-line.md": ["plan", "simulate", "simulate"], "how-to/estimate.md": ["estimate", "estimate"]}
 BLOCK = re.compile(r"^```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```$", re.MULTILINE)
 FILES = {"wrong.txt": "schedule stages=2 microbatches=2 devices=1\ndevice 0: 0:0 1:0 1:1 0:1\n"}
 
@@ -33,7 +33,9 @@ def workplace() -> Iterator[None]:
         try:
             for name, text in FILES.items():
                 Path(name).write_text(text, encoding="utf-8")
-            program = re.search(r"```python\n(.*?)```", (DOCS / "cli.md").read_text(encoding="utf-8"), re.DOTALL)
+            program = re.search(
+                r"```python\n(.*?)```", (DOCS / "how-to/command-line.md").read_text(encoding="utf-8"), re.DOTALL
+            )
             assert program is not None
             exec(program.group(1), {})
             yield

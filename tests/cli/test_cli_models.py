@@ -134,7 +134,7 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_documentation_names_models_that_come_with_the_package() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     named = {name for page in pages for name in re.findall(r"--model ([\w./-]+)", page.read_text(encoding="utf-8"))}
     assert {"qwen3-32b", "qwen3-235b-a22b"} <= named
     known = [spelling.lower() for name in bundled_configs() for spelling in (name, name.partition("/")[2])]

@@ -2,7 +2,7 @@
 
 The paper's system runs every stage on one device at a time, and so does what is compared with it. One set of
 assumptions holds for all models, numbers of GPUs and both machines: it was chosen by the RTX 4090s alone.
-``python -m tests.cli.test_cli_paper`` writes the comparison into docs/estimate.md.
+``python -m tests.cli.test_cli_paper`` writes the comparison into docs/how-to/estimate.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_roundpipe.cli.output import Table
 from tests.cli.conftest import RunJson
 from tests.planning.paper import MODELS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "estimate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to/estimate.md"
 TABLE = re.compile(r"(?<=<!-- tests.cli.test_cli_paper -->\n\n```text\n).*?(?=```)", re.DOTALL)
 HUB_NAMES = {
     "Qwen3-1.7B": "qwen3-1.7b",
@@ -156,7 +156,7 @@ def cell(run: Run, optimizer: str) -> tuple[str, str]:
 
 
 def comparison() -> str:
-    """The table of docs/estimate.md."""
+    """The table of docs/how-to/estimate.md."""
     rows = [
         (run.model, f"{run.num_devices} x {run.gpu}", *cell(run, "synchronous"), *cell(run, "asynchronous"))
         for run in RUNS

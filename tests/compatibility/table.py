@@ -1,4 +1,4 @@
-"""Makes ``docs/compatibility.md`` of the marks in the tests: ``python -m tests.compatibility.table``.
+"""Makes ``docs/reference/compatibility.md`` of the marks in the tests: ``python -m tests.compatibility.table``.
 
 See [Note: compatibility rows]. Only sources are read, so that the page does not depend on what is installed.
 """
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from tests.support.rows import KINDS, Status, compat, compat_each
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 COMMAND = "python -m tests.compatibility.table"
 STATUSES: tuple[str, ...] = get_args(Status)
 SHOWN_TESTS = 2
@@ -24,11 +24,11 @@ _INTRODUCTION = f"""\
 
 What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is in a table if a test shows it, and only
 then; most of these tests run the same module with plain Lightning on one device and compare. They run on virtual
-devices, on a CPU: [Limits](limits.md#gpus) says what no GPU has run. `{COMMAND}` writes this page
+devices, on a CPU: [Limits](../explanation/limits.md#gpus) says what no GPU has run. `{COMMAND}` writes this page
 from marks in the tests. A test compares the names with those of the installed Lightning, so that none is forgotten.
 
-- **equal**: as in plain Lightning on one device, within the [rule of exactness](concepts.md#exactness). This includes
-  features that do nothing on one device.
+- **equal**: as in plain Lightning on one device, within the
+  [rule of exactness](../explanation/concepts.md#exactness). This includes features that do nothing on one device.
 - **refused**: a clear error, before work is lost: because it cannot work here, or Lightning's own error where a package
   or a device is missing.
 - **differs**: it works, with the difference that the note names.
@@ -291,7 +291,7 @@ def _tests_cell(feature: Feature) -> str:
 
 
 def page_of(features: list[Feature]) -> str:
-    """The text of ``docs/compatibility.md``."""
+    """The text of ``docs/reference/compatibility.md``."""
     kinds = [kind for kind in KINDS if any(feature.kind == kind for feature in features)]
     lines = [
         _INTRODUCTION,

@@ -2,7 +2,7 @@
 
 Neither project knows of RoundPipe. Dropout is switched off for the comparison by an option of the project, and the GAN
 gets its latent vectors with the batch, because random numbers that a step draws are not those of plain Lightning
-(docs/limits.md).
+(docs/explanation/limits.md).
 
 [Note: what the order of summation allows]
 Micro-batches add up the same terms in another order, and so does plain Lightning when the rows of every batch come in
@@ -92,7 +92,7 @@ def strategy_arguments(devices: int, **options: Any) -> list[str]:
 RUNS: dict[str, dict[str, Callable[[], L.Trainer]]] = {
     "summarisation": {
         "plain": run_summarisation,
-        # The loss is a mean over the tokens of all labels: see docs/concepts.md, Exactness.
+        # The loss is a mean over the tokens of all labels: see docs/explanation/concepts.md, Exactness.
         "2 devices": lambda: run_summarisation(*strategy_arguments(2, num_microbatches=3, loss_weight="label_tokens")),
         "3 devices": lambda: run_summarisation(*strategy_arguments(3, num_microbatches=4, loss_weight="label_tokens")),
     },

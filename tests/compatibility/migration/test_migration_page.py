@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.small import CLASSES, WIDTH, Small
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "migration/index.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^(Before|After)?[^\n]*\n\n```python\n(.*?)```", TEXT, flags=re.DOTALL | re.MULTILINE)
 OURS = [code for _, code in BLOCKS if "lightning_roundpipe" in code]

@@ -361,8 +361,8 @@ def test_linked_arguments(config: Any, project: str, monkeypatch: pytest.MonkeyP
 
 @compat("LightningCLI", "command `roundpipe-lightning` (modules of the current folder)")
 def test_the_command_in_a_process_of_its_own(forks: Forks, tmp_path: Path) -> None:
-    """The files and the command of docs/lightning-cli.md."""
-    page = (ROOT / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
+    """The files and the command of docs/how-to/lightning-cli.md."""
+    page = (ROOT / "docs" / "how-to/lightning-cli.md").read_text(encoding="utf-8")
     files = re.findall(r'```\w+ title="(.+?)"\n(.*?)```', page, flags=re.DOTALL)
     assert [name for name, _ in files] == ["mynet.py", "config.yaml"]
     for name, content in files:
@@ -379,7 +379,7 @@ def test_the_command_in_a_process_of_its_own(forks: Forks, tmp_path: Path) -> No
 
 
 def test_options_on_the_page_of_the_docs(project: str, tmp_path: Path, config: Any) -> None:
-    page = (ROOT / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to/lightning-cli.md").read_text(encoding="utf-8")
     (options,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     sys.path.insert(0, str(tmp_path))
     cli = instantiate(config(yaml.safe_load(options)["trainer"]), "--trainer.strategy.compile_units.mode=default")

@@ -10,7 +10,7 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
     gradient   gradients downloading -> gradients ready, until the next update
 
 The paper's five orderings (:class:`Ordering`) say which of these exclude each other. How the engine keeps each of them
-is in docs/architecture.md, "Who may touch weights when".
+is in docs/explanation/architecture.md, "Who may touch weights when".
 
 Stale steps compute with snapshots, which no thread writes meanwhile: there an update excludes nothing but another one
 of the same weights.
