@@ -1,4 +1,4 @@
-"""The hook by which tests follow what happens to weights; docs/explanation/architecture.md says what may happen when."""
+"""The hook by which tests follow what happens to weights (when what may happen: docs/explanation/architecture.md)."""
 
 from __future__ import annotations
 
