@@ -93,7 +93,8 @@ class RoundPipeStrategy(HostStrategy):
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
-        process_group_backend: of the default group of ``torch.distributed``; None is ``"gloo"``.
+        process_group_backend: of the default group of ``torch.distributed``; None is ``"gloo"``. With ``"nccl"``
+            gradients travel between ranks by way of their first GPUs, where they take about 100 MiB.
         timeout: of each wait for other ranks; None is 30 minutes.
         accelerator: an accelerator object; usually named by ``Trainer(accelerator=...)``.
         checkpoint_io: what reads and writes checkpoint files; usually one of ``Trainer(plugins=...)``.

@@ -35,7 +35,7 @@ from ..options import RoundPipeOptions, check_count
 from ..ranks.buckets import EACH_FOR_ITSELF, Owners
 from ..ranks.environment import Place, connect, own_devices
 from ..ranks.failures import RankError, is_lost_connection
-from ..ranks.group import ALONE, RankGroup
+from ..ranks.group import ALONE, ManyRanks, RankGroup
 from ..ranks.model import SharedBuffers, share_state
 from ..usercode.lock import current
 from .launcher import RankLauncher, place_in, ranks_here
@@ -56,7 +56,7 @@ class RankStrategy(ParallelStrategy):
 
     Args:
         ranks_per_node: processes on each machine; None for those that a launcher has started, and else one.
-        process_group_backend: of the default group of ``torch.distributed``.
+        process_group_backend: of the default group of ``torch.distributed``, and of sums of gradients.
         timeout: of each wait for other ranks; None for 30 minutes.
     """
 
@@ -132,8 +132,16 @@ class RankStrategy(ParallelStrategy):
         assert environment is not None
         check = self._launcher.check if isinstance(self._launcher, RankLauncher) else lambda: None
         host, port = environment.main_address, environment.main_port
-        self._group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
-        self._own_devices = own_devices(self._group, self._place, self.parallel_devices or [self.root_device])
+        self._group = group = connect(self._place, host, port, self.process_group_backend, self._timeout, check)
+        self._own_devices = own_devices(group, self._place, self.parallel_devices or [self.root_device])
+        self._stage_sums(group, self._own_devices[0])
+
+    def _stage_sums(self, group: ManyRanks, device: torch.device) -> None:
+        """Lets gradients go by way of ``device`` if the user has named a backend for devices."""
+        backend = dict(part.split(":") for part in self.process_group_backend.split(",") if ":" in part)
+        name = backend.get(device.type, self._backend)
+        if self._backend != "gloo":
+            group.stage_sums(name, None if device.type == "cpu" or name == "gloo" else device)
 
     @property
     @override

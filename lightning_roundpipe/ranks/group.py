@@ -3,7 +3,7 @@
 ::
 
     Trainer's thread      exchange, broadcast, barrier ----> control group   --+
-    reducing thread       add_up, add_up_parts ------------> gradient group  --+--> gloo, on memory of the host
+    reducing thread       add_up, add_up_parts ------------> :mod:`sums`     --+--> gloo, on memory of the host
     thread of updates     hand_out ------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
 
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import Failure, Mailbox, RankError, failure_of, place_of_this_process
+from .sums import Sums
 
 # Numbers that ranks tell each other in one message; more take a second one.
 _RECORD = 32
@@ -161,13 +162,29 @@ class ManyRanks(RankGroup):
     def __init__(self, timeout: timedelta, main_address: str, *, owns_default: bool = False) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._owns_default = owns_default
-        self._timeout_s = timeout.total_seconds()
+        self._timeout, self._timeout_s = timeout, timeout.total_seconds()
         self._mailbox: Mailbox | None = None
         self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
-        self._gradients = dist.new_group(backend="gloo", timeout=timeout)
+        self._sums = Sums(timeout)
         self._updates = dist.new_group(backend="gloo", timeout=timeout)
         self._open_mailbox(main_address)
+
+    def stage_sums(self, backend: str, device: torch.device | None) -> None:
+        """Lets gradients travel over ``backend`` by way of ``device``; a collective, before the first step.
+
+        Raises:
+            RankError: if there is a device on some ranks only.
+        """
+        rows = self.exchange([float(device is not None)], f"whether gradients travel over {backend}")
+        if len({is_there for (is_there,) in rows}) > 1:
+            raise RankError(
+                f"rank {[is_there for (is_there,) in rows].index(0.0)} has no device for process_group_backend="
+                f"{backend!r}, and others have one: leave the option out"
+            )
+        if device is not None:
+            self._sums.close(is_failed=False)
+            self._sums = Sums(self._timeout, backend, device)
 
     def _open_mailbox(self, main_address: str) -> None:
         mailbox = Mailbox(main_address if self.rank == 0 else "", main_address)
@@ -232,28 +249,10 @@ class ManyRanks(RankGroup):
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def add_up(self, tensor: Tensor, what: str, wire: torch.dtype | None = None) -> None:
-        if wire is None:
-            self.wait(lambda: dist.all_reduce(tensor, group=self._gradients, async_op=True), what)
-            return
-        # Each rank adds up one piece, of equal size, which all send to it, and sends the sum to all.
-        size = -(-len(tensor) // self.size)
-        whole = torch.zeros(self.size * size, dtype=wire)
-        whole[: len(tensor)] = tensor
-        parts = torch.empty_like(whole)
-        self.wait(lambda: dist.all_to_all_single(parts, whole, group=self._gradients, async_op=True), what)
-        mine = _sum_of(parts, self.size, torch.float32).to(wire)
-        self.wait(lambda: dist.all_gather_into_tensor(whole, mine, group=self._gradients, async_op=True), what)
-        tensor.copy_(whole[: len(tensor)])
+        self._sums.add_up(tensor, wire, lambda begin: self.wait(begin, what))
 
     def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
-        sent, size = tensor if wire is None else tensor.to(wire), sizes[self.rank]
-        parts = sent.new_empty(self.size * size)
-        sizes_here = [size] * self.size
-        self.wait(
-            lambda: dist.all_to_all_single(parts, sent, sizes_here, list(sizes), group=self._gradients, async_op=True),
-            what,
-        )
-        return _sum_of(parts, self.size, tensor.dtype if wire is None else torch.float32)
+        return self._sums.add_up_parts(tensor, sizes, wire, lambda begin: self.wait(begin, what))
 
     def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
@@ -357,22 +356,14 @@ class ManyRanks(RankGroup):
             mailbox.send(failure_of(self.rank, error), self.rank)
         mailbox.close()
         if dist.is_initialized():
-            for group in (self._control, self._gradients, self._updates):
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(self._control)
+            self._sums.close(is_failed=error is not None)
+            dist.destroy_process_group(self._updates)
             if self._owns_default:
                 dist.destroy_process_group()
         # Connections close with the last reference, and as soon as nothing waits on them any more: so one group after
         # the other, in the same order on all ranks.
-        del self._control, self._gradients, self._updates
-
-
-def _sum_of(parts: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    """Of so many parts of equal size, in their order."""
-    first, *others = torch.split(parts, len(parts) // number) if len(parts) else (parts,)
-    total: Tensor = first.to(dtype, copy=True)
-    for other in others:
-        total += other
-    return total
+        del self._control, self._sums, self._updates
 
 
 def _number_of(what: str) -> int:
