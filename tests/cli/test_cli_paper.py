@@ -151,7 +151,7 @@ def comparison() -> str:
     machines = (("rtx4090", 1), ("rtx4090", 4), ("rtx4090", 8), ("a800", 8))
     found = {(run.model, run.gpu, run.num_devices): run for run in RUNS}
     rows = [
-        (f"{model}, {name}", *(cell(found[model, *machine], optimizer) for machine in machines))
+        (f"{model}, {name}", *(cell(found[(model, *machine)], optimizer) for machine in machines))
         for optimizer, name in (("asynchronous", "async"), ("synchronous", "sync"))
         for model in HUB_NAMES
     ]
