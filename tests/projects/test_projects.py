@@ -202,7 +202,7 @@ PROJECTS = [
     pytest.param(
         "summarisation",
         marks=[
-            compat("Library", "transformers (encoder-decoder, generate in validation_step, warm-up schedule)"),
+            compat("Library", "transformers encoder-decoder models (generate in validation_step, warm-up schedule)"),
             compat("LightningCLI", "link_arguments, after_fit"),
         ],
     ),
