@@ -58,7 +58,7 @@ def told(program: str, values: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("page", SMALLER)
 def test_the_program_of_a_page_runs(page: str, checkpoint: Path, forks: Forks, tmp_path: Path) -> None:
-    program = python_of(page)
+    program = "\n\n".join(python_of(page))
     values = {"MODEL": repr(str(checkpoint)), **SMALLER[page]} if "MODEL = " in program else SMALLER[page]
     script = tmp_path / "program.py"
     script.write_text(told(program, values), encoding="utf-8")
