@@ -2,8 +2,8 @@
 
 [Note: compatibility rows]
 A test that shows a feature carries ``@compat(kind, name)``, or ``@compat_each``. ``docs/reference/compatibility.md``
-and ``tests/compatibility/INDEX.md`` are made of these marks by ``python -m tests.compatibility.table``, which reads them
-from the sources, so that the arguments must be literals. A feature may have several tests. Whether every feature of the
+and ``tests/compatibility/INDEX.md`` are made of these marks by ``python -m tests.compatibility.table``, which reads
+them from the sources, so that the arguments must be literals. A feature may have several tests. Whether all of the
 installed Lightning has a row is a test of its own. What follows the name in parentheses is a case of a feature, with a
 row of its own: ``precision (plugin object)``. A phrase may be a row as well: ``hooks set on the instance``.
 """
