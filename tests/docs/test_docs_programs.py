@@ -31,11 +31,11 @@ WRITES = {
     "README.md": ["adapter/adapter_model.safetensors"],
     "docs/tutorial/lora.md": ["adapter/adapter_model.safetensors", "merged/model.safetensors"],
     "docs/tutorial/full-fine-tuning.md": ["checkpoints/last.ckpt", "tuned/model.safetensors"],
-    "docs/how-to/checkpoints.md": ["run/last.ckpt", "adapters/last.ckpt", "merged/model.safetensors"],
+    "docs/how-to/checkpoints.md": ["full/last.ckpt", "adapters/last.ckpt", "merged/model.safetensors"],
 }
 PRINTS = {
     "docs/tutorial/quickstart.md": [r"fused", r"device 1"],
-    "docs/how-to/checkpoints.md": [r"`max_steps=2` reached", r"Restored all states", r"`max_steps=4` reached"],
+    "docs/how-to/checkpoints.md": [rf"Restored all states from the checkpoint at \S*/{name}/last" for name in ("full", "adapters")],
     "docs/how-to/memory.md": [r"\(\d+, \d+\)"],
 }
 

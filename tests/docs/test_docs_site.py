@@ -67,5 +67,5 @@ def test_search_finds_pages_without_a_server(site: Path, tmp_path: Path) -> None
         encoding="utf-8",
         check=True,
     )
-    assert re.search(r"\d+ matching documents", done.stdout)
+    assert re.search(r"\d+ matching document", done.stdout)
     assert re.search(r'<a href="[^"]*/how-to/packing.html[^"]*" class="md-search-result__link', done.stdout)
