@@ -44,6 +44,8 @@ Most of these tests train the same module with plain Lightning and compare. They
 - **yes**: as in plain Lightning on one device, within the [rule of exactness](../explanation/exactness.md).
 - **differs**: it works, with the difference that the note names.
 - **no**: a clear error, before work is lost. The note says what to do.
+
+The cases of each feature, and their tests, are in `tests/compatibility/INDEX.md` of the repository.
 """
 _INDEX_INTRODUCTION = f"""\
 # Which test shows which feature
@@ -298,19 +300,16 @@ def _cell(text: str) -> str:
 
 
 def _list(names: Iterable[str]) -> str:
-    """Names in one line: the cases of a feature behind it, and semicolons where names have commas."""
-    cases: dict[str, list[str]] = {}
-    for name in names:
-        base, *case = name.split(" (", 1)
-        cases.setdefault(base, []).extend(entry.removesuffix(")") for entry in case)
-    cells = [_name_cell(f"{base} ({'; '.join(found)})" if found else base) for base, found in cases.items()]
-    return ("; " if any("," in cell or ";" in cell for cell in cells) else ", ").join(cells)
+    """Names in one line, with semicolons where names have commas."""
+    cells = [_name_cell(name) for name in names]
+    return ("; " if any("," in cell for cell in cells) else ", ").join(cells)
 
 
 def _works(features: list[Feature]) -> str:
-    """What works and needs no note: a paragraph, or a list of libraries."""
+    """What works and needs no note: a paragraph, or a list of libraries. Cases of a feature that works are in the index."""
     kind = features[0].kind
-    plain = [f.name for f in features if f.status == "equal" and not f.note]
+    names = [f.name for f in features if f.status == "equal" and not f.note]
+    plain = [name for name in names if name.split(" (")[0] not in names or " (" not in name]
     whole = [name for name in plain if kind in COMPLETE and " " not in name]
     rest = [name for name in plain if name not in whole]
     if kind == "Library":
@@ -324,7 +323,7 @@ def _works(features: list[Feature]) -> str:
         return "\n".join([*lines, f"- **others**: {_list(others)}"])
     if not whole:
         return f"Works: {_list(rest)}."
-    all_of_them = "All of them work" if len(whole) == len(features) else "All others work"
+    all_of_them = "All of them work" if all(f.status == "equal" and not f.note for f in features) else "All others work"
     return f"{all_of_them}{', also ' + _list(rest) if rest else ''}."
 
 
