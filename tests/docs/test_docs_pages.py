@@ -12,7 +12,7 @@ import yaml
 
 import lightning_roundpipe
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.pages import DOCS, ROOT, anchors_of, links_of, pages, python_of, text_of
+from tests.docs.pages import DOCS, ROOT, anchors_of, links_of, pages, python_of, text_of
 
 MOST_WORDS = 18_000
 MOST_WORDS_OF_README = 650

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.forks import Forks
 from tests.support.huggingface import write_checkpoint
-from tests.support.pages import python_of
+from tests.docs.pages import python_of
 
 # What a program is told in the place of what it says: another model, and smaller numbers.
 SMALLER = {
@@ -35,7 +35,9 @@ WRITES = {
 }
 PRINTS = {
     "docs/tutorial/quickstart.md": [r"fused", r"device 1"],
-    "docs/how-to/checkpoints.md": [rf"Restored all states from the checkpoint at \S*/{name}/last" for name in ("full", "adapters")],
+    "docs/how-to/checkpoints.md": [
+        rf"Restored all states from the checkpoint at \S*/{name}/last" for name in ("full", "adapters")
+    ],
     "docs/how-to/memory.md": [r"\(\d+, \d+\)"],
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT
+from tests.docs.pages import ROOT
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
