@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import python_of
 from tests.support.forks import Forks
 from tests.support.huggingface import write_checkpoint
-from tests.docs.pages import python_of
 
 # What a program is told in the place of what it says: another model, and smaller numbers.
 SMALLER = {
