@@ -306,7 +306,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _works(features: list[Feature]) -> str:
-    """What works and needs no note: a paragraph, or a list of libraries. Cases of a feature that works are in the index."""
+    """What works and needs no note, as a paragraph or a list of libraries; cases of what works are in the index."""
     kind = features[0].kind
     names = [f.name for f in features if f.status == "equal" and not f.note]
     plain = [name for name in names if name.split(" (")[0] not in names or " (" not in name]
@@ -323,8 +323,9 @@ def _works(features: list[Feature]) -> str:
         return "\n".join([*lines, f"- **others**: {_list(others)}"])
     if not whole:
         return f"Works: {_list(rest)}."
-    all_of_them = "All of them work" if all(f.status == "equal" and not f.note for f in features) else "All others work"
-    return f"{all_of_them}{', also ' + _list(rest) if rest else ''}."
+    exceptions = any(f.status != "equal" or f.note for f in features)
+    also = f", also {_list(rest)}" if rest else ""
+    return f"All of them work{also}{', except as the table says' if exceptions else ''}."
 
 
 def _rows_with_notes(features: list[Feature]) -> Iterator[str]:

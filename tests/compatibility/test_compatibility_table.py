@@ -46,7 +46,7 @@ def test_the_file_is_up_to_date(features: list[Feature], path: Path, made: Calla
 
 
 def test_kinds_that_the_page_does_not_list_are_held_to_be_complete() -> None:
-    """The page says "all others work", which test_every_feature_of_lightning_has_a_row makes true."""
+    """The page says "all of them work", which test_every_feature_of_lightning_has_a_row makes true."""
     assert set(COMPLETE) <= set(inventory())
 
 
@@ -225,7 +225,7 @@ def test_the_page(shown: list[Feature]) -> None:
     assert "| `b\\|c` | no | use \\| less |" in lines
     assert "Works: a phrase, `W`, `Z`." in lines
     assert [line for line in lines if line.startswith("- **")][3:] == ["- **PEFT**: `LoRA`", "- **others**: `Jupyter`"]
-    assert "All others work." in lines
+    assert "All of them work, except as the table says." in lines
     assert "All of them work." in lines
     assert "test_" not in page
     assert page.index("## Callback\n") < page.index("## Mistakes")
