@@ -223,7 +223,7 @@ def test_the_page(shown: list[Feature]) -> None:
     assert callbacks[2] == "Works: `A`."
     assert callbacks[6:8] == ["| `C`, `D` (`x`) | differs | d |", "| `B` | yes | n |"]
     assert "| `b\\|c` | no | use \\| less |" in lines
-    assert "Works: a phrase, `W`, `Z`." in lines
+    assert "Works: a phrase, `W` (`x`), `W` (y), `Z`." in lines
     assert [line for line in lines if line.startswith("- **")][3:] == ["- **PEFT**: `LoRA`", "- **others**: `Jupyter`"]
     assert "All of them work, except as the table says." in lines
     assert "All of them work." in lines
