@@ -69,19 +69,19 @@ class RoundPipeStrategy(HostStrategy):
             has free; virtual devices have no limit then. On a GPU the step gets that less a reserve, and less what is
             allocated already.
         virtual_copies: virtual devices have a memory of their own, to which everything is copied as to a GPU, and
-            which is poisoned when it is freed: a check of the engine, slower. A :class:`VirtualLink` lets the copies
+            which is poisoned when it is freed: a check of the engine, slower. A ``VirtualLink`` lets the copies
             take as long as over a link of that speed.
         virtual_speeds: lets virtual devices differ as GPUs may, one number for each, at most 1: a device of speed 0.5
             is busy for twice as long as the host computes. The slower ones get fewer micro-batches.
         compile_units: compile units with ``torch.compile``, once for all of the same structure. A dict holds arguments
             of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``. Units that cannot be compiled run as
             they are, with a warning.
-        cost_profile: plan training steps by these costs, not by measured ones: a :class:`CostProfile`, or the path of
+        cost_profile: plan training steps by these costs, not by measured ones: a ``CostProfile``, or the path of
             a file with one. They are those of one micro-batch: measure them with micro-batches of the same size.
         save_profile: file into which the measured costs of training steps, and the machine as it is known then, are
             written, as JSON, when ``fit`` ends.
         trace: file into which a few training steps are written as a trace, as JSON for chrome://tracing and
-            https://ui.perfetto.dev. For more choice see :class:`RoundPipeTimeline`.
+            https://ui.perfetto.dev. For more choice see ``RoundPipeTimeline``.
         optimizer_overlap: ``"exact"`` runs the update of the weights behind the next forward, which waits for the
             weights that it needs, with the same results; so does everything else that looks at weights or optimizer
             state. ``"off"`` runs it when the optimizer is called. ``"stale"`` is **another algorithm**: a training step

@@ -1,8 +1,9 @@
-"""The pages about planning show what the commands on them print, and pictures that the package drew."""
+"""The pages show what the commands on them print, and pictures that the package drew."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,9 +14,16 @@ from tests.support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("explanation/planning.md", "how-to/tuning.md")
+SCRIPT = DOCS / "assets" / "make_pages.py"
+BLOCK = runpy.run_path(str(SCRIPT))["BLOCK"]
 MAX_PICTURE_BYTES = 256 * 1024
-REMEDY = "run python docs/assets/make_planning_pictures.py and look at what has changed"
+REMEDY = "run python docs/assets/make_pages.py and look at what has changed"
+PAGES = [
+    page.relative_to(ROOT).as_posix()
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+]
+PICTURE = re.compile(r"!\[[^\]]*\]\((?:\.\./|docs/)?(assets/[^)]*)\)")
 
 
 def assert_is_picture(path: Path) -> None:
@@ -30,33 +38,40 @@ def assert_is_picture(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def again(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the documentation without pictures, brought up to date."""
+    """A copy of README.md and the documentation without pictures, brought up to date."""
     folder = tmp_path_factory.mktemp("docs")
+    shutil.copy(ROOT / "README.md", folder)
     shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("*.svg", "*.png", "*.json"))
-    forks.run(DOCS / "assets" / "make_planning_pictures.py", str(folder), folder=folder)
-    return folder / "docs"
+    forks.run(SCRIPT, str(folder), folder=folder)
+    return folder
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_print_what_the_page_shows(again: Path, page: str) -> None:
-    """Fails when the planner, the simulator or a command has changed: the page must follow."""
-    shown = (DOCS / page).read_text(encoding="utf-8")
-    assert shown.count("\n$ roundpipe ") >= 3
-    assert (again / page).read_text(encoding="utf-8") == shown, REMEDY
+    """Fails when the planner, the simulator, an estimate or a command has changed: the page must follow."""
+    assert (again / page).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8"), REMEDY
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_pictures_are_drawn(again: Path, page: str) -> None:
-    pictures = re.findall(r"!\[.*?\]\(\.\./(assets/.*?)\)", (DOCS / page).read_text(encoding="utf-8"))
-    assert len(pictures) >= 2
-    for picture in pictures:
-        assert_is_picture(again / picture)
-        assert (DOCS / picture).is_file(), REMEDY
+def test_every_command_that_plans_has_a_page_with_its_output() -> None:
+    shown = [block["command"] for page in PAGES for block in BLOCK.finditer((ROOT / page).read_text(encoding="utf-8"))]
+    for command in ("roundpipe estimate", "roundpipe plan", "roundpipe simulate", "python -m tests.cli.test_cli_paper"):
+        assert any(line.startswith(command) for line in shown), command
+
+
+def test_pictures_are_drawn_and_shown(again: Path) -> None:
+    drawn = {path.relative_to(again / "docs").as_posix() for path in (again / "docs" / "assets").glob("*.*g")}
+    assert drawn
+    pages = (ROOT / "README.md", *DOCS.rglob("*.md"))
+    shown = {name for page in pages for name in PICTURE.findall(page.read_text(encoding="utf-8"))}
+    kept = {path.relative_to(DOCS).as_posix() for path in (DOCS / "assets").glob("*.*g")}
+    assert drawn <= kept == shown, REMEDY
+    for picture in drawn:
+        assert_is_picture(again / "docs" / picture)
 
 
 def test_profile(again: Path) -> None:
-    name = Path("assets", "llama-3.1-8b-profile.json")
-    assert (again / name).read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8"), REMEDY
+    name = Path("docs", "assets", "llama-3.1-8b-profile.json")
+    assert (again / name).read_text(encoding="utf-8") == (ROOT / name).read_text(encoding="utf-8"), REMEDY
 
 
 def test_schedule_picture(forks: Forks, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU: ``python -m benchmarks.gpu``, or ``make gpu``.
+"""The first half hour on a GPU: ``python -m benchmarks.gpu``, or ``make gpu``. README.md has what to expect, and why.
 
     stage     asks                                                            module
     facts     how fast are page-locks, copies, events, launches, products     facts

@@ -60,7 +60,7 @@ class StepResult:
     Attributes:
         outputs: the function's results, in micro-batch order.
         gradients: master weight -> weighted sum of its gradients (host, the weight's shape and dtype).
-        timeline_of: makes :attr:`timeline`, when it is asked for: most steps never are.
+        timeline_of: makes ``timeline``, when it is asked for: most steps never are.
         schedule: what was run; None if the step only recorded. It numbers the micro-batches that ran by the plan: in
             the first step with a key its micro-batch 0 is number 1 everywhere else, because number 0 was recorded.
         partition: the stages it was run in, or, if the step only recorded, those of the next step.

@@ -184,7 +184,8 @@ class DeviceTraits:
     Args:
         speed: How fast it computes: a call takes its time in the profile divided by this.
         memory_bytes: Bytes that the engine may use on it; None for no limit.
-        h2d_bytes_per_ms, d2h_bytes_per_ms: Bandwidth of its lanes.
+        h2d_bytes_per_ms: Bandwidth of its lane from the host.
+        d2h_bytes_per_ms: Bandwidth of its lane to the host.
 
     Raises:
         ValueError: If a number is out of range; the message names the field.

@@ -1,6 +1,8 @@
-"""Makes ``docs/reference/compatibility.md`` of the marks in the tests: ``python -m tests.compatibility.table``.
+"""Makes two files of the marks in the tests: ``python -m tests.compatibility.table``.
 
-See [Note: compatibility rows]. Only sources are read, so that the page does not depend on what is installed.
+``docs/reference/compatibility.md`` is for users: what works, by kind, and a row for all that is refused, differs or has
+a note. ``tests/compatibility/INDEX.md`` is for developers: the tests of every feature. See [Note: compatibility rows].
+Only sources are read, so that neither depends on what is installed.
 """
 
 from __future__ import annotations
@@ -15,25 +17,41 @@ from tests.support.rows import KINDS, Status, compat, compat_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
+INDEX = ROOT / "tests" / "compatibility" / "INDEX.md"
 COMMAND = "python -m tests.compatibility.table"
 STATUSES: tuple[str, ...] = get_args(Status)
-SHOWN_TESTS = 2
+WORKS = {"equal": "yes", "refused": "no", "differs": "differs"}
+# A test holds that every name of these kinds has a row, so that the page need not list them.
+COMPLETE = (
+    "Trainer attribute",
+    "LightningModule hook",
+    "LightningModule attribute",
+    "LightningDataModule",
+    "Callback hook",
+)
 
-_INTRODUCTION = f"""\
+# Libraries of which many features have rows.
+FAMILIES = ("PEFT", "transformers")
+HEADINGS = {"Misuse": "Mistakes and special cases"}
+
+_INTRODUCTION = """\
 # Compatibility
 
-What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is in a table if a test shows it, and only
-then; most of these tests run the same module with plain Lightning on one device and compare. They run on virtual
-devices, on a CPU: [Limits](../explanation/limits.md#gpus) says what no GPU has run. `{COMMAND}` writes this page
-from marks in the tests. A test compares the names with those of the installed Lightning, so that none is forgotten.
+What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is here if a test shows it, and only then.
+Most of these tests train the same module with plain Lightning and compare. They run on virtual devices: no
+[GPU](../explanation/limits.md#gpus) has run them.
 
-- **equal**: as in plain Lightning on one device, within the
-  [rule of exactness](../explanation/concepts.md#exactness). This includes features that do nothing on one device.
-- **refused**: a clear error, before work is lost: because it cannot work here, or Lightning's own error where a package
-  or a device is missing.
+- **yes**: as in plain Lightning on one device, within the [rule of exactness](../explanation/exactness.md).
 - **differs**: it works, with the difference that the note names.
+- **no**: a clear error, before work is lost. The note says what to do.
 
-Paths of tests are relative to `tests/`. A test that needs a package is skipped without it.
+The cases of each feature, and their tests, are in `tests/compatibility/INDEX.md` of the repository.
+"""
+_INDEX_INTRODUCTION = f"""\
+# Which test shows which feature
+
+Made of the marks in the tests by `{COMMAND}`. Paths are relative to `tests/`. A test that needs a package is skipped
+without it. For users there is `docs/reference/compatibility.md`.
 """
 
 
@@ -237,7 +255,7 @@ def all_marks(tests: Path = ROOT / "tests") -> list[Mark]:
     return marks
 
 
-# --- from marks to the page --------------------------------------------------------------------------------------
+# --- from marks to the files -------------------------------------------------------------------------------------
 
 
 def features_of(marks: Iterable[Mark]) -> list[Feature]:
@@ -281,42 +299,89 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _tests_cell(feature: Feature) -> str:
-    tests = sorted(feature.tests, key=lambda test: bool(feature.needs[test]))  # first those that always run
-    shown = []
-    for test in tests[:SHOWN_TESTS]:
-        needs = " and ".join(f"`{name}`" for name in feature.needs[test])
-        shown.append(f"`{test}`" + (f" (needs {needs})" if needs else ""))
-    return ", ".join(shown) + (f" and {len(tests) - SHOWN_TESTS} more" if len(tests) > SHOWN_TESTS else "")
+def _list(names: Iterable[str]) -> str:
+    """Names in one line, with semicolons where names have commas."""
+    cells = [_name_cell(name) for name in names]
+    return ("; " if any("," in cell for cell in cells) else ", ").join(cells)
+
+
+def _works(features: list[Feature]) -> str:
+    """What works and needs no note, as a paragraph or a list of libraries; cases of what works are in the index."""
+    kind = features[0].kind
+    names = [f.name for f in features if f.status == "equal" and not f.note]
+    plain = [name for name in names if name.split(" (")[0] not in names or " (" not in name]
+    whole = [name for name in plain if kind in COMPLETE and " " not in name]
+    rest = [name for name in plain if name not in whole]
+    if kind == "Library":
+        families = {family: [name for name in rest if name.startswith(f"{family} ")] for family in FAMILIES}
+        others = [name for name in rest if not name.startswith(tuple(f"{family} " for family in FAMILIES))]
+        lines = [
+            f"- **{family}**: {_list(name.removeprefix(f'{family} ') for name in names)}"
+            for family, names in families.items()
+            if names
+        ]
+        return "\n".join([*lines, f"- **others**: {_list(others)}"])
+    if not whole:
+        return f"Works: {_list(rest)}."
+    exceptions = any(f.status != "equal" or f.note for f in features)
+    also = f", also {_list(rest)}" if rest else ""
+    return f"All of them work{also}{', except as the table says' if exceptions else ''}."
+
+
+def _rows_with_notes(features: list[Feature]) -> Iterator[str]:
+    """One row for the features that share status and note: first what does not work."""
+    order = ("refused", "differs", "equal")
+    groups: dict[tuple[str, str], list[str]] = {}
+    for feature in sorted(features, key=lambda feature: order.index(feature.status)):
+        if feature.note:
+            groups.setdefault((feature.status, feature.note), []).append(feature.name)
+    for (status, note), names in groups.items():
+        yield f"| {_list(names)} | {WORKS[status]} | {_cell(note)} |"
 
 
 def page_of(features: list[Feature]) -> str:
     """The text of ``docs/reference/compatibility.md``."""
+    lines = [_INTRODUCTION, f"**{count_line(features)}.**"]
+    for kind in KINDS:
+        found = [feature for feature in features if feature.kind == kind]
+        if not found:
+            continue
+        lines += ["", f"## {HEADINGS.get(kind, kind)}"]
+        if any(feature.status == "equal" and not feature.note for feature in found):
+            lines += ["", _works(found)]
+        if rows := list(_rows_with_notes(found)):
+            lines += ["", "| Feature | Works | Note |", "|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _tests_cell(feature: Feature) -> str:
+    tests = sorted(feature.tests, key=lambda test: bool(feature.needs[test]))  # first those that always run
+    shown = []
+    for test in tests:
+        needs = " and ".join(f"`{name}`" for name in feature.needs[test])
+        shown.append(f"`{test}`" + (f" (needs {needs})" if needs else ""))
+    return ", ".join(shown)
+
+
+def index_of(features: list[Feature]) -> str:
+    """The text of ``tests/compatibility/INDEX.md``."""
     kinds = [kind for kind in KINDS if any(feature.kind == kind for feature in features)]
-    lines = [
-        _INTRODUCTION,
-        f"**{count_line(features)}.**",
-        "",
-        "| Kind | Equal | Refused | Differs |",
-        "|---|---|---|---|",
-    ]
+    lines = [_INDEX_INTRODUCTION, f"| Kind | {' | '.join(STATUSES)} |", "|---|---|---|---|"]
     for kind in kinds:
         counts = [sum(f.kind == kind and f.status == status for f in features) for status in STATUSES]
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
     for kind in kinds:
-        lines += ["", f"## {kind}", "", "| Feature | Status | Note | Test |", "|---|---|---|---|"]
-        for feature in features:
-            if feature.kind == kind:
-                status = feature.status if feature.status == "equal" else f"**{feature.status}**"
-                cells = (_name_cell(feature.name), status, _cell(feature.note), _tests_cell(feature))
-                lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"## {kind}", "", "| Feature | Status | Tests |", "|---|---|---|"]
+        rows = ((_name_cell(f.name), f.status, _tests_cell(f)) for f in features if f.kind == kind)
+        lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes both files."""
     features = features_of(all_marks())
     PAGE.write_text(page_of(features), encoding="utf-8")
+    INDEX.write_text(index_of(features), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {count_line(features)}")
 
 

@@ -1,21 +1,26 @@
-"""The page of compatible features is up to date, and complete."""
+"""The page of compatible features and the index of their tests are up to date, and complete."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.compatibility.inventory import ONLY_IN, inventory
 from tests.compatibility.table import (
     COMMAND,
+    COMPLETE,
+    INDEX,
     PAGE,
     Feature,
     TableError,
     all_marks,
     count_line,
     features_of,
+    index_of,
     marks_of,
     page_of,
 )
@@ -34,9 +39,15 @@ def base(name: str) -> str:
     return name.split(" (")[0]
 
 
-def test_the_page_is_up_to_date(features: list[Feature]) -> None:
-    written = PAGE.read_text(encoding="utf-8")
-    assert written == page_of(features), f"{PAGE.name} is not what the marks in the tests say: run {COMMAND}"
+@pytest.mark.parametrize(("path", "made"), [(PAGE, page_of), (INDEX, index_of)], ids=["page", "index"])
+def test_the_file_is_up_to_date(features: list[Feature], path: Path, made: Callable[[list[Feature]], str]) -> None:
+    written = path.read_text(encoding="utf-8")
+    assert written == made(features), f"{path.name} is not what the marks in the tests say: run {COMMAND}"
+
+
+def test_kinds_that_the_page_does_not_list_are_held_to_be_complete() -> None:
+    """The page says "all of them work", which test_every_feature_of_lightning_has_a_row makes true."""
+    assert set(COMPLETE) <= set(inventory())
 
 
 def test_every_feature_of_lightning_has_a_row(features: list[Feature]) -> None:
@@ -186,20 +197,44 @@ def test_contradictions_are_errors() -> None:
     assert "has one note at tests/t.py:5" in str(error.value)
 
 
-def test_the_page() -> None:
-    source = (
-        "@compat('Misuse', 'b|c', 'refused', 'use | less')\n@compat('Callback', 'A')\ndef test_a(): ...\n"
-        "@compat('Callback', 'A')\ndef test_b(): ...\n@compat('Callback', 'A', note='n')\ndef test_c(): ...\n"
-        "@compat('Logger', 'W (`x`)')\n@compat('Logger', 'a phrase')\ndef test_d(): ...\n"
-        "@compat('Logger', 'a phrase')\ndef test_c2():\n    pytest.importorskip('wandb')\n"
-        "@compat('Logger', 'Z')\ndef test_e():\n    z = pytest.importorskip('z')"
-    )
-    features = features_of(marks_of(source, "t.py"))
-    assert count_line(features) == "5 features: 4 equal, 1 refused with a clear error, 0 with a difference"
-    page = page_of(features)
-    assert "| `A` | equal | n | `t.py::test_a`, `t.py::test_b` and 1 more |" in page
-    assert "| `b\\|c` | **refused** | use \\| less | `t.py::test_a` |" in page
-    assert "| `W` (`x`) | equal |  | `t.py::test_d` |" in page
-    assert "| a phrase | equal |  | `t.py::test_d`, `t.py::test_c2` (needs `wandb`) |" in page
-    assert "| `Z` | equal |  | `t.py::test_e` (needs `z`) |" in page
-    assert page.index("## Callback") < page.index("## Misuse")
+SHOWN = (
+    "@compat('Misuse', 'b|c', 'refused', 'use | less')\n@compat('Callback', 'A')\ndef test_a(): ...\n"
+    "@compat('Callback', 'A')\ndef test_b(): ...\n@compat('Callback', 'B', note='n')\ndef test_c(): ...\n"
+    "@compat('Callback', 'C', 'differs', 'd')\n@compat('Callback', 'D (`x`)', 'differs', 'd')\ndef test_f(): ...\n"
+    "@compat('Logger', 'W (`x`)')\n@compat('Logger', 'W (y)')\n@compat('Logger', 'a phrase')\ndef test_d(): ...\n"
+    "@compat('Logger', 'a phrase')\ndef test_c2():\n    pytest.importorskip('wandb')\n"
+    "@compat('Logger', 'Z')\ndef test_e():\n    z = pytest.importorskip('z')\n"
+    "@compat('Library', 'PEFT LoRA')\n@compat('Library', 'Jupyter')\ndef test_g(): ...\n"
+    "@compat('Callback hook', 'setup')\n@compat('LightningDataModule', 'setup')\n"
+    "@compat('Callback hook', 'teardown', 'refused', 'no')\ndef test_h(): ..."
+)
+
+
+@pytest.fixture
+def shown() -> list[Feature]:
+    return features_of(marks_of(IMPORT + SHOWN, "t.py"))
+
+
+def test_the_page(shown: list[Feature]) -> None:
+    assert count_line(shown) == "14 features: 10 equal, 2 refused with a clear error, 2 with a difference"
+    page = page_of(shown)
+    lines = page.splitlines()
+    callbacks = lines[lines.index("## Callback") :]
+    assert callbacks[2] == "Works: `A`."
+    assert callbacks[6:8] == ["| `C`, `D` (`x`) | differs | d |", "| `B` | yes | n |"]
+    assert "| `b\\|c` | no | use \\| less |" in lines
+    assert "Works: a phrase, `W` (`x`), `W` (y), `Z`." in lines
+    assert [line for line in lines if line.startswith("- **")][3:] == ["- **PEFT**: `LoRA`", "- **others**: `Jupyter`"]
+    assert "All of them work, except as the table says." in lines
+    assert "All of them work." in lines
+    assert "test_" not in page
+    assert page.index("## Callback\n") < page.index("## Mistakes")
+
+
+def test_the_index(shown: list[Feature]) -> None:
+    index = index_of(shown)
+    assert "| `A` | equal | `t.py::test_a`, `t.py::test_b` |" in index
+    assert "| `b\\|c` | refused | `t.py::test_a` |" in index
+    assert "| a phrase | equal | `t.py::test_d`, `t.py::test_c2` (needs `wandb`) |" in index
+    assert "| `Z` | equal | `t.py::test_e` (needs `z`) |" in index
+    assert "| Callback | 2 | 0 | 2 |" in index

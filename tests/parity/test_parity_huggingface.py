@@ -115,8 +115,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "Library",
     "transformers Mixtral, Qwen3-MoE",
     "differs",
-    "The auxiliary loss balances the experts over a micro-batch, as under gradient accumulation: num_microbatches=1 "
-    "takes the whole batch.",
+    "The auxiliary loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("lazy")
 def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, sequential: Any) -> None:
@@ -143,7 +142,7 @@ def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, s
     "Library",
     "transformers ResNet (batch norm)",
     "differs",
-    "Statistics are those of a micro-batch, as under gradient accumulation: num_microbatches=1 takes the whole batch.",
+    "Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("aliases")
 def test_batch_norm(assert_parity: Any, sequential: Any) -> None:
@@ -231,7 +230,7 @@ DROPOUTS: list[Any] = [
             "Library",
             "PEFT LoRA (dropout)",
             "differs",
-            "Random numbers are not those of plain Lightning; they are the same for any number of devices.",
+            "Other random numbers than in plain Lightning; the same for any number of devices.",
         ),
     ),
 ]

@@ -92,7 +92,7 @@ def strategy_arguments(devices: int, **options: Any) -> list[str]:
 RUNS: dict[str, dict[str, Callable[[], L.Trainer]]] = {
     "summarisation": {
         "plain": run_summarisation,
-        # The loss is a mean over the tokens of all labels: see docs/explanation/concepts.md, Exactness.
+        # The loss is a mean over the tokens of all labels: see docs/explanation/exactness.md.
         "2 devices": lambda: run_summarisation(*strategy_arguments(2, num_microbatches=3, loss_weight="label_tokens")),
         "3 devices": lambda: run_summarisation(*strategy_arguments(3, num_microbatches=4, loss_weight="label_tokens")),
     },
@@ -202,7 +202,7 @@ PROJECTS = [
     pytest.param(
         "summarisation",
         marks=[
-            compat("Library", "transformers (encoder-decoder, generate in validation_step, warm-up schedule)"),
+            compat("Library", "transformers encoder-decoder models (generate in validation_step, warm-up schedule)"),
             compat("LightningCLI", "link_arguments, after_fit"),
         ],
     ),

@@ -199,3 +199,21 @@ def compare_tasks(make: Callable[[], Task], data: list[Any] | None = None, **set
     plain, pipelined = compare(make, data, ours=ours, seed=5, **settings)
     assert_planned(pipelined)
     return plain, pipelined
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: str) -> None:
+    """Writes a causal language model and its tokenizer, which reads bytes, as a download from the Hub would."""
+    import tokenizers
+
+    specials = ["<pad>", "<end>"]
+    bytewise = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = {word: place for place, word in enumerate([*specials, *sorted(bytewise.alphabet())])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = bytewise
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    ids = {"vocab_size": 1024, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    build("qwen3", **ids, max_position_embeddings=256).save_pretrained(folder)  # type: ignore[operator]

@@ -181,7 +181,7 @@ def test_bars_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
         assert "loss_epoch" in text
 
 
-@compat("Callback", "DeviceStatsMonitor", "differs", "Figures of the host, and of every device of the pool.")
+@compat("Callback", "DeviceStatsMonitor", "differs", "Figures of the host and of every device.")
 @compat("Callback", "ThroughputMonitor")
 def test_monitors(tmp_path: Path) -> None:
     pytest.importorskip("psutil", reason="needs the package psutil, which DeviceStatsMonitor reads the host with")

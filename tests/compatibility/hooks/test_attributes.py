@@ -196,13 +196,13 @@ def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]]) -> N
     "Trainer attribute",
     "strategy",
     status="differs",
-    note="It is the `RoundPipeStrategy`, a `ParallelStrategy` of one process unless there are several.",
+    note="A `ParallelStrategy`, also with one process.",
 )
 @compat(
     "Trainer attribute",
     "num_devices",
     status="differs",
-    note="The devices of this machine, which one process uses: it is no number of processes.",
+    note="The devices of this machine: no number of processes.",
 )
 @compat(
     "Trainer attribute",

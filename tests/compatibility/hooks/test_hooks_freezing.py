@@ -123,6 +123,6 @@ class WithReference(L.LightningModule):
 
 
 @pytest.mark.parametrize("pipeline", [*PIPELINES, {"devices": 4, "num_microbatches": 8}], ids=["one", "three", "eight"])
-@compat("Library", "peft (disable_adapter in a step)")
+@compat("Library", "PEFT disable_adapter (in a step)")
 def test_adapters_disabled_for_a_while(pipeline: dict[str, int]) -> None:
     compare(WithReference, max_epochs=2, ours=pipeline)

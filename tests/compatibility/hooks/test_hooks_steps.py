@@ -297,7 +297,7 @@ def test_gradients_discarded_in_a_step() -> None:
     "LightningModule hook",
     "optimizer_step (random numbers of several closures)",
     "differs",
-    "every call of the closure in one optimizer step draws the same random numbers",
+    "All calls of the closure in one optimizer step draw the same random numbers.",
 )
 def test_random_numbers_of_several_closures() -> None:
     """A line search compares losses: with other dropout masks it would compare noise."""
@@ -325,7 +325,7 @@ def test_random_numbers_of_several_closures() -> None:
     "Misuse",
     "a scheduler stepped in `training_step` of automatic optimization",
     "refused",
-    'it would be stepped once per micro-batch: use `"interval": "step"`, a hook, or manual optimization',
+    'Use `"interval": "step"`, a hook, or manual optimization.',
 )
 def test_schedulers_stepped_in_a_step(every: int) -> None:
     class Steps(Small):

@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     "Misuse",
     "a backward of a loss that an earlier `training_step` has made",
     status="refused",
-    note="The graph ends with its step: run the backward in the same one.",
+    note="Run the backward in the same step.",
 )
 @pytest.mark.parametrize("module", [ByHand, Pulls])
 @pytest.mark.parametrize(("step", "error", "match"), REFUSED, ids=[step.__name__ for step, *_ in REFUSED])

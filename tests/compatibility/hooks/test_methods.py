@@ -75,7 +75,7 @@ def test_methods_called_in_steps_and_hooks() -> None:
     "LightningModule method",
     "print",
     status="differs",
-    note="In a step it prints once per micro-batch. In hooks it prints once.",
+    note="In a step once per micro-batch.",
 )
 def test_print(capsys: pytest.CaptureFixture[str]) -> None:
     class Prints(Small):
@@ -233,7 +233,7 @@ def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) ->
     both(act)
 
 
-@compat("LightningModule method", "to_tensorrt", note="Needs a GPU and `torch_tensorrt`; without them the same errors.")
+@compat("LightningModule method", "to_tensorrt", note="The same errors without a GPU and `torch_tensorrt`.")
 @pytest.mark.skipif(not hasattr(L.LightningModule, "to_tensorrt"), reason="Lightning before 2.6 has no to_tensorrt")
 def test_to_tensorrt(trained: dict[str, Run], tmp_path: Path) -> None:
     def act(kind: str) -> None:

@@ -158,8 +158,7 @@ class Contrasting(Task):
     "Library",
     "transformers CLIP (contrastive losses)",
     "differs",
-    "Negatives come from the same micro-batch, as under gradient accumulation: num_microbatches=1 takes the whole "
-    "batch.",
+    "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
 )
 def test_contrastive_losses() -> None:
     whole, _ = compare_tasks(Contrasting, batches(captions), ours={"num_microbatches": 1})
@@ -194,8 +193,7 @@ def test_files_of_models(tmp_path: Path) -> None:
     "Library",
     "transformers dtype=torch.bfloat16",
     "differs",
-    "Gradients of the micro-batches are added up in bfloat16, which rounds: use num_microbatches=1, or weights in "
-    "float32 with precision='bf16-mixed'.",
+    "Gradients are added up in bfloat16: use weights in float32 with `bf16-mixed`, or `num_microbatches=1`.",
 )
 def test_weights_in_bfloat16(tmp_path: Path) -> None:
     causal().save_pretrained(tmp_path)
@@ -288,8 +286,7 @@ def test_generation_without_inference_mode() -> None:
     "Library",
     "transformers generate (sequences of different length)",
     "differs",
-    "Where micro-batches end after different numbers of tokens, or num_return_sequences is more than 1, the result of "
-    "the step is the list of their results in order.",
+    "The result is the list of those of the micro-batches, also if `num_return_sequences` is more than 1.",
 )
 def test_sequences_of_different_length() -> None:
     def make() -> Generating:
@@ -309,7 +306,7 @@ def test_sequences_of_different_length() -> None:
     "Library",
     "transformers generate (sampling)",
     "differs",
-    "The numbers are not those of plain Lightning; with the same seed they are the same for any number of devices.",
+    "Other random numbers than in plain Lightning; the same for any number of devices.",
 )
 def test_sampling() -> None:
     def sample(seed: int, devices: int) -> list[Any]:
@@ -360,7 +357,7 @@ class Predicting(Task):
     "Library",
     "transformers ModelOutput (results)",
     "differs",
-    "Tensors are joined; past_key_values becomes the list of the caches of the micro-batches.",
+    "`past_key_values` is the list of the caches of the micro-batches.",
 )
 def test_results_of_models() -> None:
     plain, ours = (make_trainer(kind).predict(Predicting(causal()), ready(batches())) for kind in KINDS)

@@ -259,8 +259,7 @@ def test_a_failed_run_is_finalized_alike(tmp_path: Path) -> None:
     "LightningModule attribute",
     "logger (used directly in a step)",
     "differs",
-    "`self.logger.experiment` and `self.logger.log_metrics` are called once per micro-batch, with what it has: "
-    "use them in hooks, or `self.log`.",
+    "Called once per micro-batch: use it in hooks, or `self.log`.",
 )
 def test_experiment_in_steps(tmp_path: Path) -> None:
     class Draws(Small):
@@ -359,8 +358,7 @@ class WandbRun(StandIn):
     "Logger",
     "WandbLogger (`watch`)",
     "differs",
-    "Gradients are seen once per step, those of the whole batch; parameters once per micro-batch, as the hook for them "
-    "is on the forward: `log_freq` counts micro-batches there.",
+    "Parameters are seen once per micro-batch, which `log_freq` counts; gradients once per step.",
 )
 def test_wandb(run_both: Any, stand_in: Any) -> None:
     runs = []

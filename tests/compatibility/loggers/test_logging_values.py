@@ -260,8 +260,7 @@ def test_wrong_use_names_the_line(case: str) -> None:
     "LightningModule method",
     "log (a mean with `reduce_fx='min'`, `'max'` or `'sum'`)",
     "differs",
-    "The reduction is taken over the micro-batches too: the largest mean of a micro-batch, not the mean of the batch. "
-    "Log the maximum itself, or a metric object.",
+    "The largest mean of a micro-batch, for instance: log the maximum itself, or a metric object.",
 )
 def test_largest_mean() -> None:
     class Logs(Small):
@@ -278,7 +277,7 @@ def test_largest_mean() -> None:
     "LightningModule method",
     "log (a count with `reduce_fx='mean'`)",
     "differs",
-    "The mean of the counts of the micro-batches is logged, and a warning says so: use `reduce_fx='sum'`.",
+    "The mean over the micro-batches, with a warning: use `reduce_fx='sum'`.",
 )
 def test_counts_get_a_warning() -> None:
     class Logs(Small):

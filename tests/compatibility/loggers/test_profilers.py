@@ -79,9 +79,7 @@ class Recorder(Profiler):
         return re.sub(r"\[Strategy\]\w+\.", "[Strategy].", action_name)
 
 
-@compat(
-    "Profiler", "Profiler", "differs", "Actions that code of a step profiles are recorded for the first micro-batch."
-)
+@compat("Profiler", "Profiler", "differs", "What a step profiles is recorded for the first micro-batch.")
 @compat("Trainer argument", "profiler")
 def test_an_own_profiler_gets_the_calls_of_plain() -> None:
     recorders = [Recorder(), Recorder()]
@@ -100,7 +98,7 @@ def test_an_own_profiler_gets_the_calls_of_plain() -> None:
     "Profiler",
     "SimpleProfiler",
     "differs",
-    "Actions that code of a step profiles are recorded for the first micro-batch.",
+    "What a step profiles is recorded for the first micro-batch.",
 )
 @compat("Trainer argument", "profiler")
 @pytest.mark.parametrize("given", ["simple", "object"])
@@ -120,7 +118,7 @@ def test_simple_profiler(given: str) -> None:
     "Profiler",
     "AdvancedProfiler",
     "differs",
-    "Functions of a step are listed under actions that the step itself profiles, and for the first micro-batch.",
+    "Functions of a step: those of the first micro-batch, under actions that the step itself profiles.",
 )
 @compat("Trainer argument", "profiler")
 def test_advanced_profiler(tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ def calls_in(table: str) -> dict[str, int]:
     "Profiler",
     "PyTorchProfiler",
     "differs",
-    "Operators and modules are counted once per micro-batch, and forwards that are run again as well.",
+    "Operators count once per micro-batch, and again where a forward is repeated.",
 )
 @compat("Trainer argument", "profiler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
@@ -188,7 +186,7 @@ def test_no_profiler_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*Profiler.__del__")
-@compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without the package torch_xla.")
+@compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without `torch_xla`.")
 def test_the_profiler_of_xla_needs_xla() -> None:
     for kind in KINDS:
         with pytest.raises(ModuleNotFoundError, match="torch_xla"):

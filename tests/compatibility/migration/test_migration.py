@@ -124,7 +124,7 @@ def consolidate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     "Migration",
     "folder of FSDP",
     status="refused",
-    note="Make one file of it first, with `python -m lightning.pytorch.utilities.consolidate_checkpoint`.",
+    note="Make one file of it: `python -m lightning.pytorch.utilities.consolidate_checkpoint`.",
 )
 @compat("Migration", "folder of FSDP that was made one file, resumed here")
 @pytest.mark.filterwarnings("ignore:.*")  # of torch about its own format
@@ -153,7 +153,7 @@ def as_converted_by_deepspeed(checkpoint: dict[str, Any], prefix: str) -> dict[s
     "Migration",
     "training of DeepSpeed that was made one file, resumed here",
     status="refused",
-    note="The file has no optimizer state: load its weights and begin a new training, as with any other strategy.",
+    note="The file has no optimizer state: load its weights, and begin a new training.",
 )
 @pytest.mark.parametrize("prefix", ["", "_forward_module.", "module."])
 def test_files_of_deepspeed(uninterrupted: Path, tmp_path: Path, prefix: str) -> None:
@@ -174,7 +174,7 @@ def test_files_of_deepspeed(uninterrupted: Path, tmp_path: Path, prefix: str) ->
     "Migration",
     "folder of DeepSpeed",
     status="refused",
-    note="Make one file of its weights first, with `convert_zero_checkpoint_to_fp32_state_dict`.",
+    note="Make one file of it: `convert_zero_checkpoint_to_fp32_state_dict`.",
 )
 def test_folder_of_deepspeed(tmp_path: Path) -> None:
     folder = tmp_path / "run.ckpt"

@@ -94,7 +94,7 @@ def test_batches_that_cannot_be_pickled() -> None:
     "Misuse",
     "a batch of an unknown kind",
     status="refused",
-    note="Split it yourself (`split_batch`, `roundpipe_split_batch`), or use `num_microbatches=1`.",
+    note="Use `split_batch` or `num_microbatches=1`.",
 )
 def test_batch_of_unknown_kind() -> None:
     class Unpacks(Small):
@@ -146,7 +146,7 @@ def test_batch_norm_and_few_rows() -> None:
     "Misuse",
     "code that needs several rows, in micro-batches of one",
     status="differs",
-    note="The error is that of the code, with a note that names `num_microbatches` (from Python 3.11 on).",
+    note="The error of the code, with a note that names `num_microbatches` (Python 3.11 and later).",
 )
 def test_too_few_rows_for_the_code() -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -167,7 +167,7 @@ def test_too_few_rows_for_the_code() -> None:
     "Misuse",
     "`batch_size=1`",
     status="differs",
-    note="Trains as in plain Lightning, with a warning that there is nothing to pipeline.",
+    note="A warning: there is nothing to pipeline.",
 )
 def test_nothing_to_pipeline() -> None:
     with pytest.warns(UserWarning, match=r"has 1 row, so.*batch_size of 3 or more") as caught:
@@ -220,7 +220,7 @@ class Lazy(Small):
     "Misuse",
     "lazy modules (`nn.LazyLinear`)",
     status="refused",
-    note="Call the module once, with an example, in `configure_model`.",
+    note="Call the module once in `configure_model`.",
 )
 def test_lazy_modules(options: dict[str, Any]) -> None:
     for run in ("fit", "validate"):
@@ -246,13 +246,13 @@ def test_lazy_modules_that_are_called_before(options: dict[str, Any]) -> None:
     "Misuse",
     "`torch.compile(module)`",
     status="refused",
-    note="Lightning allows it for its own strategies only: use `RoundPipeStrategy(compile_units=True)`.",
+    note="Compile the units: `compile_units=True`.",
 )
 @compat(
     "LightningModule hook",
     "hooks of a module compiled as a whole",
     "refused",
-    "compile the units: `compile_units=True`",
+    "Compile the units: `compile_units=True`.",
 )
 def test_compiled_module() -> None:
     compiled = torch.compile(Small(), backend="eager")
@@ -265,7 +265,7 @@ def test_compiled_module() -> None:
     "Misuse",
     '`strategy="roundpipe"` without `import lightning_roundpipe`',
     status="refused",
-    note="Lightning does not know the name.",
+    note="Import the package first.",
 )
 def test_forgotten_import() -> None:
     # Its own methods would make a strategy of the entry.
@@ -282,7 +282,7 @@ def test_forgotten_import() -> None:
     "Misuse",
     "the package `pytorch_lightning`",
     status="refused",
-    note="Its Trainer does not know the strategy, and Lightning's not its modules: `import lightning as L`.",
+    note="Use `import lightning as L`.",
 )
 def test_the_other_package() -> None:
     other = pytest.importorskip("pytorch_lightning", reason="needs the package pytorch_lightning")
@@ -297,7 +297,7 @@ def test_the_other_package() -> None:
     "Misuse",
     "one strategy object for two Trainers",
     status="refused",
-    note="Lightning says that accelerator or devices are set twice: make a new `RoundPipeStrategy` for each Trainer.",
+    note="Make a new `RoundPipeStrategy` for each Trainer.",
 )
 def test_strategy_of_another_trainer() -> None:
     trainer = make_trainer()
@@ -312,7 +312,7 @@ def test_strategy_of_another_trainer() -> None:
     "Misuse",
     "accelerators and devices that make no sense",
     status="refused",
-    note="As in plain Lightning, when the Trainer is made.",
+    note="The error comes with the Trainer.",
 )
 @pytest.mark.parametrize(
     "settings",
@@ -334,7 +334,12 @@ def test_senseless_devices(settings: dict[str, Any]) -> None:
     assert any(word in str(caught.value) for word in words)
 
 
-@compat("Misuse", "options of a wrong type, or that contradict each other", status="refused", note="When it is made.")
+@compat(
+    "Misuse",
+    "options of a wrong type, or that contradict each other",
+    status="refused",
+    note="The error comes with the strategy.",
+)
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [

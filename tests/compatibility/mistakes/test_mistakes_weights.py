@@ -62,7 +62,7 @@ class Teacher(Small):
     "Misuse",
     "a weight changed in place in `training_step`",
     status="refused",
-    note="It would be changed once per micro-batch: change it in `on_train_batch_start` or `on_train_batch_end`.",
+    note="Change it in `on_train_batch_start` or `on_train_batch_end`.",
 )
 @pytest.mark.parametrize("step", [_in_place, _through_data, _replaced_data], ids=lambda step: step.__name__[1:])
 def test_weights_changed_in_a_step(options: dict[str, Any], step: Step) -> None:
@@ -131,7 +131,7 @@ class Shrinks(nn.Linear):
     "Misuse",
     "a unit that changes its own weights in its forward",
     status="refused",
-    note="A unit runs again in the backward, and on copies: change the weights in a hook.",
+    note="Change the weights in a hook.",
 )
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_weights_changed_by_a_unit(options: dict[str, Any], num_microbatches: int) -> None:
@@ -179,7 +179,7 @@ class Reparametrized(Small):
     "Misuse",
     "`max_norm` of embeddings on devices with memory of their own",
     status="refused",
-    note="What is looked up is scaled on the copy: scale the rows in a hook, with `torch.embedding_renorm_`.",
+    note="Scale the rows in a hook, with `torch.embedding_renorm_`.",
 )
 def test_max_norm() -> None:
     compare(Looks)
@@ -230,7 +230,7 @@ def _input_gradient(self: Any, batch: Any, batch_idx: int) -> Any:
     "Misuse",
     "`torch.autograd.grad` or `backward` through a unit in `training_step`",
     status="refused",
-    note="Name units that keep the differentiated part outside, or use another strategy.",
+    note="Name `units` that keep the differentiated part outside, or use another strategy.",
 )
 @pytest.mark.parametrize("step", [_own_backward, _input_gradient], ids=lambda step: step.__name__[1:])
 def test_gradients_through_a_unit(step: Step) -> None:
@@ -314,7 +314,7 @@ def test_optimizers_change_weights(options: dict[str, Any]) -> None:
     "Misuse",
     "modules moved to a device by hand",
     status="refused",
-    note="Weights stay on the host. What `__init__` and `setup` move to a GPU is brought back without an error.",
+    note="Weights stay on the host. What `__init__` and `setup` move to a GPU comes back without an error.",
 )
 @pytest.mark.parametrize("place", ["__init__", "setup", "on_train_start", "on_train_batch_start", "training_step"])
 def test_moved_by_hand(options: dict[str, Any], place: str) -> None:

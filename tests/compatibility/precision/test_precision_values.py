@@ -236,7 +236,7 @@ class Wraps(Precision):
     "Misuse",
     "Precision.convert_module that returns another module",
     "refused",
-    "An error before training: change the module in place, and return it.",
+    "Change the module in place, and return it.",
 )
 def test_a_module_that_is_replaced_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"Wraps\.convert_module returned a Sequential.*in place"):
@@ -286,7 +286,7 @@ class InMode(Precision):
     "Misuse",
     "Precision.forward_context that enters a mode of torch",
     "refused",
-    "An error in the first step: micro-batches run on threads of their own, which would not be in the mode.",
+    "Micro-batches run on other threads, which would not be in the mode.",
 )
 def test_a_context_that_micro_batches_would_not_see_is_refused() -> None:
     trainer = make_trainer(plugins=[InMode()])

@@ -263,7 +263,7 @@ WRONG = {
 }
 
 
-@compat("LightningCLI", "wrong options", "refused", "An error that names the option, the value and what is allowed.")
+@compat("LightningCLI", "wrong options", "refused", "The error names the option, the value and what is allowed.")
 def test_wrong_options(config: Any, project: str, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, os.getcwd())
     path = config({"strategy": BY_CLASS})
@@ -395,7 +395,7 @@ def test_the_script_is_declared() -> None:
     assert getattr(importlib.import_module(module), function) is lightning_cli.main
 
 
-@compat("LightningCLI", "jsonargparse is not installed", "refused", "An error that says what to install.")
+@compat("LightningCLI", "jsonargparse is not installed", "refused", "The error says what to install.")
 def test_missing_parser(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lightning_cli, "_PARSER", RequirementCache("jsonargparse>=999"))
     assert lightning_cli.main(["fit"]) == 2

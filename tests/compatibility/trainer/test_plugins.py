@@ -137,7 +137,7 @@ def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
     both(act)
 
 
-@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without the package torch_xla.")
+@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without `torch_xla`.")
 def test_the_checkpoint_io_of_xla_needs_xla() -> None:
     with pytest.raises(ModuleNotFoundError, match="torch_xla"):
         XLACheckpointIO()
@@ -166,7 +166,7 @@ SYNCS: list[dict[str, Any]] = [
 @compat(
     "Trainer argument",
     "sync_batchnorm",
-    note="A warning: no effect, as on one device. num_microbatches=1 lets batch norm see the whole batch.",
+    note="A warning: no effect, as on one device.",
 )
 @compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device.")
 @compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
@@ -312,11 +312,11 @@ def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-@compat("Plugin", "ClusterEnvironment", note="Its processes train together, as with DDP.")
-@compat("Plugin", "TorchElasticEnvironment", note="Processes that torchrun starts train together, as with DDP.")
-@compat("Plugin", "SLURMEnvironment", note="Tasks that srun starts train together, as with DDP.")
-@compat("Plugin", "KubeflowEnvironment", note="Its processes train together, as with DDP.")
-@compat("Plugin", "LSFEnvironment", note="Processes that jsrun starts train together, as with DDP.")
+@compat("Plugin", "ClusterEnvironment", note="The processes train together, as with DDP.")
+@compat("Plugin", "TorchElasticEnvironment", note="The processes train together, as with DDP.")
+@compat("Plugin", "SLURMEnvironment", note="The processes train together, as with DDP.")
+@compat("Plugin", "KubeflowEnvironment", note="The processes train together, as with DDP.")
+@compat("Plugin", "LSFEnvironment", note="The processes train together, as with DDP.")
 @compat("Plugin", "LightningEnvironment")
 def test_launched_processes_are_ranks(launched: Any, rank_kept: None, name: str) -> None:
     """The trainings themselves are in ``tests/ranks``."""
@@ -337,7 +337,7 @@ WRONG: list[Any] = [
 ]
 
 
-@compat("Misuse", "processes that do not agree about their number", "refused", "An error when the Trainer is made.")
+@compat("Misuse", "processes that do not agree about their number", "refused", "The error comes with the Trainer.")
 @pytest.mark.parametrize(("variables", "settings", "match"), WRONG)
 def test_processes_that_do_not_agree_are_refused(
     launched: Any, rank_kept: None, variables: dict[str, str], settings: dict[str, Any], match: str
@@ -349,8 +349,8 @@ def test_processes_that_do_not_agree_are_refused(
         make_trainer(options=options, **ours)
 
 
-@compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without the package mpi4py; one process with it.")
-@compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without the package torch_xla.")
+@compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without `mpi4py`.")
+@compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without `torch_xla`.")
 @pytest.mark.parametrize(("environment", "package"), [(MPIEnvironment, "mpi4py"), (XLAEnvironment, "torch_xla")])
 def test_environments_that_need_a_package(environment: type[ClusterEnvironment], package: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=package):
@@ -374,7 +374,7 @@ def test_a_notebook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     both(act)
 
 
-@compat("Misuse", "unknown plugins", "refused", "Lightning's own error when the Trainer is made.")
+@compat("Misuse", "unknown plugins", "refused", "The error comes with the Trainer.")
 def test_what_is_no_plugin_is_refused_as_in_plain() -> None:
     for plugins, match in (
         (["slurm"], "invalid type for plugin"),

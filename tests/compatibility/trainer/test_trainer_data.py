@@ -133,7 +133,7 @@ TRAINING: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 
 @compat("Library", "torch DataLoader, IterableDataset")
-@compat("Library", "CombinedLoader", note="Loaders whose batches have as many rows as each other; else a clear error.")
+@compat("Library", "CombinedLoader", note="If batches have as many rows as each other.")
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_data(name: str) -> None:
     make, settings = TRAINING[name]
@@ -151,7 +151,7 @@ EVALUATION: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@compat("Library", "CombinedLoader", note="Loaders whose batches have as many rows as each other; else a clear error.")
+@compat("Library", "CombinedLoader", note="If batches have as many rows as each other.")
 @pytest.mark.parametrize("name", EVALUATION)
 def test_evaluation_data(name: str) -> None:
     assert len(both(lambda kind: evaluated(kind, EVALUATION[name](make_loader)))[0]) >= 4
@@ -168,7 +168,7 @@ def test_loaders_in_sequence_are_refused_as_in_plain() -> None:
     "Misuse",
     "CombinedLoader with batches of different sizes",
     "refused",
-    "BatchSplitError before the first step, which names the batch and the ways out.",
+    "Make their rows agree, or use `split_batch`.",
 )
 def test_loaders_of_different_batch_sizes_are_refused() -> None:
     data = CombinedLoader({"labelled": make_loader(8, 2), "other": make_loader(20, 5)}, "min_size")

@@ -61,7 +61,7 @@ def test_every_way_to_name_devices_trains(accelerator: str, devices: Any) -> Non
     assert len(run.trainer.strategy.pool) == (len(devices) if isinstance(devices, list) else int(devices))
 
 
-@compat("Trainer argument", "num_nodes", note="One process per machine, or more; they train together, as with DDP.")
+@compat("Trainer argument", "num_nodes", note="The processes train together, as with DDP.")
 def test_several_nodes_have_a_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainings themselves are in ``tests/ranks``."""
     for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
@@ -75,7 +75,7 @@ def test_several_nodes_have_a_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (6, 3, 0)
 
 
-@compat("Misuse", "accelerators that are not there", "refused", "Lightning's own error when the Trainer is made.")
+@compat("Misuse", "accelerators that are not there", "refused", "The error comes with the Trainer.")
 @pytest.mark.parametrize("accelerator", ["tpu", "mps", "hpu", "cuda"])
 def test_accelerators_that_are_not_there(accelerator: str) -> None:
     if accelerator == "cuda" and torch.cuda.is_available():
@@ -259,7 +259,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "Misuse",
     "modes of torch around a run (FlopCounterMode, save_on_cpu)",
     "refused",
-    "An error before the run: they hold for one thread. Enter them inside modules.",
+    "Enter them inside modules.",
 )
 @pytest.mark.parametrize("name", MODES)
 def test_modes_of_one_thread_are_refused(name: str) -> None:

@@ -68,7 +68,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
     "Library",
     "torch (batch norm in training mode, several micro-batches)",
     status="differs",
-    note="Statistics are those of a micro-batch, which a warning says: num_microbatches=1 takes the whole batch.",
+    note="Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.parametrize("case", NORMS)
 def test_batch_norms(hints_of: Any, make_trainer: Any, make_loader: Any, case: str) -> None:
@@ -123,7 +123,7 @@ LOSSES: dict[str, tuple[DataLoader[Any], dict[str, Any], int]] = {
     "Misuse",
     "a loss that is NaN in some micro-batches only",
     status="differs",
-    note="The loss of the batch is NaN, with a warning that names `loss_weight`.",
+    note="The loss of the batch is NaN, with a warning that names the ways out.",
 )
 @pytest.mark.parametrize("case", LOSSES)
 def test_losses_that_are_nan(hints_of: Any, make_trainer: Any, case: str) -> None:
@@ -187,8 +187,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "Library",
     "torch (`nn.TransformerEncoder` with padding masks, in evaluation)",
     status="differs",
-    note="On devices with memory of their own padded positions are not zero, which a warning says: leave them out, or "
-    "use enable_nested_tensor=False.",
+    note="On GPUs padded positions are not zero, with a warning: leave them out, or use `enable_nested_tensor=False`.",
 )
 @pytest.mark.parametrize("case", ENCODERS)
 def test_padding_masks(hints_of: Any, make_trainer: Any, padded: Any, case: str) -> None:

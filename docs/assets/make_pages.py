@@ -1,11 +1,11 @@
-"""Bring planning.md and tuning.md up to date: run the commands that they show, draw the pictures that they refer to.
+"""Bring the pages up to date: run the commands whose output they show, draw the pictures that they refer to.
 
-A block of these pages that begins with ``$ roundpipe`` is a command and what it printed. The command is run again in
-the folder that holds ``docs``, and what it prints now takes the place of what it printed then; where it says so, it
-draws a picture. All of it is planned and simulated by this package from a profile that the RoundPipe paper publishes;
-nothing is measured here.
+A block of README.md or of a page below ``docs`` that begins with ``$ roundpipe`` or ``$ python -m``, and goes on with
+output, is a command and what it printed. The command is run again in the folder that holds ``docs``, and what it prints
+now takes the place of what it printed then; where it says so, it draws a picture. A block without output stays as it
+is. Nothing is measured here: commands plan, simulate and estimate, from a profile that the RoundPipe paper publishes.
 
-    python docs/assets/make_planning_pictures.py [FOLDER]     # a folder with a copy of docs; default: the repository
+    python docs/assets/make_pages.py [FOLDER]     # a folder with a copy of README.md and docs; default: the repository
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -35,11 +36,14 @@ from lightning_roundpipe.planning import (  # noqa: E402
 from lightning_roundpipe.reporting.pictures import draw_timelines  # noqa: E402
 from tests.planning.paper import MODELS  # noqa: E402
 
-PAGES = ("explanation/planning.md", "how-to/tuning.md")
 PROFILE = MODELS["Llama-3.1-8B"].profile()
 NUM_DEVICES, NUM_MICROBATCHES = 4, 8
 # The command, which goes on behind a backslash at the end of a line, and its output.
-BLOCK = re.compile(r"(?<=^```console\n)\$ (roundpipe (?:[^\n]*\\\n)*[^\n]*)\n(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```console\n\$ (?P<command>(?:roundpipe|python -m) (?:[^\n]*\\\n)*[^\n]*)\n"
+    r"(?P<output>(?:(?!```|\$ )[^\n]*\n)+)```$",
+    re.MULTILINE,
+)
 
 
 def output_of(command: str) -> str:
@@ -58,7 +62,10 @@ def output_of(command: str) -> str:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            main(words[1:])
+            if words[0] == "roundpipe":
+                main(words[1:])
+            else:
+                runpy.run_module(words[2], run_name="__main__")
     except SystemExit as error:
         raise ValueError(f"{command!r} is no command of this package: {printed.getvalue()}") from error
     return "".join(printed.getvalue().splitlines(keepends=True)[:limit])
@@ -82,19 +89,22 @@ def panel(title: str, plan: StepPlan, machine: Machine) -> tuple[str, Timeline, 
     return f"{title}, {plan.partition.num_stages} stages", simulation.timeline, plan.partition
 
 
+def pages(folder: Path) -> list[Path]:
+    """README.md and what is below ``docs``, in the order of their names."""
+    return [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
+
+
 def update(folder: Path) -> None:
-    """Write the profile, the pictures and the pages below ``folder/docs``."""
-    docs = folder / "docs"
-    PROFILE.save(docs / "assets" / "llama-3.1-8b-profile.json")
-    draw_formula(docs / "assets" / "formula.svg")
+    """Write the profile, the pictures and the pages of ``folder``."""
+    assets = folder / "docs" / "assets"
+    PROFILE.save(assets / "llama-3.1-8b-profile.json")
+    draw_formula(assets / "formula.svg")
     os.chdir(folder)
-    for name in PAGES:
-        page = docs / name
+    for page in pages(folder):
         text = page.read_text(encoding="utf-8")
-        page.write_text(
-            BLOCK.sub(lambda block: f"$ {block[1]}\n{output_of(block[1])}", text),
-            encoding="utf-8",
-        )
+        renewed = BLOCK.sub(lambda block: f"```console\n$ {block[1]}\n{output_of(block[1])}```", text)
+        if renewed != text:
+            page.write_text(renewed, encoding="utf-8")
 
 
 if __name__ == "__main__":
