@@ -159,6 +159,20 @@ def test_the_workflow_runs_targets_that_exist() -> None:
     assert {"lint", "test", "test-simulated"} == set(needed) <= used
 
 
+def test_what_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([a-z-]+)`", text))
+    assert targets >= {"test", "test-simulated", "test-network", "test-kills", "gpu"}
+    assert targets <= set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    paths = [*re.findall(r"\]\((\w[^)#]*)", text), *re.findall(r"`((?:tests|lightning_roundpipe)/[\w./]+)`", text)]
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    house = re.findall(r"(?:^| )([a-z]+)/ ", text.split("```")[1], re.MULTILINE)
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert sorted(house) == sorted(folders)
+
+
 @pytest.mark.parametrize("name", ["bug", "speed", "feature"])
 def test_issue_forms_ask_for_what_the_doctor_says(name: str) -> None:
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
