@@ -64,8 +64,8 @@ test-stress: $(STAMP)  ## Run the tests while other processes keep all cores bus
 
 package: $(STAMP)  ## Build sdist and wheel into dist/, and test what they hold and that they work when installed
 	rm -rf dist
-	$(BIN)/python -m tests.support.packages dist
-	$(BIN)/python -m pytest -q tests/test_package.py $(ARGS)
+	$(BIN)/python -m tests.package.builds dist
+	$(BIN)/python -m pytest -q tests/package $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
 	$(BIN)/python examples/train_bytes.py $(ARGS)

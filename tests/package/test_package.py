@@ -22,9 +22,9 @@ import yaml
 
 import lightning_roundpipe
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support import packages
+from tests.package import builds
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_roundpipe"
 COMMAND = "lightning_roundpipe_command.py"
 
@@ -40,10 +40,10 @@ class Built(NamedTuple):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("packages")
-    checkout = packages.copy_of_checkout(folder / "checkout")
-    sdist = packages.build("sdist", checkout, folder)
-    tree = packages.unpacked(sdist, folder / "unpacked")
-    return Built(sdist, packages.build("wheel", checkout, folder), packages.build("wheel", tree, folder / "of sdist"))
+    checkout = builds.copy_of_checkout(folder / "checkout")
+    sdist = builds.build("sdist", checkout, folder)
+    tree = builds.unpacked(sdist, folder / "unpacked")
+    return Built(sdist, builds.build("wheel", checkout, folder), builds.build("wheel", tree, folder / "of sdist"))
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
@@ -74,7 +74,7 @@ def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
 
 
 def test_the_sdist_has_no_tests(built: Built, tmp_path: Path) -> None:
-    tree = packages.unpacked(built.sdist, tmp_path)
+    tree = builds.unpacked(built.sdist, tmp_path)
     folders = {path.name for path in tree.iterdir() if path.is_dir()}
     assert folders == {"lightning_roundpipe", "lightning_roundpipe.egg-info"}
     assert {"CHANGELOG.md", "LICENSE", "NOTICE", "README.md", COMMAND} <= {path.name for path in tree.iterdir()}

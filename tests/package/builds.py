@@ -1,4 +1,4 @@
-"""Builds the sdist and wheels of this package: ``python -m tests.support.packages dist``.
+"""Builds the sdist and wheels of this package: ``python -m tests.package.builds dist``.
 
 The build backend is asked directly, in a process of its own: it needs setuptools, and neither a network nor a front
 end. It works on a copy, because setuptools leaves folders beside what it builds, and puts into a wheel what an earlier
