@@ -192,7 +192,7 @@ def _report(facts: Facts, unknown: Reasons, found: list[Finding]) -> Iterator[st
         yield f"{level}: {finding.what} ({finding.value}).\n  Remedy: {finding.remedy}."
     if not found:
         yield "Nothing is wrong."
-    if not facts.get("gpus"):
+    if facts.get("gpus") == []:
         yield "There is no GPU to train on: devices are virtual, on the cores of the host."
 
 
