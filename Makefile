@@ -3,6 +3,9 @@
 PYTHON ?= python3
 # Processes that run tests side by side.
 WORKERS ?= 2
+# The versions that are installed, and what pip is told about torch alone, such as the index of builds without CUDA.
+CONSTRAINTS ?= constraints.txt
+TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -13,7 +16,7 @@ GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-stress demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,16 +24,16 @@ help:  ## Show this list
 venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
 
 # torch comes first and alone, at its exact version: what else is installed must take the build that is there.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "'$(PYTHON)' is not Python 3.10 or later: choose another with 'make PYTHON=/path/to/python ...'" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(TORCH_OPTIONS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKERS=0 runs them in one process)
@@ -58,6 +61,11 @@ test-stress: $(STAMP)  ## Run the tests while other processes keep all cores bus
 	@trap 'kill $$busy' EXIT; \
 	for core in $$(seq $$(getconf _NPROCESSORS_ONLN)); do (while :; do :; done) & busy="$$busy $$!"; done; \
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -rfE $(ARGS)
+
+package: $(STAMP)  ## Build sdist and wheel into dist/, and test what they hold and that they work when installed
+	rm -rf dist
+	$(BIN)/python -m tests.package.builds dist
+	$(BIN)/python -m pytest -q tests/package $(ARGS)
 
 demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
 	$(BIN)/python examples/train_bytes.py $(ARGS)

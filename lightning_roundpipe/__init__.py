@@ -4,6 +4,28 @@ Importing this package registers the strategy and the accelerator ``"roundpipe"`
 
     import lightning as L, lightning_roundpipe
     L.Trainer(strategy="roundpipe", devices="auto").fit(model, data)
+
+What is stable changes only after one minor version that warns of it; what is experimental may change with any version.
+The changelog names both kinds of changes.
+
+Stable:
+    ``RoundPipeStrategy``, ``RoundPipeAccelerator``, ``RoundPipeTimeline``, ``__version__``, and the errors
+    ``BatchSplitError``, ``DeviceLostError``, ``DeviceOutOfMemoryError``, ``GradientCutError``, ``PipelineStalled``,
+    ``StageMemoryError``, ``UnitEscapeError``.
+
+    Options of the strategy: ``num_microbatches``, ``round_size``, ``units``, ``loss_weight``, ``split_batch``,
+    ``threads_per_device``, ``device_memory_limit``, ``save_profile``, ``trace``, ``optimizer_overlap``,
+    ``ranks_per_node``, ``cluster_environment``, ``process_group_backend``, ``timeout``, ``accelerator``,
+    ``checkpoint_io``, ``precision_plugin``.
+
+Experimental:
+    ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what
+    the command ``roundpipe`` prints, also as JSON; the form of saved profiles and traces.
+
+    Options of the strategy: ``virtual_copies``, ``virtual_speeds``, ``compile_units``, ``cost_profile``,
+    ``stale_after_steps`` (and ``optimizer_overlap="stale"``), ``shard_optimizer``, ``reduce_dtype``.
+
+Modules and attributes that are named in neither list are internal.
 """
 
 from lightning.pytorch.accelerators import AcceleratorRegistry

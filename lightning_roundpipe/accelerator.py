@@ -4,7 +4,6 @@ GPUs are those of the accelerator that torch finds, whether CUDA, ROCm, XPU or a
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,14 +13,7 @@ from typing_extensions import override
 
 from .devices import gpu_driver
 from .devices.gpu import GpuDevice
-from .devices.pool import DevicePool
-
-_MAX_AUTO_VIRTUAL = 8
-
-
-def num_host_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from .devices.pool import DevicePool, num_auto_devices
 
 
 class RoundPipeAccelerator(Accelerator):
@@ -81,9 +73,7 @@ class RoundPipeAccelerator(Accelerator):
     @override
     def auto_device_count() -> int:
         """What ``devices="auto"`` means: every GPU, or one virtual device per core (8 at most)."""
-        if gpu_driver.gpu_type() is not None:
-            return torch.accelerator.device_count()
-        return min(num_host_cores(), _MAX_AUTO_VIRTUAL)
+        return num_auto_devices()
 
     @staticmethod
     @override

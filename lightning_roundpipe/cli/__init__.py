@@ -4,8 +4,9 @@ Every command is a module with two functions: ``add_parser(subparsers)`` says wh
 and returns the exit status. What the user can mend is a ValueError, whose message names the thing and the remedy: any
 function of the commands may raise one, `main` prints it without a traceback, and the status is 2.
 
-Reading order: a command (``plan``, ``simulate``, ``timeline``, ``estimate``), then what it shares with others:
-``arguments`` (options, files), ``output`` (tables, JSON), ``memory`` (what host and devices hold), ``schedule_file``.
+Reading order: a command (``plan``, ``simulate``, ``timeline``, ``estimate``, ``doctor``), then what it shares with
+others: ``arguments`` (options, files), ``output`` (tables, JSON), ``memory`` (what host and devices hold),
+``schedule_file``.
 ``contenders`` runs the schedules that ``simulate`` compares. ``estimate`` is a folder: ``resolve`` finds a model's
 configuration, ``models`` reads its shape, ``workload`` turns shape and GPU (``gpus``) into costs, ``feasibility`` says
 whether and how fast it runs, ``report`` and ``assumptions`` say so in words.
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.__about__ import __version__
 
-from . import estimate, plan, simulate, timeline
+from . import doctor, estimate, plan, simulate, timeline
 from .arguments import Subparsers
 
 __all__ = ["main"]
@@ -38,7 +39,13 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: dict[str, _Command] = {"plan": plan, "simulate": simulate, "estimate": estimate, "timeline": timeline}
+_COMMANDS: dict[str, _Command] = {
+    "plan": plan,
+    "simulate": simulate,
+    "estimate": estimate,
+    "timeline": timeline,
+    "doctor": doctor,
+}
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _READER_GONE = 141
@@ -55,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="roundpipe",
-        description="Plan, compare and look at RoundPipe training steps. No GPU is needed.",
+        description="Plan, compare and look at RoundPipe training steps; look at this machine. No GPU is needed.",
         epilog="Every command prints one JSON object instead of text with --json.",
     )
     parser.add_argument("--version", action="version", version=f"roundpipe {__version__}")
@@ -72,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of the process.
 
     Returns:
-        0; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if the reader closed the output before its
-        end.
+        0; 1 if ``doctor`` finds what stops training; 2 after an error that the user can mend; 130 after Ctrl-C; 141 if
+        the reader closed the output before its end.
 
     Raises:
         SystemExit: From argparse, for ``--help``, ``--version`` and wrong arguments (status 2).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,20 @@ from . import gpu_driver
 from .devices import Device
 from .gpu import GpuDevice
 from .virtual import Link, VirtualDevice
+
+_MAX_AUTO_VIRTUAL = 8
+
+
+def num_host_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_auto_devices() -> int:
+    """How many devices are used where no number is given: every GPU, or one virtual device per core (8 at most)."""
+    if gpu_driver.gpu_type() is not None:
+        return torch.accelerator.device_count()
+    return min(num_host_cores(), _MAX_AUTO_VIRTUAL)
 
 
 class DevicePool:

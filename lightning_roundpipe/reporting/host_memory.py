@@ -47,6 +47,16 @@ _STATE_TENSORS: dict[str, Any] = {
 _UNKNOWN_STATE_TENSORS = 2  # as Adam
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+# Of a container, in version 2 of control groups and in version 1: its limit, what it uses, and how much of that is a
+# cache of files, which goes when memory is needed.
+_CONTAINER = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        *("memory/memory.stat", "total_inactive_file"),
+    ),
+)
+_NO_LIMIT = 2**60  # version 1 has a number of this size where there is none
 
 
 @dataclass(frozen=True)
@@ -160,15 +170,23 @@ def activation_bytes(partition: Partition, profile: CostProfile, num_in_flight: 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
     """What this process may still allocate on the host: what the system has left, or its container. None if unknown."""
-    system = _entry(meminfo, "MemAvailable:")
-    limit, used, cache = (
-        _number(cgroup / "memory.max"),
-        _number(cgroup / "memory.current"),
-        _entry(cgroup / "memory.stat", "inactive_file"),
-    )
-    container = None if limit is None or used is None else max(0, limit - used + (cache or 0))
-    known = [left for left in (None if system is None else system * 1024, container) if left is not None]
-    return min(known, default=None)
+    known = [system_bytes("MemAvailable", meminfo), container_bytes(cgroup)[1]]
+    return min((left for left in known if left is not None), default=None)
+
+
+def system_bytes(name: str, meminfo: Path = _MEMINFO) -> int | None:
+    """An entry that Linux has about its memory, such as ``"MemTotal"`` or ``"SwapTotal"``; None if unknown."""
+    kib = _entry(meminfo, f"{name}:")
+    return None if kib is None else kib * 1024
+
+
+def container_bytes(cgroup: Path = _CGROUP) -> tuple[int | None, int | None]:
+    """The memory of this process's container: its limit, and what is left of it. None where there is no limit."""
+    for limit_file, used_file, statistics, cache_entry in _CONTAINER:
+        limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
+        if limit is not None and used is not None and limit < _NO_LIMIT:
+            return limit, max(0, limit - used + (_entry(cgroup / statistics, cache_entry) or 0))
+    return None, None
 
 
 def _entry(path: Path, name: str) -> int | None:

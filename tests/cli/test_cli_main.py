@@ -18,7 +18,7 @@ from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.cli.conftest import RunFailing
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("plan", "simulate", "estimate", "timeline")
+COMMANDS = ("plan", "simulate", "estimate", "timeline", "doctor")
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,274 @@
+"""What is published: sdist and wheel hold what they should, declare what they need, and work when installed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+import lightning_roundpipe
+from lightning_roundpipe import RoundPipeStrategy
+from tests.package import builds
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_roundpipe"
+COMMAND = "lightning_roundpipe_command.py"
+
+
+class Built(NamedTuple):
+    """What was built: the wheel of the checkout, and another one of the sdist."""
+
+    sdist: Path
+    wheel: Path
+    wheel_of_sdist: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("packages")
+    checkout = builds.copy_of_checkout(folder / "checkout")
+    sdist = builds.build("sdist", checkout, folder)
+    tree = builds.unpacked(sdist, folder / "unpacked")
+    return Built(sdist, builds.build("wheel", checkout, folder), builds.build("wheel", tree, folder / "of sdist"))
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
+    own = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {path.relative_to(ROOT).as_posix() for path in own} | {COMMAND}
+    assert {"lightning_roundpipe/py.typed", "lightning_roundpipe/cli/estimate/configs.json"} <= expected
+    files = {name for name in contents(built.wheel) if ".dist-info/" not in name}
+    assert files == expected
+
+
+def test_the_wheel_has_its_licence(built: Built) -> None:
+    files = {name.partition(".dist-info/")[2]: data for name, data in contents(built.wheel).items()}
+    for name in ("LICENSE", "NOTICE"):
+        assert files[f"licenses/{name}"] == (ROOT / name).read_bytes()
+
+
+def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
+    assert built.wheel.name == built.wheel_of_sdist.name
+    assert contents(built.wheel) == contents(built.wheel_of_sdist)
+
+
+def test_the_sdist_has_no_tests(built: Built, tmp_path: Path) -> None:
+    tree = builds.unpacked(built.sdist, tmp_path)
+    folders = {path.name for path in tree.iterdir() if path.is_dir()}
+    assert folders == {"lightning_roundpipe", "lightning_roundpipe.egg-info"}
+    assert {"CHANGELOG.md", "LICENSE", "NOTICE", "README.md", COMMAND} <= {path.name for path in tree.iterdir()}
+
+
+# --- what is declared ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def metadata(built: Built) -> list[tuple[str, str]]:
+    (text,) = (data for name, data in contents(built.wheel).items() if name.endswith(".dist-info/METADATA"))
+    return HeaderParser().parsestr(text.decode("utf-8")).items()
+
+
+def requirements(metadata: list[tuple[str, str]], extra: str | None) -> set[str]:
+    """The names under which what is declared is imported: of the package itself, or of an extra."""
+    found = set()
+    for key, value in metadata:
+        line, _, marker = value.partition(";")
+        if key == "Requires-Dist" and (f'"{extra}"' in marker if extra else not marker):
+            found.add(re.split(r"[\s\[<>=]", line)[0].replace("-", "_"))
+    return found
+
+
+def _imports(tree: ast.AST, *, in_functions: bool) -> Iterator[str]:
+    """The libraries that a source imports besides the standard library."""
+    for node in ast.iter_child_nodes(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        tops = {name.partition(".")[0] for name in names}
+        yield from tops - sys.stdlib_module_names - {"lightning_roundpipe"}
+        if in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _imports(node, in_functions=in_functions)
+
+
+def test_what_is_imported_is_declared_and_the_other_way_round(metadata: list[tuple[str, str]]) -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
+    always = {name for tree in trees for name in _imports(tree, in_functions=False)}
+    assert always == requirements(metadata, None)
+    sometimes = {name for tree in trees for name in _imports(tree, in_functions=True)} - always
+    assert {"huggingface_hub", "matplotlib", "rich"} <= sometimes
+    extras = set().union(*(requirements(metadata, extra) for extra in ("hf", "cli", "plot")))
+    assert sometimes - extras == set()
+
+
+def test_extras_have_the_others_in_them(metadata: list[tuple[str, str]]) -> None:
+    extras = {value for key, value in metadata if key == "Provides-Extra"}
+    assert extras == {"all", "hf", "peft", "cli", "plot", "docs", "test", "dev"}
+    required = {value.replace("'", '"') for key, value in metadata if key == "Requires-Dist"}
+    for line in ('[cli,hf,plot]; extra == "all"', '[all]; extra == "test"', '[hf]; extra == "peft"'):
+        assert f"lightning-roundpipe{line}" in required
+
+
+def test_the_version_stands_in_one_place_and_where_people_read_it(metadata: list[tuple[str, str]]) -> None:
+    version = lightning_roundpipe.__version__
+    assert dict(metadata)["Version"] == version
+    assert version not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0] == version
+
+
+def test_classifiers_are_the_versions_of_python_that_are_tested(metadata: list[tuple[str, str]]) -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (tested,) = re.findall(r"^\s*python: (\[.*\])$", workflow, re.MULTILINE)
+    start = "Programming Language :: Python :: 3."
+    classifiers = [value for key, value in metadata if key == "Classifier" and value.startswith(start)]
+    assert [classifier.rpartition(" ")[2] for classifier in classifiers] == json.loads(tested)
+    assert dict(metadata)["Requires-Python"] == f">={json.loads(tested)[0]}"
+
+
+# --- hosting ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_workflow_runs_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    used = {target for run in runs for target in re.findall(r"^make ([a-z-]+)$", run, re.MULTILINE)}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert used <= set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    needed = re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"lint", "test", "test-simulated"} == set(needed) <= used
+
+
+def test_what_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([a-z-]+)`", text))
+    assert targets >= {"test", "test-simulated", "test-network", "test-kills", "gpu"}
+    assert targets <= set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    paths = [*re.findall(r"\]\((\w[^)#]*)", text), *re.findall(r"`((?:tests|lightning_roundpipe)/[\w./]+)`", text)]
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    house = re.findall(r"(?:^| )([a-z]+)/ ", text.split("```")[1], re.MULTILINE)
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert sorted(house) == sorted(folders)
+
+
+@pytest.mark.parametrize("name", ["bug", "speed", "feature"])
+def test_issue_forms_ask_for_what_the_doctor_says(name: str) -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
+    fields = {field["id"]: field for field in form["body"]}
+    assert "roundpipe doctor" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"].get("validations", {}).get("required", False) is (name != "feature")
+
+
+# --- the public names ------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_and_option_is_stable_or_experimental() -> None:
+    text = inspect.getdoc(lightning_roundpipe) or ""
+    stable, experimental = text.split("\nStable:\n")[1].split("\nExperimental:\n")
+    marked = [re.findall(r"``([a-zA-Z_]+)``", part) for part in (stable, experimental)]
+    names = [name for part in marked for name in part if name != "roundpipe"]
+    options = [name for name in inspect.signature(RoundPipeStrategy).parameters]
+    assert sorted(names) == sorted([*lightning_roundpipe.__all__, *options])
+
+
+# --- installed -------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+
+import lightning_roundpipe
+
+assert Path(lightning_roundpipe.__file__).is_relative_to(sys.prefix), lightning_roundpipe.__file__
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(self.blocks(batch), batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+data = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=8)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, max_epochs=1, **quiet)
+trainer.fit(Net(), data)
+print("trained", trainer.global_step, "of", trainer.strategy.last_step.num_microbatches)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of a new environment, which has the wheel, and sees the libraries of this one."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    scripts = folder / "bin"
+    install = ["-m", "pip", "--python", str(scripts / "python"), "install", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([sys.executable, *install, "--quiet", str(built.wheel)], check=True, timeout=300)
+    (packages_of_venv,) = (folder / "lib").glob("python*/site-packages")
+    # A line of such a file is a folder to look into. Files of this kind that lie there are not read: an editable
+    # installation of this package stays out.
+    libraries = dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
+    (packages_of_venv / "libraries.pth").write_text("".join(f"{path}\n" for path in libraries), encoding="utf-8")
+    return scripts
+
+
+def run_outside(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def test_the_installed_package_trains_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+    result = run_outside(tmp_path, installed / "python", "-c", TRAINING)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "trained 2 of 4"
+
+
+def test_the_installed_commands_run_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+    assert (installed / "roundpipe-lightning").exists()
+    arguments = ("--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512")  # a configuration in the wheel
+    result = run_outside(tmp_path, installed / "roundpipe", "estimate", *arguments)
+    assert result.returncode == 0, result.stderr
+    result = run_outside(tmp_path, installed / "roundpipe", "doctor", "--json")
+    document = json.loads(result.stdout)
+    assert result.returncode == int(any(finding["stops"] for finding in document["findings"])), result.stderr
+    assert document["facts"]["package_import"] is True
+    assert document["facts"]["versions"]["lightning-roundpipe"] == lightning_roundpipe.__version__
