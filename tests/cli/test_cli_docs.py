@@ -19,9 +19,8 @@ import pytest
 from lightning_roundpipe.cli import main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {"how-to/command-line.md": ["plan", "simulate", "simulate"], "how-to/estimate.md": ["estimate", "estimate"]}
+PAGES = {"how-to/command-line.md": ["plan", "simulate"], "how-to/estimate.md": ["estimate", "estimate"]}
 BLOCK = re.compile(r"^```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```$", re.MULTILINE)
-FILES = {"wrong.txt": "schedule stages=2 microbatches=2 devices=1\ndevice 0: 0:0 1:0 1:1 0:1\n"}
 
 
 @contextlib.contextmanager
@@ -31,8 +30,6 @@ def workplace() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            for name, text in FILES.items():
-                Path(name).write_text(text, encoding="utf-8")
             program = re.search(
                 r"```python\n(.*?)```", (DOCS / "how-to/command-line.md").read_text(encoding="utf-8"), re.DOTALL
             )
