@@ -35,7 +35,7 @@ that is fastest. RoundPipe takes the plan that is fastest on this machine.
 _EXAMPLES = """
 examples:
   roundpipe simulate --profile p.json --devices 8 --microbatches 16 --hop-ms 1.6
-  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --only gpipe roundpipe-sync --show
+  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --only gpipe roundpipe-sync --png p.png
 """
 _BUBBLE = (
     "share of the devices' time in a step that they idle, a synchronous optimizer not counted; RoundPipe asynchronous: "
@@ -51,7 +51,6 @@ def add_parser(subparsers: Subparsers) -> None:
     steps = "steps to simulate for RoundPipe asynchronous (default: 8)"
     add_option(parser, "--steps", parse_count, "K", steps, default=8)
     parser.add_argument("--only", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=", ".join(SCHEDULES))
-    parser.add_argument("--show", action="store_true", help="print the timelines")
     add_png(parser, "the timelines, one above the other")
     add_json(parser)
 
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "bubble_definition": _BUBBLE,
         "bound_memory_assumption": BOUND_ASSUMPTION,
     }
-    show(document, *_report(document), *(map(_picture, contenders) if args.show else ()), as_json=args.json)
+    show(document, *_report(document), as_json=args.json)
     return 0
 
 
@@ -142,10 +141,6 @@ def _report(document: dict[str, Any]) -> list[str | Table]:
     if any("(!)" in cell for cells in rows for cell in cells):
         notes.append(f"(!) More than the {format_bytes(limit)} of a device: it would not run.")
     return [Table(title, columns, rows), "\n".join([*skipped, *notes])]
-
-
-def _picture(result: Contender) -> str:
-    return f"{result.name}, {result.stages}\n{result.simulation.timeline.format_table().rstrip()}"
 
 
 def _draw(results: list[Contender], num_microbatches: int, path: str) -> None:

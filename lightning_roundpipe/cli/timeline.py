@@ -43,7 +43,6 @@ def add_parser(subparsers: Subparsers) -> None:
         _EXAMPLES,
     )
     parser.add_argument("trace", metavar="TRACE", help="a Chrome trace of a step (.json)")
-    parser.add_argument("--show", action="store_true", help="print the timeline as text")
     add_png(parser, "the timeline")
     add_json(parser)
 
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         "waits_by_reason": _waits_by_reason(timeline),
         "steps": steps,
     }
-    table = [timeline.format_table().rstrip()] if args.show else []
-    show(document, *_report(document), *table, as_json=args.json)
+    show(document, *_report(document), as_json=args.json)
     return 0
 
 

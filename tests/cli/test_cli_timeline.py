@@ -95,12 +95,11 @@ def test_a_trace_without_waits_and_steps_has_no_tables_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     computing = Timeline(tuple(span for span in TIMELINE.spans if span.kind == "compute"), 3)
-    assert main(["timeline", write(computing.to_chrome_trace(), tmp_path), "--show"]) == 0
+    assert main(["timeline", write(computing.to_chrome_trace(), tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "Devices" in text
     assert "waits" not in text.lower()
     assert "Steps" not in text
-    assert "device 1 |" in text
 
 
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
