@@ -68,7 +68,7 @@ def _rules() -> dict[str, Rule]:
     rules["__init__"] = Rule(rules["__init__"].parts | {"__about__", "lightning_cli"}, rules["__init__"].libraries)
     rules["cli"] = Rule(
         frozenset({"cli", "planning", "reporting.pictures", "__about__"}),
-        frozenset({"huggingface_hub", "rich", "typing_extensions"}),
+        frozenset({"typing_extensions"}),
     )
     rules["__about__"] = Rule(frozenset(), frozenset())
     rules["lightning_cli"] = Rule(frozenset({"__about__"}), frozenset({"lightning", "lightning_utilities"}))
