@@ -68,7 +68,7 @@ def _rules() -> dict[str, Rule]:
     rules["__init__"] = Rule(rules["__init__"].parts | {"__about__", "lightning_cli"}, rules["__init__"].libraries)
     rules["cli"] = Rule(
         frozenset({"cli", "planning", "reporting.pictures", "__about__"}),
-        frozenset({"huggingface_hub", "rich", "typing_extensions"}),
+        frozenset({"typing_extensions"}),
     )
     # It imports torch when it is asked for facts, as `roundpipe doctor` does, and no other command.
     machine = {"__about__", "planning", "common", "devices", "reporting.host_memory"}

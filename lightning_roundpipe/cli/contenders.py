@@ -13,6 +13,7 @@ from lightning_roundpipe.planning import (
     Schedule,
     Simulation,
     StepPlan,
+    balanced_cuts,
     bound_stage_costs,
     gpipe,
     interleaved_one_f_one_b,
@@ -25,7 +26,6 @@ from lightning_roundpipe.planning import (
 from lightning_roundpipe.planning.simulate import Optimizer
 
 from .memory import bound_memory
-from .schedule_file import ScheduleFile, balanced_stages, read_schedule
 
 _MAX_CHUNKS = 12
 _MAX_PLANNED_STEPS = 4
@@ -92,32 +92,21 @@ def compare(case: Case, names: Iterable[str]) -> list[Contender | Skipped]:
     return [run(case, title) for title, run in map(SCHEDULES.__getitem__, names)]
 
 
-def read_contender(case: Case, path: str) -> Contender:
-    """Simulate a schedule given as text."""
-    stages = read_schedule(path, case.profile)
-    for what, option, found, wanted in (
-        ("devices", "--devices", stages.schedule.num_devices, case.machine.num_devices),
-        ("micro-batches", "--microbatches", stages.schedule.num_microbatches, case.num_microbatches),
-    ):
-        if found != wanted:
-            raise ValueError(f"{path} has {found} {what}, and {option} says {wanted}: pass {option} {found}.")
-    return _simulate(case, path, stages)
+def _balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
+    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
+    *body, head = profile.calls
+    # All but the head recompute their forward.
+    times = [*(call.forward_ms + call.recompute_backward_ms for call in body), head.recompute_backward_ms]
+    return balanced_cuts(times, num_stages)
 
 
-def _simulate(case: Case, name: str, stages: ScheduleFile) -> Contender:
-    """One step."""
-    simulation = simulate(stages.schedule, stages.costs, case.machine, hop_ms=case.hop_ms)
-    memory, bubble_ratio = simulation.memory_bytes, simulation.timeline.bubble_ratio
-    if stages.partition is None:
-        memory = bound_memory(stages.calls_per_stage, case.profile, stages.schedule, case.dtype)
-    return Contender(name, simulation, bubble_ratio, memory, stages.partition, stages.calls_per_stage)
-
-
-def _simulate_pipeline(case: Case, name: str, num_stages: int, schedule: Schedule) -> Contender:
-    calls_per_stage = balanced_stages(case.profile, num_stages)
-    return _simulate(
-        case, name, ScheduleFile(schedule, bound_stage_costs(calls_per_stage, case.profile), None, calls_per_stage)
-    )
+def _simulate_bound(case: Case, name: str, num_stages: int, schedule: Schedule) -> Contender:
+    """One step of stages that are bound to devices."""
+    calls_per_stage = _balanced_stages(case.profile, num_stages)
+    costs = bound_stage_costs(calls_per_stage, case.profile)
+    simulation = simulate(schedule, costs, case.machine, hop_ms=case.hop_ms)
+    memory = bound_memory(calls_per_stage, case.profile, schedule, case.dtype)
+    return Contender(name, simulation, simulation.timeline.bubble_ratio, memory, None, calls_per_stage)
 
 
 def _pipeline(case: Case, name: str, *, build: Callable[[int, int], Schedule]) -> Contender | Skipped:
@@ -125,7 +114,7 @@ def _pipeline(case: Case, name: str, *, build: Callable[[int, int], Schedule]) -
     num_devices, num_calls = case.machine.num_devices, len(case.profile.calls)
     if num_calls < num_devices:
         return Skipped(name, f"needs a call for each of {num_devices} devices, the profile has {num_calls}")
-    return _simulate_pipeline(case, name, num_devices, build(num_devices, case.num_microbatches))
+    return _simulate_bound(case, name, num_devices, build(num_devices, case.num_microbatches))
 
 
 def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]) -> Contender | Skipped:
@@ -140,7 +129,7 @@ def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]
     for num_chunks in range(2, min(num_calls // num_devices, _MAX_CHUNKS) + 1):
         num_stages = num_chunks * num_devices
         schedule = build(num_stages, num_microbatches, num_devices)
-        tried.append(_simulate_pipeline(case, name, num_stages, schedule))
+        tried.append(_simulate_bound(case, name, num_stages, schedule))
     return min(tried, key=lambda contender: contender.simulation.step_ms)
 
 

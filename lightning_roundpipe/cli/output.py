@@ -1,18 +1,15 @@
-"""What a command prints: one JSON object, or text and tables, coloured where the terminal and rich allow it."""
+"""What a command prints: one JSON object, or text and tables."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _MAX_NAMES = 4
-_UNLIMITED = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,7 @@ def show(document: dict[str, Any], *report: str | Table, as_json: bool) -> None:
 
 
 def print_report(*parts: str | Table) -> None:
-    """Print paragraphs and tables with an empty line between them.
-
-    On a terminal tables are drawn by rich (extra ``cli``) if it is installed. Without it, in a file or in a pipe they
-    are plain text, as wide as they need to be.
-    """
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _print_rich(parts)
-        return
+    """Print paragraphs and tables, as wide as they need to be, with an empty line between them."""
     print("\n\n".join(part if isinstance(part, str) else part.format() for part in parts))
 
 
@@ -108,33 +98,6 @@ def _format_run(run: list[str], place: int | None) -> str:
     parts = re.split(r"(\d+)", run[0])
     parts[place] += "-" + re.split(r"(\d+)", run[-1])[place]
     return "".join(parts)
-
-
-def _print_rich(parts: Sequence[str | Table]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.measure import Measurement
-    from rich.table import Table as RichTable
-
-    console = Console(file=sys.stdout, highlight=False)
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        if isinstance(part, str):
-            console.print(part, markup=False, soft_wrap=True)
-            continue
-        if part.title:
-            console.print(part.title, style="bold", markup=False, soft_wrap=True)
-        table = RichTable(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
-        for column, name in enumerate(part.columns):
-            table.add_column(name, justify="left" if column < part.num_text else "right", no_wrap=True)
-        for row in part.rows:
-            table.add_row(*map(escape, row))
-        # In a narrow terminal lines that the terminal wraps are easier to read than columns of a few letters.
-        needed = Measurement.get(console, console.options.update(max_width=_UNLIMITED), table).maximum
-        console.width = max(console.width, needed)
-        console.print(table)
 
 
 def _finite(value: Any) -> Any:

@@ -33,7 +33,6 @@ from .arguments import (
 )
 from .memory import HOST_ASSUMPTION, host_memory
 from .output import Table, compress_names, show
-from .schedule_file import format_schedule
 
 _EXAMPLES = """
 examples:
@@ -58,7 +57,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_pipeline(parser)
     parser.add_argument("--timeline", metavar="FILE", help="write the simulated step as a Chrome trace (.json)")
-    parser.add_argument("--save-schedule", metavar="FILE", help="write the schedule as text, for roundpipe simulate")
     add_png(parser, "the simulated step")
     add_json(parser)
 
@@ -75,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
     simulation = simulate(schedule, costs, machine, hop_ms=args.hop_ms)
     if args.timeline:
         write_text(args.timeline, json.dumps(simulation.timeline.to_chrome_trace()))
-    if args.save_schedule:
-        write_text(args.save_schedule, format_schedule(schedule, partition))
     if args.png:
         save_picture(args.png, [("RoundPipe", simulation.timeline, partition)])
     document = {

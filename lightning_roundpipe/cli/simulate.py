@@ -23,7 +23,7 @@ from .arguments import (
     round_size_of,
     save_picture,
 )
-from .contenders import SCHEDULES, Case, Contender, Skipped, compare, read_contender
+from .contenders import SCHEDULES, Case, Contender, Skipped, compare
 from .memory import BOUND_ASSUMPTION
 from .output import Table, show
 
@@ -35,9 +35,7 @@ that is fastest. RoundPipe takes the plan that is fastest on this machine.
 _EXAMPLES = """
 examples:
   roundpipe simulate --profile p.json --devices 8 --microbatches 16 --hop-ms 1.6
-  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --only gpipe roundpipe-sync --show
-  roundpipe plan --profile p.json --devices 8 --microbatches 16 --save-schedule s.txt   # then edit s.txt
-  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --schedule s.txt
+  roundpipe simulate --profile p.json --devices 8 --microbatches 16 --only gpipe roundpipe-sync --png p.png
 """
 _BUBBLE = (
     "share of the devices' time in a step that they idle, a synchronous optimizer not counted; RoundPipe asynchronous: "
@@ -53,12 +51,6 @@ def add_parser(subparsers: Subparsers) -> None:
     steps = "steps to simulate for RoundPipe asynchronous (default: 8)"
     add_option(parser, "--steps", parse_count, "K", steps, default=8)
     parser.add_argument("--only", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=", ".join(SCHEDULES))
-    parser.add_argument(
-        "--schedule",
-        metavar="FILE",
-        help="also simulate this schedule, in the text of Schedule.format (see docs/how-to/command-line.md)",
-    )
-    parser.add_argument("--show", action="store_true", help="print the timelines")
     add_png(parser, "the timelines, one above the other")
     add_json(parser)
 
@@ -76,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         may_split=args.may_split,
     )
-    results: list[Contender | Skipped] = [read_contender(case, args.schedule)] if args.schedule else []
-    results += compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])
+    results = compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])
     contenders = [result for result in results if isinstance(result, Contender)]
     if args.png:
         _draw(contenders, case.num_microbatches, args.png)
@@ -91,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "bubble_definition": _BUBBLE,
         "bound_memory_assumption": BOUND_ASSUMPTION,
     }
-    show(document, *_report(document), *(map(_picture, contenders) if args.show else ()), as_json=args.json)
+    show(document, *_report(document), as_json=args.json)
     return 0
 
 
@@ -150,10 +141,6 @@ def _report(document: dict[str, Any]) -> list[str | Table]:
     if any("(!)" in cell for cells in rows for cell in cells):
         notes.append(f"(!) More than the {format_bytes(limit)} of a device: it would not run.")
     return [Table(title, columns, rows), "\n".join([*skipped, *notes])]
-
-
-def _picture(result: Contender) -> str:
-    return f"{result.name}, {result.stages}\n{result.simulation.timeline.format_table().rstrip()}"
 
 
 def _draw(results: list[Contender], num_microbatches: int, path: str) -> None:

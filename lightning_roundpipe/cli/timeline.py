@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_roundpipe.planning import Span, Timeline
-from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
+from lightning_roundpipe.planning import Timeline
+from lightning_roundpipe.planning.quantities import format_ms, format_share
 from lightning_roundpipe.planning.spans import MARK_CATEGORY
 
 from .arguments import (
     Subparsers,
     add_command,
     add_json,
-    add_option,
     add_png,
     check_picture_path,
-    parse_count,
     read_text,
     save_picture,
 )
@@ -34,15 +31,6 @@ examples:
 The trace is written by RoundPipeStrategy(trace="trace.json"), or by roundpipe plan --timeline trace.json.
 Perfetto (ui.perfetto.dev) and chrome://tracing open it as well.
 """
-_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "bubble": ("bubble", format_share),
-    "h2d_bytes": ("uploaded", format_bytes),
-    "d2h_bytes": ("downloaded", format_bytes),
-    "peak_memory_bytes": ("peak memory", format_bytes),
-    "num_stages": ("stages", str),
-    "num_microbatches": ("micro-batches", str),
-    "replanned": ("replanned", lambda value: "yes" if value else "no"),
-}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -51,14 +39,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "timeline",
         "figures and a picture of a recorded or simulated trace",
-        "Bubble, busy share of each device, longest waits and their reasons, bytes moved.",
+        "Bubble and its parts, what each device did, and what micro-batches waited for.",
         _EXAMPLES,
     )
     parser.add_argument("trace", metavar="TRACE", help="a Chrome trace of a step (.json)")
-    add_option(parser, "--waits", parse_count, "K", "how many of the longest waits to print (default: 10)", default=10)
-    one_step = "only the K-th step of a trace of several, counted from 1 (default: from the first to the last)"
-    add_option(parser, "--step", parse_count, "K", one_step)
-    parser.add_argument("--show", action="store_true", help="print the timeline as text")
     add_png(parser, "the timeline")
     add_json(parser)
 
@@ -67,27 +51,19 @@ def run(args: argparse.Namespace) -> int:
     """Read, add up and print."""
     check_picture_path(args.png)
     timeline, steps = _load(args.trace)
-    title = args.trace
-    if args.step is not None:
-        timeline, step = _only_step(timeline, steps, args.step, args.trace)
-        title, steps = step["name"], [step]
     if args.png:
-        save_picture(args.png, [(title, timeline, None)])
-    waits = sorted((span for span in timeline.spans if span.kind == "wait"), key=_duration_ms, reverse=True)
+        save_picture(args.png, [(args.trace, timeline, None)])
     document = {
         "command": "timeline",
         "trace": args.trace,
-        "step": args.step,
         "makespan_ms": timeline.makespan_ms,
         "bubble_ratio": timeline.bubble_ratio,
         "bubble_parts": timeline.bubble_parts,
         "devices": [_device(timeline, device) for device in range(timeline.num_devices)],
-        "longest_waits": [_wait(span, timeline.start_ms) for span in waits[: args.waits]],
-        "waits_by_reason": _by_reason(waits),
+        "waits_by_reason": _waits_by_reason(timeline),
         "steps": steps,
     }
-    table = [timeline.format_table().rstrip()] if args.show else []
-    show(document, *_report(document), *table, as_json=args.json)
+    show(document, *_report(document), as_json=args.json)
     return 0
 
 
@@ -106,37 +82,21 @@ def _load(path: str) -> tuple[Timeline, list[dict[str, Any]]]:
 
 
 def _steps(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that a recorded trace tells of, with their figures; times on the timeline's clock."""
-    events = (event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("cat") == MARK_CATEGORY)
-    steps = []
-    for event in events:
-        parts: Iterable[Any] = map(event.get, ("name", "ts", "dur", "args"))
-        name, start, duration, figures = parts
-        known = [figures.get(key, 0) for key in _FIGURES] if isinstance(figures, dict) else [None]
-        if not isinstance(name, str) or not all(map(_is_number, (start, duration, *known))):
-            raise ValueError(f"the step {name!r} is not as RoundPipeStrategy(trace=...) writes it: record it again.")
-        steps.append({"name": name, "start_ms": start / 1e3, "duration_ms": duration / 1e3, "figures": figures})
-    return steps
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < 2**63  # which nan is not
-
-
-def _only_step(
-    timeline: Timeline, steps: list[dict[str, Any]], number: int, path: str
-) -> tuple[Timeline, dict[str, Any]]:
-    """What ran in a step, and what is known of it."""
-    if number > len(steps):
-        raise ValueError(f"--step {number}: {path} tells of {len(steps)} steps; leave --step out to see everything.")
-    step = steps[number - 1]
-    begin, end = step["start_ms"], step["start_ms"] + step["duration_ms"]
-    spans = [span for span in timeline.spans if begin <= (span.start_ms + span.end_ms) / 2 <= end]
-    return Timeline(tuple(spans), timeline.num_devices), step
-
-
-def _duration_ms(span: Span) -> float:
-    return span.end_ms - span.start_ms
+    """The recorded steps, each without what lies between it and the next one."""
+    marks = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("cat") == MARK_CATEGORY]
+    try:
+        return [
+            {
+                "name": str(mark["name"]),
+                "step_ms": float(mark["dur"]) / 1e3,
+                "bubble_ratio": float(mark["args"]["bubble"]) if "bubble" in mark["args"] else None,
+            }
+            for mark in marks
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"a step is not as RoundPipeStrategy(trace=...) writes it ({error!r}): record it again."
+        ) from error
 
 
 def _device(timeline: Timeline, device: int) -> dict[str, Any]:
@@ -153,40 +113,30 @@ def _device(timeline: Timeline, device: int) -> dict[str, Any]:
     }
 
 
-def _wait(span: Span, origin_ms: float) -> dict[str, Any]:
-    action = span.action
-    return {
-        "device": span.device,
-        "start_ms": span.start_ms - origin_ms,
-        "duration_ms": _duration_ms(span),
-        "reason": span.label or "unknown",
-        "action": action.format() if action else None,
-    }
-
-
-def _by_reason(waits: list[Span]) -> dict[str, dict[str, float]]:
-    """Number and sum of the waits for each reason, most time first."""
+def _waits_by_reason(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """Number, sum and longest of the waits for each reason, most time first."""
     durations: dict[str, list[float]] = defaultdict(list)
-    for span in waits:
-        durations[span.label or "unknown"].append(_duration_ms(span))
+    for span in timeline.spans:
+        if span.kind == "wait":
+            durations[span.label or "unknown"].append(span.end_ms - span.start_ms)
     ranked = sorted(durations.items(), key=lambda item: -sum(item[1]))
-    return {reason: {"count": len(values), "total_ms": sum(values)} for reason, values in ranked}
+    return {
+        reason: {"count": len(values), "total_ms": sum(values), "longest_ms": max(values)} for reason, values in ranked
+    }
 
 
 def _report(document: dict[str, Any]) -> list[str | Table]:
     """The document for people."""
     parts = ", ".join(f"{name} {format_share(share)}" for name, share in document["bubble_parts"].items())
-    steps = document["steps"]
-    several = f" ({len(steps)} steps and what lies between them)" if len(steps) > 1 else ""
     report: list[str | Table] = [
-        f"{format_ms(document['makespan_ms'])}{several} on {len(document['devices'])} devices, "
+        f"{format_ms(document['makespan_ms'])} on {len(document['devices'])} devices, "
         f"bubble {format_share(document['bubble_ratio'])}: {parts}",
         _device_table(document["devices"]),
     ]
-    if document["longest_waits"]:
-        report += [_reason_table(document["waits_by_reason"]), _wait_table(document["longest_waits"])]
-    if steps:
-        report.append(_step_table(steps))
+    if document["waits_by_reason"]:
+        report.append(_reason_table(document["waits_by_reason"]))
+    if document["steps"]:
+        report.append(_step_table(document["steps"]))
     return report
 
 
@@ -200,24 +150,16 @@ def _device_table(devices: list[dict[str, Any]]) -> Table:
 
 
 def _reason_table(reasons: dict[str, dict[str, float]]) -> Table:
-    rows = [(reason, str(wait["count"]), format_ms(wait["total_ms"])) for reason, wait in reasons.items()]
-    return Table("Waits of all micro-batches, by reason", ("waiting for", "waits", "total"), rows)
-
-
-def _wait_table(waits: list[dict[str, Any]]) -> Table:
-    rows = []
-    for wait in waits:
-        times = (format_ms(wait["start_ms"]), format_ms(wait["duration_ms"]))
-        rows.append((wait["reason"], wait["action"] or "-", f"device {wait['device']}", *times))
-    return Table("Longest waits", ("waiting for", "stage:micro-batch", "on", "begin", "time"), rows, num_text=3)
+    rows = [
+        (reason, str(wait["count"]), format_ms(wait["total_ms"]), format_ms(wait["longest_ms"]))
+        for reason, wait in reasons.items()
+    ]
+    return Table("Waits of all micro-batches, by reason", ("waiting for", "waits", "total", "longest"), rows)
 
 
 def _step_table(steps: list[dict[str, Any]]) -> Table:
-    """What is known of the steps; bytes are those of all devices, the peak that of the fullest."""
-    shown = [key for key in _FIGURES if any(key in step["figures"] for step in steps)]
     rows = []
     for step in steps:
-        figures = step["figures"]
-        cells = (_FIGURES[key][1](figures[key]) if key in figures else "-" for key in shown)
-        rows.append((step["name"], format_ms(step["duration_ms"]), *cells))
-    return Table("Steps", ("step", "time", *(_FIGURES[key][0] for key in shown)), rows)
+        bubble = "-" if step["bubble_ratio"] is None else format_share(step["bubble_ratio"])
+        rows.append((step["name"], format_ms(step["step_ms"]), bubble))
+    return Table("Steps, without what lies between them", ("step", "time", "bubble"), rows)

@@ -22,7 +22,7 @@ from .costs import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
 from .cuts import balanced_cuts
 from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
 from .plan import StageMemoryError, StepPlan, plan_evaluation, plan_training
-from .schedule import Action, Schedule, ScheduleError, parse_schedule
+from .schedule import Action, Schedule, ScheduleError
 from .simulate import simulate
 from .spans import Mark, Span
 from .stages import StageCost, bound_stage_costs, stage_costs, stage_durations
@@ -55,7 +55,6 @@ __all__ = [
     "looped_bfs",
     "next_first_device",
     "one_f_one_b",
-    "parse_schedule",
     "partition",
     "partition_forward",
     "plan_evaluation",

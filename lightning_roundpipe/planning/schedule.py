@@ -12,7 +12,6 @@ valid schedule, also one that splits a stage's micro-batches over several device
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run, or text that is not a schedule. The message shows the offending cell."""
+    """A schedule that cannot be run. The message names the offending cell."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Schedule:
         return self._device_of[action]
 
     def format(self) -> str:
-        """Return the schedule as a text table that `parse_schedule` reads back unchanged."""
+        """Return the schedule as a text table, one row per device."""
         width = max(len(action.format()) for actions in self.devices for action in actions)
         label = len(f"device {self.num_devices - 1}:")
         lines = [
@@ -117,17 +116,10 @@ class Schedule:
         num_missing = self.num_stages * self.num_microbatches - len(cells)
         all_actions = (Action(s, m) for s in range(self.num_stages) for m in range(self.num_microbatches))
         missing = next(action for action in all_actions if action not in cells)
-        message = (
+        return ScheduleError(
             f"Action {missing.format()} (stage {missing.stage_index}, micro-batch {missing.microbatch_index}) is "
-            f"missing, {num_missing} in all: add it to a device"
+            f"missing, {num_missing} in all: add it to a device."
         )
-        # The actions are searched in order, so that the one of the stage before is there and tells the place.
-        before = cells.get(Action(missing.stage_index - 1, missing.microbatch_index))
-        if before is None:
-            return ScheduleError(f"{message}.")
-        device, column = before
-        place = f"somewhere after its stage before, device {device}, column {column}"
-        return ScheduleError(f"{message}, {place}.\n{self._excerpt(device, column)}")
 
     def _validate_order(self, cells: dict[Action, tuple[int, int]]) -> None:
         """Run the schedule without time: whatever cannot be reached is blocked by a cycle."""
@@ -187,95 +179,17 @@ class Schedule:
     def _deadlock_error(
         self, cells: dict[Action, tuple[int, int]], columns: list[int], next_stage: list[int], device: int
     ) -> ScheduleError:
-        chain: list[int] = []
-        while device not in chain:
-            chain.append(device)
-            microbatch = self.devices[device][columns[device]].microbatch_index
-            device, _ = cells[Action(next_stage[microbatch], microbatch)]
-        cycle = chain[chain.index(device) :]
-        lines = []
-        for waiting in cycle:
-            head = self.devices[waiting][columns[waiting]]
+        waits: dict[int, str] = {}
+        while device not in waits:
+            column = columns[device]
+            head = self.devices[device][column]
             needed = Action(next_stage[head.microbatch_index], head.microbatch_index)
-            at_device, at_column = cells[needed]
-            lines.append(
-                f"  device {waiting}, column {columns[waiting]}: {head.format()} waits for {needed.format()} "
-                f"at device {at_device}, column {at_column}"
-            )
-        error = self._error(
-            cycle[0], columns[cycle[0]], "the order is cyclic, the devices would wait for ever: reorder them"
-        )
-        return ScheduleError("\n".join([str(error), *lines]))
+            waits[device] = f"device {device}, column {column}: {head.format()} waits for {needed.format()}"
+            device, _ = cells[needed]
+        cycle = list(waits.values())[list(waits).index(device) :]  # what comes before is blocked by it
+        problem = "the order is cyclic, the devices would wait for ever: reorder them"
+        return ScheduleError("\n  ".join([str(self._error(device, columns[device], problem)), *cycle]))
 
     def _error(self, device: int, column: int, problem: str) -> ScheduleError:
         action = self.devices[device][column]
-        return ScheduleError(
-            f"Device {device}, column {column}, action {action.format()}: {problem}.\n{self._excerpt(device, column)}"
-        )
-
-    def _excerpt(self, device: int, column: int, radius: int = 3) -> str:
-        """Return the part of the table around a cell, the cell itself marked as ``>2:0<``."""
-        first = max(0, column - radius)
-        rows = range(max(0, device - 1), min(self.num_devices, device + 2))
-        parts = {row: self.devices[row][first : column + radius + 1] for row in rows}
-        width = max(len(action.format()) for actions in parts.values() for action in actions)
-        lines = []
-        for row, actions in parts.items():
-            cells = []
-            for offset, action in enumerate(actions):
-                is_marked = (row, first + offset) == (device, column)
-                text = action.format().rjust(width)
-                cells.append(f">{text}<" if is_marked else f" {text} ")
-            before = "... " if first else ""
-            after = " ..." if first + len(actions) < len(self.devices[row]) else ""
-            lines.append(f"  device {row}: {before}{''.join(cells)}{after}".rstrip())
-        return "\n".join(lines)
-
-
-_HEADER = re.compile(r"\s*schedule\s+stages=(\d+)\s+microbatches=(\d+)\s+devices=(\d+)\s*")
-_ROW = re.compile(r"\s*device\s+(\d+)\s*:")
-_CELL = re.compile(r"(\d+):(\d+)")
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Read a schedule from the text that `Schedule.format` writes; blank lines and ``#`` comments are skipped.
-
-    Raises:
-        ScheduleError: If the text is malformed; the message names line and column, both counted from 1. Also if the
-            schedule it describes is not valid; the message then names device and action.
-    """
-    lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
-    lines = [(number, line) for number, line in lines if line.strip()]
-    if not lines:
-        raise ScheduleError("Line 1, column 1: the text is empty, expected a schedule: write it with Schedule.format.")
-    number, line = lines[0]
-    header = _HEADER.fullmatch(line)
-    if header is None:
-        expected = "a header such as 'schedule stages=4 microbatches=2 devices=2'"
-        raise _parse_error(number, len(line) - len(line.lstrip()), line.strip(), expected)
-    num_stages, num_microbatches, num_devices = map(int, header.groups())
-    rows = [_parse_row(device, number, line) for device, (number, line) in enumerate(lines[1:])]
-    if len(rows) != num_devices:
-        raise ScheduleError(
-            f"Line {number}, column {header.start(3) + 1}: the header says {num_devices} devices, "
-            f"but {len(rows)} device lines follow: correct one of the two."
-        )
-    return Schedule(num_stages, num_microbatches, tuple(rows))
-
-
-def _parse_row(device: int, number: int, line: str) -> tuple[Action, ...]:
-    row = _ROW.match(line)
-    if row is None or int(row.group(1)) != device:
-        raise _parse_error(number, len(line) - len(line.lstrip()), line.strip(), f"'device {device}: ...'")
-    actions = []
-    for word in re.finditer(r"\S+", line[row.end() :]):
-        cell = _CELL.fullmatch(word.group())
-        if cell is None:
-            expected = "a cell 'stage:microbatch' such as '2:0'"
-            raise _parse_error(number, row.end() + word.start(), word.group(), expected)
-        actions.append(Action(int(cell.group(1)), int(cell.group(2))))
-    return tuple(actions)
-
-
-def _parse_error(number: int, offset: int, found: str, expected: str) -> ScheduleError:
-    return ScheduleError(f"Line {number}, column {offset + 1}: found {found[:60]!r}, expected {expected}.")
+        return ScheduleError(f"Device {device}, column {column}, action {action.format()}: {problem}.")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from lightning_roundpipe.cli.estimate.gpus import GPUS
 from lightning_roundpipe.cli.estimate.resolve import load_shape
 from lightning_roundpipe.cli.estimate.workload import FAST, SLOW, Workload
 from tests.cli.conftest import RunFailing, RunJson
-from tests.cli.test_cli_models import SIZES
 from tests.cli.test_cli_paper import HUB_NAMES
 from tests.planning.paper import MODELS
 
@@ -370,77 +367,8 @@ def test_models_that_are_refused(tmp_path: Path, run_failing: RunFailing) -> Non
     assert "holds no JSON object" in message(str(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
     assert "there are no formulas for it" in message(str(tmp_path))
-    for missing in (str(tmp_path / "other.json"), str(tmp_path / "folder"), "a/b/c"):
-        assert f"--model {missing}: there is no such file: pass the path of its config.json" in message(missing)
-
-
-class Hub(ModuleType):
-    """Stands for huggingface_hub: its cache, the network, and what the Hub answers."""
-
-    def __init__(self, *, cached: Path | None = None, served: Path | None = None, is_online: bool = True) -> None:
-        super().__init__("huggingface_hub")
-        self.cached, self.served, self.is_online = cached, served, is_online
-        self.asked: list[str] = []
-
-    def hf_hub_url(self, name: str, file: str) -> str:
-        return f"https://hub/{name}/{file}"
-
-    def get_session(self) -> Hub:
-        return self
-
-    def head(self, url: str, *, timeout: float) -> None:
-        self.asked.append(f"HEAD {url}")
-        assert timeout < 10
-        if not self.is_online:
-            raise OSError("no route\nto host")
-
-    def hf_hub_download(self, name: str, file: str, *, local_files_only: bool = False) -> str:
-        if not local_files_only:
-            self.asked.append(f"GET {name} {file}")
-            assert self.is_online, "it would try for half a minute"
-        path = self.cached if local_files_only else self.served
-        if path is None:
-            raise FileNotFoundError("404 Client Error.\nRepository Not Found")
-        return str(path)
-
-
-HUB_ARGUMENTS = ("estimate", "--gpu", "rtx4090", "--seq-len", "512", "--model", "someone/small")
-
-
-@pytest.mark.parametrize(
-    ("where", "asked"),
-    [("cached", []), ("served", ["HEAD https://hub/someone/small/config.json", "GET someone/small config.json"])],
-)
-def test_names_on_the_hub_are_read_from_its_cache_first(
-    where: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_json: RunJson
-) -> None:
-    path = tmp_path / "config"
-    path.write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
-    hub = Hub(cached=path) if where == "cached" else Hub(served=path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert run_json(*HUB_ARGUMENTS)["model"]["name"] == "someone/small"
-    assert hub.asked == asked
-
-
-@pytest.mark.parametrize(
-    ("hub", "expected", "asked"),
-    [
-        (None, "can only be asked with huggingface_hub, which is not installed: pip install huggingface_hub, pass", 0),
-        (Hub(is_online=False), "and the Hugging Face Hub cannot be asked (no route): pass the path of its", 1),
-        (Hub(), "Hub did not give its config.json (FileNotFoundError: 404 Client Error.): pass the path of", 2),
-    ],
-    ids=["not installed", "offline", "not there"],
-)
-def test_names_that_the_hub_does_not_give_are_refused_with_the_ways_out(
-    hub: Hub | None, expected: str, asked: int, monkeypatch: pytest.MonkeyPatch, run_failing: RunFailing
-) -> None:
-    """One line that names the value and the ways out, after one question."""
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    message = run_failing(*HUB_ARGUMENTS)
-    assert message.startswith("roundpipe estimate: error: --model someone/small is no file, and no model that comes")
-    assert expected in message
-    assert "config.json or of a folder with one, or one of Qwen3-0.6B, " in message
-    assert message.count("\n") == 1
-    assert len(message) < 500
-    if hub is not None:
-        assert len(hub.asked) == asked
+    for missing in (str(tmp_path / "other.json"), "another/small"):
+        text = message(missing)
+        assert f"--model {missing} is no file and no folder with a config.json, and does not come with" in text
+        assert "pass the path of its config.json or of a folder with one, or one of Qwen3-0.6B, " in text
+        assert "hf download ORGANISATION/NAME config.json" in text

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import math
-import sys
 
 import pytest
 
@@ -15,11 +12,6 @@ from lightning_roundpipe.cli.output import Table, compress_names, print_json, pr
 TABLE = Table(
     "Stages [per step]", ("stage", "units", "time"), [("0", "a[0]", "1.0 ms"), ("10", "b", "12 ms")], num_text=2
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_plain_tables_are_aligned() -> None:
@@ -32,39 +24,9 @@ def test_plain_tables_are_aligned() -> None:
     ]
 
 
-def test_in_a_pipe_the_report_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_has_an_empty_line_between_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     print_report("first", TABLE)
     assert capsys.readouterr().out == f"first\n\n{TABLE.format()}\n"
-
-
-def test_on_a_terminal_rich_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "100")
-    print_report("see [bold] text", TABLE)
-    drawn = terminal.getvalue()
-    # what looks like markup is text
-    for text in ("see [bold] text", "Stages [per step]", "a[0]", "12 ms", "\N{BOX DRAWINGS LIGHT HORIZONTAL}"):
-        assert text in drawn
-    assert TABLE.format() not in drawn
-
-
-def test_narrow_terminals_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "12")
-    row = [f"a long cell {column}" for column in range(5)]
-    print_report(Table("", [f"column {column}" for column in range(5)], [row]))
-    last = terminal.getvalue().splitlines()[-1]
-    assert all(cell in last for cell in row)
-
-
-def test_on_a_terminal_without_rich_the_report_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    print_report(TABLE)
-    assert terminal.getvalue() == f"{TABLE.format()}\n"
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:

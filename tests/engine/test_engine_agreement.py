@@ -29,12 +29,12 @@ from lightning_roundpipe.planning import (
     StageKind,
     Timeline,
     next_first_device,
-    parse_schedule,
     round_robin,
     simulate,
     stage_costs,
 )
 from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.schedule_text import parse_schedule
 from tests.support.engine.taps import Tap
 
 PATIENCE_S = 60.0

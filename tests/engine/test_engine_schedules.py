@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_roundpipe.planning import Action, Schedule, parse_schedule
+from lightning_roundpipe.planning import Action, Schedule
 from tests.support.engine.plain_loop import ALL, Case, assert_order, cut_at, random_case, random_schedule
+from tests.support.engine.schedule_text import parse_schedule
 
 # Turns of a loop in which other threads come in: with the fixture below they take turns all the time.
 TURNS = 5000

@@ -19,10 +19,10 @@ from lightning_roundpipe.planning import (
     looped_bfs,
     next_first_device,
     one_f_one_b,
-    parse_schedule,
     round_robin,
     simulate,
 )
+from tests.support.engine.schedule_text import parse_schedule
 
 WITH_DEVICES = (round_robin, next_first_device, interleaved_one_f_one_b, looped_bfs)
 counts = st.integers(1, 9)

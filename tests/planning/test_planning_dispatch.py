@@ -22,7 +22,6 @@ from lightning_roundpipe.planning import (
     StageCost,
     StageMemoryError,
     StepPlan,
-    parse_schedule,
     partition,
     plan_training,
     round_robin,
@@ -34,6 +33,7 @@ from lightning_roundpipe.planning.partition import assemble
 from lightning_roundpipe.planning.quantities import format_ms
 from lightning_roundpipe.reporting.pictures import draw_timelines
 from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES
+from tests.support.engine.schedule_text import parse_schedule
 
 any_costs = st.builds(
     StageCost,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import (
     Action,
-    parse_schedule,
     round_robin,
     simulate,
 )
+from tests.support.engine.schedule_text import parse_schedule
 
 
 def one_ms(action: Action) -> float:

@@ -19,7 +19,6 @@ from lightning_roundpipe.planning import (
     StageCost,
     bound_stage_costs,
     one_f_one_b,
-    parse_schedule,
     partition,
     partition_forward,
     round_robin,
@@ -27,6 +26,7 @@ from lightning_roundpipe.planning import (
     stage_costs,
     stage_durations,
 )
+from tests.support.engine.schedule_text import parse_schedule
 
 ONE_DEVICE = parse_schedule("schedule stages=3 microbatches=2 devices=1\ndevice 0: 0:0 0:1 1:0 1:1 2:0 2:1\n")
 

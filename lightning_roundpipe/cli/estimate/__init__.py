@@ -44,8 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--model",
         required=True,
         metavar="MODEL",
-        help="config.json, a folder with one, a name that comes with the package (qwen3-32b), or one on the Hugging "
-        "Face Hub",
+        help="config.json, a folder with one, or a name that comes with the package (qwen3-32b)",
     )
     add_option(parser, "--seq-len", parse_count, "T", "tokens per sequence", required=True)
     add_option(parser, "--batch-size", parse_count, "B", "sequences per optimizer step (default: 64)", default=64)
