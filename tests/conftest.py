@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -24,6 +25,7 @@ if "torch" in sys.modules and "MKL_CBWR" not in os.environ:
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
+from lightning.fabric.utilities import registry
 
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.integration.links import Links
@@ -100,8 +102,8 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
-            patch.setattr(search, "_NUM_VARIATIONS", 20)
-            patch.setattr(search, "_NUM_NEIGHBOURS", 100)
+            patch.setattr(search, "_NUM_VARIATIONS", 5)
+            patch.setattr(search, "_NUM_NEIGHBOURS", 20)
         yield
 
 
@@ -114,11 +116,41 @@ def no_links_measured() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_preparations_for_others() -> Iterator[None]:
+    """What each seed and each Trainer does for GPUs that are not there and for callbacks of packages is done once.
+
+    A seed is noted, with the lines that have set it, for accelerators that may be initialized later; a Trainer reads
+    what every package of the environment says of itself.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (torch.cuda, torch.xpu, torch.mtia):
+            if not backend.is_available():
+                patch.setattr(backend, "manual_seed_all", lambda seed: None)
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
+        yield
+
+
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Runs scripts in processes of their own."""
     with Forks(tmp_path_factory.mktemp("forks")) as forks:
         yield forks
+
+
+@pytest.fixture
+def few_objects() -> None:
+    """The collector looks at what the test makes alone: at all that is left of other tests it takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def without_collector(few_objects: None) -> Iterator[None]:
+    """Only reference counts free memory: what a cycle holds stays."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ be a dependency that points up in disguise.
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.support.forks import Forks
 
 PACKAGE = "lightning_roundpipe"
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,16 +237,21 @@ def test_the_rules_themselves(module: str, source: str, is_allowed: bool) -> Non
     assert (violations(source, f"{PACKAGE}.{module}") == []) is is_allowed
 
 
-def test_import_starts_no_thread_and_does_not_touch_cuda() -> None:
-    program = (
-        "import threading, lightning, torch, torchmetrics\n"
-        "before = set(threading.enumerate())\n"
-        f"import {PACKAGE}\n"
-        "assert set(threading.enumerate()) <= before, threading.enumerate()\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
+IMPORT = f"""
+import sys, threading
+import lightning as L, torch, torchmetrics
+threads, modules = set(threading.enumerate()), set(sys.modules)
+import {PACKAGE}
+assert not torch.cuda.is_initialized()
+extras = {{"transformers", "peft", "jsonargparse", "matplotlib"}}
+assert not extras & {{name.split(".")[0] for name in set(sys.modules) - modules}}
+trainer = L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, barebones=True)
+assert type(trainer.strategy).__name__ == "RoundPipeStrategy"
+assert set(threading.enumerate()) == threads, threading.enumerate()
+"""
+
+
+def test_import_starts_no_thread_and_touches_neither_cuda_nor_extras(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text(IMPORT)
+    forks.run(script, folder=tmp_path)

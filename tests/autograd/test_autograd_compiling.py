@@ -121,8 +121,9 @@ def test_inductor_gives_the_results_of_eager_units_up_to_rounding() -> None:
     """Fused operators round in other places."""
     model, parts = Model(num_blocks=2), parts_of(2, 2)
     # A pool of threads would outlive the test. The caches on disk keep code for another ATEN_CPU_CAPABILITY, which
-    # fails or gives wrong numbers under this one.
-    with torch._inductor.config.patch(compile_threads=1, force_disable_caches=True):
+    # fails or gives wrong numbers under this one. Trying out what the compiler can do takes longer than compiling.
+    wanted = {"compile_threads": 1, "force_disable_caches": True, "cpp.vec_isa_ok": True, "cpp.simdlen": 256}
+    with torch._inductor.config.patch(wanted):
         found = results(model, parts, {}, num_steps=1)
     torch.testing.assert_close(found, results(model, parts, None, num_steps=1), rtol=1e-4, atol=1e-6)
 
@@ -312,6 +313,7 @@ def test_units_are_seen_by_modes_of_the_user_and_not_by_that_of_the_engine(mode:
 # --- what is left ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_nothing_holds_replicas_or_the_model() -> None:
     model = Model()
     steps = steps_of(model, EAGER_KERNELS, copies=True)

@@ -75,7 +75,7 @@ def test_a_forward_or_recomputation_is_run_once_more_with_the_same_results(
 ) -> None:
     right = results({})
     num_visits = count(place, unit)
-    for at in sorted({1, 2, num_visits // 2, num_visits - 1, num_visits}):
+    for at in sorted({1, num_visits // 2, num_visits}):
         made_room.clear()
         trouble = Trouble(at)
         torch.testing.assert_close(results({place: trouble}, unit), right, rtol=0, atol=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import machine, probes, processes
+from benchmarks.gpu import facts, machine, probes, processes
 from benchmarks.gpu.measuring import Job, Meter
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.probes import LockSampler, device_figures
@@ -103,14 +102,6 @@ def test_a_process_ends_at_its_limit() -> None:
     code, _ = processes.run([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
     assert code is None
     assert processes.run([sys.executable, "-c", "print('why'); raise SystemExit(3)"], LIMIT_S) == (3, "why\n")
-
-
-def test_a_training_in_a_process_of_its_own(tmp_path: Path) -> None:
-    progress = Progress("it", results_in(tmp_path), time.monotonic() + LIMIT_S)
-    found = processes.train(Job("resident", TINY, is_tiny=True, steps=1), progress, LIMIT_S)
-    assert found["tokens_per_second"]["num"] == 1
-    assert progress.saved is not None
-    assert "losses" in progress.saved
 
 
 @pytest.mark.parametrize(
@@ -242,7 +233,27 @@ def test_a_stage_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None
     assert "'fats' is none of facts, tests" in capsys.readouterr().err
 
 
-def test_a_stage_is_run_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class InThisProcess:
+    """A stage that is run where it is started: elsewhere everything would be imported again."""
+
+    def __init__(self, arguments: list[str], **settings: Any) -> None:
+        assert arguments[:3] == [sys.executable, "-m", "benchmarks.gpu"]
+        assert command.main(arguments[3:]) == 0
+
+    def wait(self, limit_s: float) -> None:
+        pass
+
+    def poll(self) -> int:
+        return 0
+
+
+def test_a_stage_is_run_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # this machine as it is
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=InThisProcess))
+    monkeypatch.setattr(facts, "_ROUNDS", 1)
+    torch.set_num_threads(1)
     assert command.main(["facts", "--scale", "tiny", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "| facts | launches | launch_us" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -96,14 +97,23 @@ def test_an_interrupt_has_a_status_and_no_traceback(
     assert printed.err == "roundpipe plan: interrupted\n"
 
 
+def test_the_package_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m lightning_roundpipe.cli --version``."""
+    monkeypatch.setattr(sys, "argv", ["cli", "--version"])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_module("lightning_roundpipe.cli", run_name="__main__")
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"roundpipe {__version__}\n"
+
+
 def test_a_reader_that_stops_reading_leaves_no_error(llama_file: str) -> None:
-    """In a process of its own, as ``python -m lightning_roundpipe.cli``: the error comes from a real pipe."""
+    """In a process of its own, as the console script: the error comes from a real pipe."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     arguments = ["simulate", "--profile", llama_file, "--devices", "2", "--microbatches", "2", "--only", "gpipe"]
     with os.fdopen(write_end, "wb") as pipe:
         result = subprocess.run(
-            [sys.executable, "-m", "lightning_roundpipe.cli", *arguments],
+            [sys.executable, "-c", SCRIPT, *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=pipe,
             stderr=subprocess.PIPE,
@@ -114,6 +124,7 @@ def test_a_reader_that_stops_reading_leaves_no_error(llama_file: str) -> None:
     assert result.stderr == b""
 
 
+SCRIPT = "import sys; from lightning_roundpipe_command import main; sys.exit(main())"
 # What the console script does, and a look at what has been imported when it ends.
 PROGRAM = """
 import sys

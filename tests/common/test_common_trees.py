@@ -102,6 +102,7 @@ def test_a_call_is_made_again_of_its_leaves(call: Any) -> None:
     assert (type(args), type(kwargs), type(side)) == (tuple, dict, list)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("wrap", [list, Frozen, Registered, lambda items: {"x": items}])
 def test_a_structure_keeps_no_tensor_alive(wrap: Any) -> None:
     tensor = torch.zeros(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import threading
 import weakref
@@ -452,6 +451,7 @@ def test_random_numbers_of_user_code_do_not_depend_on_barriers() -> None:
 
 
 @pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.usefixtures("without_collector")
 def test_no_tensor_survives_without_the_garbage_collector(copies: bool) -> None:
     chain = Chain()
     engine = engine_of(chain, copies=copies)
@@ -466,11 +466,6 @@ def test_no_tensor_survives_without_the_garbage_collector(copies: bool) -> None:
         meet(ask("backward"), [(middle.mean(), 1.0)])
 
     run(engine, step)
-    gc.collect()
-    gc.disable()
-    try:
-        alive.clear()
-        run(engine, step)
-        assert [ref() for ref in alive if ref() is not None] == []
-    finally:
-        gc.enable()
+    alive.clear()
+    run(engine, step)
+    assert [ref() for ref in alive if ref() is not None] == []

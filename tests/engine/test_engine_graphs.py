@@ -25,7 +25,7 @@ from tests.support.engine.random_graphs import (
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     program=programs,
     frozen=some_units,
@@ -66,7 +66,7 @@ def assert_identical(graph: Graph, one: StepResult, other: StepResult) -> None:
             assert torch.equal(one.gradients[parameter], other.gradients[parameter]), name
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(program=programs, frozen=some_units, devices=st.integers(1, 4), seed=st.integers(0, 2**32))
 def test_a_kept_graph_and_a_recomputed_one_agree_bit_for_bit(
     program: list[Instruction], frozen: frozenset[int], devices: int, seed: int
@@ -90,8 +90,8 @@ class Chain(Graph):
         super().__init__([Instruction("unit", i % NUM_UNITS, i + 1, 0) for i in range(5)], frozenset(), dropout=0.5)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 5])
 def test_kept_and_recomputed_chains_agree_on_any_number_of_devices(devices: int, num_microbatches: int) -> None:
     graph = Chain()
     rows = torch.randn(11, WIDTH)
@@ -106,7 +106,7 @@ def test_kept_and_recomputed_chains_agree_on_any_number_of_devices(devices: int,
     assert not torch.equal(torch.stack(kept[1].outputs), torch.stack(kept[2].outputs)), "the step's seed has no effect"
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     program=programs,
     devices=st.integers(2, 4),

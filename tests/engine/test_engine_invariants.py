@@ -178,8 +178,7 @@ def one_thread_per_operator() -> None:
 # Ways out
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["first-step", "planned-step"])
+@pytest.mark.parametrize(("recorded", "copies"), [(False, False), (True, True)], ids=["first-step", "planned-step"])
 def test_an_exception_anywhere_leaves_nothing_behind(recorded: bool, copies: bool) -> None:
     """At every user code point, unit call, recomputation and backward in turn; one error and the other by turns."""
     probe = Probe()
@@ -352,15 +351,6 @@ def forget_writes(model: Model) -> None:
         block.seen = None
 
 
-@pytest.fixture
-def without_collector() -> Iterator[None]:
-    """Only reference counts free memory: what a cycle holds stays."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 @pytest.mark.usefixtures("without_collector")
 def test_no_tensor_survives_a_step(copies: bool) -> None:
@@ -398,6 +388,7 @@ class Checkpointed(Model):
         return x.square().mean()
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 def test_nothing_survives_a_step_that_calls_units_again_in_checkpoints_of_user_code(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -134,17 +133,14 @@ def test_an_open_engine_goes_on_after_an_error(engine: Engine, net: Net, error: 
     assert len(kept_threads()) == NUM_MICROBATCHES
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_waiting_threads_keep_nothing_of_a_step(engine: Engine, net: Net) -> None:
     seen: list[weakref.ref[Tensor]] = []
     net.inside = lambda x: seen.append(weakref.ref(x))
     engine.open()
-    gc.disable()
-    try:
-        for seed in range(2):
-            run(engine, net, seed)
-            assert not [tensor for tensor in seen if tensor() is not None]
-    finally:
-        gc.enable()
+    for seed in range(2):
+        run(engine, net, seed)
+        assert not [tensor for tensor in seen if tensor() is not None]
     assert len(seen) == 2 * NUM_MICROBATCHES
 
 

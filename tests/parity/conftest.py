@@ -60,7 +60,6 @@ _BY_DEFAULT = ("aliases", "lazy")
 _PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
     "2x3": ({"devices": 2, "num_microbatches": 3}, "lazy"),
     "4x5": ({"devices": 4, "num_microbatches": 5}, "aliases"),
-    "2x3-copies": ({"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}}, "aliases"),
 }
 
 
@@ -131,8 +130,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.param(way, pipeline, id=f"{way}-{name}")
         for way in ways
         for name, (pipeline, way_by_default) in _PIPELINES.items()
-        # Where everything is copied anyhow, a pipeline that copies is another one once more.
-        if (way == "aliases" or "strategy_options" not in pipeline if chosen else way == way_by_default)
+        if chosen or way == way_by_default
     ]
     metafunc.parametrize(("way_to_copy", "pipeline"), both, indirect=True)
 
@@ -177,10 +175,7 @@ def assert_same() -> Callable[..., None]:
 
 @pytest.fixture
 def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Devices and micro-batches that every kind of model is tried on, as arguments of ``assert_parity``.
-
-    ``copies``: real device copies of weights that are poisoned when freed, as the memory of a GPU would be.
-    """
+    """Devices and micro-batches that every kind of model is tried on, as arguments of ``assert_parity``."""
     return dict(request.param)
 
 

@@ -24,7 +24,7 @@ from tests.support.parity import make_loader, make_trainer
 from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import Small
 
-SCRIPT = str(Path(__file__).with_name("plain_script.py"))
+SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
 class Telling(Small):
@@ -95,12 +95,46 @@ def test_rank_0_alone_writes_recordings(forks: Forks, tmp_path: Path) -> None:
     assert names == {"trace-0.json", "profile-0.json", "timeline-0.json"}
 
 
-def run_script(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command with the plain script, as a user would, without the variables of any launcher."""
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What both ranks have trained in the plain script."""
+    found = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    assert [(size, devices) for size, devices, _ in found] == [(2, 2)] * 2
+    for name, value in found[0][2].items():
+        assert torch.equal(value, found[1][2][name])
+    return dict(found[0][2])
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the plain script has trained, which has started its other rank itself."""
+    folder = tmp_path_factory.mktemp("plain")
+    forks.run(SCRIPT, str(folder), "2", folder=folder)
+    return folder
+
+
+def test_a_plain_script_starts_its_other_rank(trained: Path) -> None:
+    assert weights_in(trained)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [("1", r"rank 1 \(.*\) has failed: ValueError: boom"), ("-1", "ended with status 3 before it")]
+)
+def test_a_plain_script_ends_with_the_error_of_its_other_rank(
+    forks: Forks, tmp_path: Path, step: str, text: str
+) -> None:
+    status, output = forks.end(SCRIPT, str(tmp_path), "2", step, folder=tmp_path)
+    assert status == 1
+    assert re.search(rf"RankError: .*{text}", output), output
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_again_which_go_on(trained: Path, tmp_path: Path) -> None:
+    """As if nothing had happened; the step that fails is in the second epoch."""
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
     variables = {name: value for name, value in os.environ.items() if name not in launched}
-    return subprocess.run(
-        [sys.executable, *command],
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    result = subprocess.run(
+        [sys.executable, *torchrun, SCRIPT, tmp_path, "0", "3"],
         env={**variables, **ENVIRONMENT},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -108,44 +142,9 @@ def run_script(*command: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
-
-
-def check_trained(folder: Path) -> None:
-    found = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
-    assert [(size, devices) for size, devices, _ in found] == [(2, 2)] * 2
-    for name, value in found[0][2].items():
-        assert torch.equal(value, found[1][2][name])
-
-
-def test_a_plain_script_starts_its_other_rank(tmp_path: Path) -> None:
-    result = run_script(SCRIPT, str(tmp_path), "2")
     assert result.returncode == 0, result.stderr
-    check_trained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("step", "text"), [("1", r"rank 1 \(.*\) has failed: ValueError: boom"), ("-1", "ended with status 3 before it")]
-)
-def test_a_plain_script_ends_with_the_error_of_its_other_rank(tmp_path: Path, step: str, text: str) -> None:
-    result = run_script(SCRIPT, str(tmp_path), "2", step)
-    assert result.returncode == 1
-    assert re.search(rf"RankError: .*{text}", result.stderr), result.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
-    """As if nothing had happened; the step that fails is in the second epoch."""
-    found = []
-    for step in ((), ("3",)):
-        folder = tmp_path / f"fails in {step}"
-        folder.mkdir()
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-        result = run_script(*torchrun, SCRIPT, str(folder), "0", *step)
-        assert result.returncode == 0, result.stderr
-        assert ("ValueError: boom" in result.stderr) == bool(step)
-        check_trained(folder)
-        found.append(torch.load(folder / "rank-0.pt")[2])
-    torch.testing.assert_close(found[1], found[0])
+    assert "ValueError: boom" in result.stderr
+    torch.testing.assert_close(weights_in(tmp_path), weights_in(trained))
 
 
 def has_own_devices() -> Any:

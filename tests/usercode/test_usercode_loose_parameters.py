@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,23 +138,20 @@ def test_a_parameter_that_was_opened_is_not_kept(step: UserCode, weight: nn.Para
     assert used is None
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_copies_are_given_up_when_no_graph_leads_through_them(step: UserCode, weight: nn.Parameter) -> None:
-    gc.disable()
-    try:
-        loss = step.use(weight).square().sum()
-        step.parameters.end_stage_run(step.devices[0])
-        assert step.booked == [2 * NUM_BYTES, 0]
-        step.backward(loss)
-        del loss
-        step.parameters.end_stage_run(step.devices[1])
-        assert step.booked == [2 * NUM_BYTES, 0]
-        step.parameters.end_stage_run(step.devices[0])
-        step.gradients.take()
-        assert step.booked == [0, 0]
-        step.use(weight)
-        assert step.uploaded == [2 * NUM_BYTES, 0]
-    finally:
-        gc.enable()
+    loss = step.use(weight).square().sum()
+    step.parameters.end_stage_run(step.devices[0])
+    assert step.booked == [2 * NUM_BYTES, 0]
+    step.backward(loss)
+    del loss
+    step.parameters.end_stage_run(step.devices[1])
+    assert step.booked == [2 * NUM_BYTES, 0]
+    step.parameters.end_stage_run(step.devices[0])
+    step.gradients.take()
+    assert step.booked == [0, 0]
+    step.use(weight)
+    assert step.uploaded == [2 * NUM_BYTES, 0]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

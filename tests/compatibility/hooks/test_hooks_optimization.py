@@ -216,6 +216,57 @@ def test_backward_overrides(override: Any) -> None:
     compare(type("Learns", (Small,), {"backward": override}))
 
 
+def test_a_second_backward_of_a_step_is_an_error() -> None:
+    class Twice(Small):
+        def backward(self, loss: Any) -> None:
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match="call backward once per training_step"):
+        make_trainer().fit(Twice(), make_loader())
+
+
+class OverridesAll(Small):
+    """Overrides all that concerns the optimizer step, and notes when, and what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+
+    def backward(self, loss: Any) -> None:
+        self.notes.append(("backward", loss.item()))
+        (loss * 2.0).backward()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.notes.append(("step", self.head.weight.norm().item()))
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.notes.append(("zero", batch_idx))
+        optimizer.zero_grad(set_to_none=False)
+
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **options: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.notes.append(("clip", norm.item(), given, options))
+        self.clip_gradients(optimizer, gradient_clip_val=0.03, gradient_clip_algorithm="value")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.notes.append(("scheduler", scheduler.last_epoch))
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+@compat("LightningModule hook", "configure_gradient_clipping")
+@compat("LightningModule method", "clip_gradients")
+def test_overrides_of_everything_around_a_step() -> None:
+    plain, _ = compare(OverridesAll, also=lambda run: run.module.notes, max_epochs=2)
+    assert sum(what == "backward" for what, *_ in plain.module.notes) == 6
+
+
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 

@@ -283,6 +283,8 @@ def test_experiment_in_steps(tmp_path: Path) -> None:
     assert by_hook[0] == by_hook[1] == [[{"rows": rows}, step] for step, rows in enumerate((8, 8, 4), start=1)]
 
 
+@compat("Logger", "CSVLogger")
+@compat("Logger", "TensorBoardLogger")
 @compat("Logger", "CSVLogger (`prefix`, `flush_logs_every_n_steps`, beside another logger)")
 @compat("Logger", "TensorBoardLogger (`log_graph`, `default_hp_metric`, hyperparameters, beside another logger)")
 @compat("Trainer argument", "logger")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.support.metric_recorder import Recorder
-from tests.support.parity import KINDS, Run, compare, make_loader, make_trainer
+from tests.support.parity import KINDS, Run, both, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -72,6 +72,7 @@ def log_kinds(module: L.LightningModule, x: torch.Tensor, batch_idx: int) -> Non
     module.log("bool tensor", torch.tensor(True))
 
 
+@compat("LightningModule method", "log")
 @compat("LightningModule method", "log (`on_step`, `on_epoch`, `prog_bar`, `logger`)")
 @compat("LightningModule method", "log (`reduce_fx`)")
 @compat("LightningModule method", "log (`batch_size` given or guessed)")
@@ -190,7 +191,7 @@ def test_metrics_and_several_loaders() -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             logits = self(batch[0])
-            self.accuracy(logits, batch[1])
+            self.log("its value", self.accuracy(logits, batch[1]), **BOTH)
             self.log("accuracy", self.accuracy, metric_attribute="accuracy", prog_bar=True, **BOTH)
             self.in_training(logits, batch[1])
             self.log_dict(self.in_training, **BOTH)
@@ -208,6 +209,44 @@ def test_metrics_and_several_loaders() -> None:
     end = compared(Logs, loaders)[-1]["callback_metrics"]
     names = {"accuracy_step", "train_macro_epoch", "loss_epoch/dataloader_idx_1", "own_0", "own_1"}
     assert names | {"val_macro/dataloader_idx_0", "val_macro/dataloader_idx_1"} <= set(end)
+
+
+def test_a_metric_keeps_the_order_of_rows() -> None:
+    class Collects(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = CatMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.rows.update(self(batch[0])[:, 0])
+
+        def on_validation_epoch_end(self) -> None:
+            self.collected = self.rows.compute()
+
+    def act(kind: str) -> Any:
+        module = Collects()
+        make_trainer(kind).validate(module, make_loader(), verbose=False)
+        return module.collected
+
+    assert len(both(act)) == 20
+
+
+def test_the_mean_goes_over_the_rows_of_micro_batches_that_log() -> None:
+    """There is nothing to compare with."""
+
+    class Logs(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if float(batch[0][0, 0]) > 0:
+                self.log("positive", batch[0][0, 0], on_epoch=True, batch_size=len(batch[0]))
+            return self.loss(batch)
+
+    trainer = make_trainer()
+    trainer.fit(Logs(), make_loader())
+    parts = [part for x, _ in make_loader() for part in torch.tensor_split(x, 3)]
+    logged = [(float(part[0, 0]), len(part)) for part in parts if part[0, 0] > 0]
+    assert 0 < len(logged) < 9
+    expected = sum(value * rows for value, rows in logged) / sum(rows for _, rows in logged)
+    assert float(trainer.callback_metrics["positive"]) == pytest.approx(expected, rel=1e-5)
 
 
 class Child(L.LightningModule):

@@ -20,6 +20,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink, lightning_cli
 from lightning_roundpipe.options import LOSS_WEIGHTS
+from lightning_roundpipe.planning import CostProfile
 from tests.support.forks import Forks
 from tests.support.identical import assert_identical
 from tests.support.parity import assert_alike
@@ -334,6 +335,19 @@ def test_configurations_can_be_read_again(
         weights.append(dict(torch.load(checkpoint, weights_only=False)["state_dict"]))
         assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["strategy"] == strategy
     assert_identical(weights[1], weights[0])
+
+
+def test_files_and_callback(config: Any, project: str, tmp_path: Path) -> None:
+    files = {"save_profile": str(tmp_path / "costs.json"), "trace": str(tmp_path / "trace.json")}
+    timeline = {"path": str(tmp_path / "other.json"), "first_step": 1, "num_steps": 2}
+    callback = {"class_path": "lightning_roundpipe.RoundPipeTimeline", "init_args": timeline}
+    strategy = {"class_path": "lightning_roundpipe.RoundPipeStrategy", "init_args": files}
+    trainer = {"devices": 2, "max_epochs": 1, "callbacks": [callback], "strategy": strategy}
+    assert lightning_cli.main(["fit", "-c", str(config(trainer))]) == 0
+    assert {"costs.json", "trace.json", "other.json"} <= {path.name for path in tmp_path.iterdir()}
+    strategy["init_args"] = {"cost_profile": str(tmp_path / "costs.json")}
+    options = instantiate(config({"strategy": strategy})).trainer.strategy.options
+    assert options.cost_profile == CostProfile.load(tmp_path / "costs.json")
 
 
 @compat("LightningCLI", "`link_arguments`, `subclass_mode_model`, `subclass_mode_data`")

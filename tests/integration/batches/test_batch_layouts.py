@@ -351,19 +351,6 @@ def test_wrong_returns_raise_as_in_plain(
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("loss", [1.0, "loss", [torch.tensor(1.0)]], ids=["float", "string", "list"])
-def test_a_loss_in_a_dict_that_is_no_tensor(small: Any, make_trainer: Any, make_loader: Any, loss: Any) -> None:
-    """Plain Lightning divides it and fails somewhere."""
-
-    class Returns(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": loss}
-
-    kind = type(loss).__name__
-    with pytest.raises(MisconfigurationException, match=f"'loss' is of type {kind}: it must be a tensor"):
-        make_trainer().fit(Returns(), make_loader())
-
-
 def test_loss_of_one_element(small: Any, fit_alike: Any) -> None:
     """Plain Lightning takes a loss of shape [1]."""
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tests.support.rows import compat
-
 
 class SavesAt(L.Callback):
     """Saves a checkpoint after a number of optimizer steps."""
@@ -66,7 +64,6 @@ def weights() -> Any:
     return take
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("step", [2, 3, 4], ids=["mid-epoch", "epoch-end", "second-epoch"])
 def test_resumed_equals_uninterrupted(
     small: Any,
@@ -75,19 +72,18 @@ def test_resumed_equals_uninterrupted(
     weights: Any,
     assert_alike: Any,
     tmp_path: Path,
-    dropout: float,
     step: int,
 ) -> None:
-    """With dropout too, from the same seed, wherever the generator stands. Up to the order of sums: the first step of
+    """With dropout, from the same seed, wherever the generator stands. Up to the order of sums: the first step of
     a process runs its first micro-batch alone."""
     path = tmp_path / "at.ckpt"
     L.seed_everything(3, verbose=False)
-    module, trainer = small(dropout), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
+    module, trainer = small(0.4), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
     trainer.fit(module, resumable())
 
     L.seed_everything(3, verbose=False)
     torch.rand(17)  # what else draws between start and resume must not matter
-    resumed, again = small(dropout), make_trainer(max_epochs=2)
+    resumed, again = small(0.4), make_trainer(max_epochs=2)
     again.fit(resumed, resumable(), ckpt_path=path)
     assert again.global_step == trainer.global_step == 6
     assert_alike(weights(resumed, again), weights(module, trainer), rtol=1e-5, atol=1e-7)
@@ -113,88 +109,6 @@ def test_random_numbers_of_a_step_without_batch_idx(
     L.seed_everything(3, verbose=False)
     make_trainer(max_epochs=2).fit(Draws(), resumable(), ckpt_path=path)
     assert drawn == {step: numbers for step, numbers in uninterrupted.items() if step >= 2}
-
-
-def test_dropout_matters(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    """The test above can fail: another seed gives other weights."""
-    modules = []
-    for seed in (3, 4):
-        L.seed_everything(seed, verbose=False)
-        modules.append(small(0.4))
-        make_trainer().fit(modules[-1], make_loader())
-    assert not torch.equal(modules[0].head.weight, modules[1].head.weight)
-
-
-@pytest.mark.parametrize(("devices", "num_microbatches"), [(1, 3), (4, 3), (2, 1), (3, 8)])
-def test_resumed_with_other_devices_and_microbatches(
-    small: Any,
-    make_trainer: Any,
-    resumable: Any,
-    weights: Any,
-    assert_alike: Any,
-    tmp_path: Path,
-    devices: int,
-    num_microbatches: int,
-) -> None:
-    path = tmp_path / "at.ckpt"
-    module, trainer = small(), make_trainer(max_epochs=2, callbacks=[SavesAt(2, path)])
-    trainer.fit(module, resumable())
-    resumed = small()
-    other = make_trainer(max_epochs=2, devices=devices, num_microbatches=num_microbatches)
-    other.fit(resumed, resumable(), ckpt_path=path)
-    assert_alike(weights(resumed, other), weights(module, trainer))
-
-
-@compat(
-    "Library",
-    "seed_everything",
-    status="differs",
-    note="Other random numbers than in plain Lightning; the same for any number of devices.",
-)
-@pytest.mark.parametrize("devices", [1, 3, 4])
-def test_devices_do_not_change_random_training(small: Any, make_trainer: Any, make_loader: Any, devices: int) -> None:
-    """The same masks for every number of devices; the order of sums may change."""
-    modules = []
-    for count in (2, devices):
-        L.seed_everything(3, verbose=False)
-        modules.append(small(0.3))
-        make_trainer(devices=count, max_epochs=2).fit(modules[-1], make_loader())
-    for name, value in modules[0].state_dict().items():
-        torch.testing.assert_close(modules[1].state_dict()[name], value, rtol=1e-5, atol=1e-7)
-
-
-@compat("Trainer method", "save_checkpoint")
-@pytest.mark.parametrize("first", ["plain", "roundpipe"])
-def test_exchange_with_plain(
-    small: Any, make_trainer: Any, resumable: Any, weights: Any, assert_alike: Any, tmp_path: Path, first: str
-) -> None:
-    """Begun on one side, finished on the other, compared with a plain run that was never interrupted."""
-    second = "roundpipe" if first == "plain" else "plain"
-    path = tmp_path / "at.ckpt"
-    make_trainer(first, max_epochs=2, callbacks=[SavesAt(4, path)]).fit(small(), resumable())
-    finished = small()
-    trainer = make_trainer(second, max_epochs=2)
-    trainer.fit(finished, resumable(), ckpt_path=path)
-
-    reference, uninterrupted = small(), make_trainer("plain", max_epochs=2)
-    uninterrupted.fit(reference, resumable())
-    assert_alike(weights(finished, trainer), weights(reference, uninterrupted))
-
-
-@compat("LightningModule method", "load_from_checkpoint")
-def test_checkpoint_files_have_plain_keys(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    files = {}
-    for kind in ("plain", "roundpipe"):
-        trainer = make_trainer(kind)
-        trainer.fit(small(), make_loader())
-        trainer.save_checkpoint(tmp_path / f"{kind}.ckpt")
-        files[kind] = torch.load(tmp_path / f"{kind}.ckpt", weights_only=True)
-    assert files["roundpipe"].keys() == files["plain"].keys()
-    assert list(files["roundpipe"]["state_dict"]) == list(files["plain"]["state_dict"]) == list(small().state_dict())
-    assert all(value.device.type == "cpu" for value in files["roundpipe"]["state_dict"].values())
-    loaded = small.load_from_checkpoint(tmp_path / "roundpipe.ckpt")
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, files["roundpipe"]["state_dict"][name])
 
 
 class Remembers(L.Callback):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -34,60 +31,6 @@ def test_registered() -> None:
     assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
 
 
-IMPORT = """
-import sys, threading
-import lightning.pytorch
-before, modules = threading.active_count(), set(sys.modules)
-import lightning_roundpipe
-assert threading.active_count() == before, threading.enumerate()
-import torch
-assert not torch.cuda.is_initialized()
-loaded = {name.split(".")[0] for name in set(sys.modules) - modules}
-loaded &= {"transformers", "peft", "jsonargparse", "matplotlib"}
-assert not loaded, loaded
-import lightning as L
-strategy = L.Trainer(
-    strategy="roundpipe", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, barebones=True
-).strategy
-assert type(strategy).__name__ == "RoundPipeStrategy"
-assert threading.active_count() == before, threading.enumerate()
-print("fine")
-"""
-
-
-def test_import_starts_no_thread_and_needs_no_gpu() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, env=_environment_without_gpu()
-    )
-    assert result.stdout.strip().endswith("fine"), result.stderr
-
-
-def _environment_without_gpu() -> dict[str, str]:
-    root = str(Path(__file__).parents[3])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-
-
-@pytest.mark.parametrize("strategy", ["name", "instance"])
-@pytest.mark.parametrize("accelerator", ["cpu", "roundpipe", "auto"])
-def test_strategy_and_accelerator(
-    small: Any, make_loader: Any, assert_alike: Any, make_trainer: Any, strategy: str, accelerator: str
-) -> None:
-    if accelerator != "cpu" and torch.cuda.is_available():
-        pytest.skip("with GPUs these accelerators mean GPUs")
-    given = "roundpipe" if strategy == "name" else RoundPipeStrategy(num_microbatches=2)
-    trainer = L.Trainer(strategy=given, accelerator=accelerator, devices=2, **QUIET)
-    assert isinstance(trainer.strategy, RoundPipeStrategy)
-    assert len(trainer.strategy.pool) == 2
-    assert trainer.world_size == 1
-    assert trainer.num_nodes == 1
-    module = small()
-    trainer.fit(module, make_loader())
-    reference = small()
-    make_trainer("plain").fit(reference, make_loader())
-    assert_alike(dict(module.state_dict()), dict(reference.state_dict()))
-
-
 def test_accelerator_alone_is_rejected(small: Any, make_loader: Any) -> None:
     """``accelerator="roundpipe"`` leaves the choice of the strategy to Lightning, which knows nothing of pipelines."""
     if torch.cuda.is_available():
@@ -97,24 +40,10 @@ def test_accelerator_alone_is_rejected(small: Any, make_loader: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize(("devices", "expected"), [(1, 1), (3, 3), ("2", 2), ([0, 1, 2], 3)])
-def test_devices(devices: Any, expected: int) -> None:
-    trainer = L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
-    assert len(trainer.strategy.pool) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize("devices", ["auto", -1, "-1"])
 def test_all_devices(devices: Any) -> None:
     trainer = L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
     assert len(trainer.strategy.pool) == RoundPipeAccelerator.auto_device_count() >= 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize("devices", [0, -2, "two", []])
-def test_impossible_devices(devices: Any) -> None:
-    with pytest.raises((MisconfigurationException, ValueError, TypeError), match="device"):
-        L.Trainer(strategy="roundpipe", accelerator="roundpipe", devices=devices, **QUIET)
 
 
 # option: (value, type of the error, what the message must contain beside the option's name)
@@ -224,14 +153,6 @@ def test_fp16_on_gpus_keeps_the_scaler_of_the_user() -> None:
     assert plugin.scaler.get_scale() == 4.0
 
 
-def test_fp16_on_the_host_falls_back_as_in_plain(make_trainer: Any) -> None:
-    for kind in ("plain", "roundpipe"):
-        trainer = make_trainer(kind, precision="16-mixed")
-        assert trainer.precision == "bf16-mixed"
-    trainer = make_trainer(accelerator="roundpipe", precision="16-mixed") if not torch.cuda.is_available() else None
-    assert trainer is None or trainer.precision == "bf16-mixed"
-
-
 def test_foreign_devices_are_rejected() -> None:
     strategy = RoundPipeStrategy()
     strategy.parallel_devices = [torch.device("meta")]
@@ -244,11 +165,3 @@ def test_devices_of_different_types_are_rejected() -> None:
     strategy.parallel_devices = [torch.device("cpu"), torch.device("meta")]
     with pytest.raises(ValueError, match="different types: cpu, meta"):
         _ = strategy.pool
-
-
-def test_plugins_reach_the_strategy(small: Any, make_loader: Any) -> None:
-    checkpoint_io = TorchCheckpointIO()
-    trainer = L.Trainer(
-        strategy=RoundPipeStrategy(2, checkpoint_io=checkpoint_io), accelerator="cpu", devices=2, **QUIET
-    )
-    assert trainer.strategy.checkpoint_io is checkpoint_io

@@ -188,10 +188,6 @@ class Keeps(L.Callback):
         self.note("end", trainer, pl_module)
 
 
-def _pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
 def _saved(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
@@ -200,7 +196,7 @@ def _saved(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("hook", ["batch", "validation", "end", "after"])
-@pytest.mark.parametrize("take_copy", [_pickled, _saved, copy.deepcopy], ids=["pickle", "save", "deepcopy"])
+@pytest.mark.parametrize("take_copy", [_saved, copy.deepcopy], ids=["save", "deepcopy"])
 def test_trainers_modules_and_callbacks_are_copied(
     make_trainer: Any, make_loader: Any, tmp_path: Path, hook: str, take_copy: Callable[[Any], Any]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 
 Scores = namedtuple("Scores", ["logits", "best"])
 
@@ -47,16 +47,6 @@ def test_predictions(
     assert_alike(ours, plain)
 
 
-def test_predictions_of_several_loaders(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    class Predicts(small):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return {"loader": torch.full((len(batch[0]),), dataloader_idx), "logits": self(batch[0])}
-
-    loaders = [make_loader(), make_loader(10, 4)]
-    results = [make_trainer(kind).predict(Predicts(), loaders) for kind in ("roundpipe", "plain")]
-    assert_alike(*results)
-
-
 def test_default_predict_step(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
     class Forward(small):
         def forward(self, batch: Any) -> Any:
@@ -64,33 +54,6 @@ def test_default_predict_step(small: Any, make_trainer: Any, make_loader: Any, a
 
     results = [make_trainer(kind).predict(Forward(), make_loader()) for kind in ("roundpipe", "plain")]
     assert_alike(*results)
-
-
-def test_predictions_reach_callbacks_as_tensors_without_graph(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Predicts(small):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            assert not torch.is_grad_enabled()
-            return self(batch[0])
-
-    results = make_trainer().predict(Predicts(), make_loader())
-    assert all(result.grad_fn is None and not result.requires_grad for result in results)
-
-
-@compat("Trainer argument", "inference_mode")
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_grad_and_inference_mode_in_steps(
-    small: Any, make_trainer: Any, make_loader: Any, inference_mode: bool
-) -> None:
-    class Looks(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.training))
-
-    found = []
-    for kind in ("plain", "roundpipe"):
-        seen: list[Any] = []
-        make_trainer(kind, inference_mode=inference_mode).validate(Looks(), make_loader(), verbose=False)
-        found.append(set(seen))
-    assert found[0] == found[1] == {(inference_mode, False, False)}
 
 
 class Collecting:
@@ -199,47 +162,3 @@ def test_list_of_training_outputs(small: Any, fit_both: Any, assert_alike: Any) 
 
     plain, ours = fit_both(Collects, max_epochs=2)
     assert_alike(ours.module.epochs, plain.module.epochs)
-
-
-@compat_each("LightningModule hook", "validation_step on_validation_batch_end")
-def test_outputs_given_to_validation_hooks(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    class Hooks(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.given: list[Any] = []
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            return {
-                "logits": self(batch[0]),
-                "loss": self.loss(batch),
-                "index": batch_idx,
-                "names": ["a"] * len(batch[0]),
-            }
-
-        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.given.append({"outputs": outputs, "rows": len(batch[0]), "index": batch_idx})
-
-    modules = [Hooks(), Hooks()]
-    for module, kind in zip(modules, ("roundpipe", "plain"), strict=True):
-        make_trainer(kind).validate(module, make_loader(), verbose=False)
-    assert len(modules[1].given) == 3
-    assert_alike(modules[0].given, modules[1].given)
-
-
-@compat("Trainer method", "validate")
-def test_validation_after_training_sees_the_trained_weights(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any
-) -> None:
-    class Both(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    found = []
-    for kind in ("roundpipe", "plain"):
-        module, trainer = Both(), make_trainer(kind)
-        before = trainer.validate(module, make_loader(), verbose=False)
-        trainer.fit(module, make_loader(), make_loader(10, 4))
-        after = trainer.validate(module, make_loader(), verbose=False)
-        assert before != after
-        found.append([before, dict(trainer.callback_metrics), after])
-    assert_alike(*found)

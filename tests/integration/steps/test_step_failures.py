@@ -164,8 +164,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("microbatch", [0, 2, 4], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("step", [0, 1], ids=["first-step", "second-step"])
+# The first micro-batch of the first step runs alone; others run by a plan.
+@pytest.mark.parametrize(("step", "microbatch"), [(0, 0), (0, 4), (1, 2)], ids=["alone", "beside", "second-step"])
 @pytest.mark.parametrize("place", PLACES)
 def test_exceptions_in_training(
     make_trainer: Any, assert_next_fit_is_fresh: Any, place: str, step: int, microbatch: int
@@ -206,10 +206,12 @@ def test_every_microbatch_raises(make_trainer: Any, assert_next_fit_is_fresh: An
     assert_next_fit_is_fresh(module)
 
 
-@pytest.mark.parametrize("place", ["validation", "unit forward"])
-@pytest.mark.parametrize(("entry", "microbatch"), [("fit", 0), ("fit", 4), ("validate", 2)])
+@pytest.mark.parametrize(
+    ("place", "entry", "microbatch"),
+    [("validation", "fit", 0), ("unit forward", "fit", 4), ("validation", "validate", 2)],
+)
 def test_exceptions_in_validation(
-    make_trainer: Any, assert_next_fit_is_fresh: Any, entry: str, microbatch: int, place: str
+    make_trainer: Any, assert_next_fit_is_fresh: Any, place: str, entry: str, microbatch: int
 ) -> None:
     module = Trapped(Trap(place))
     trainer = make_trainer(num_microbatches=MICROBATCHES)
@@ -329,9 +331,13 @@ INTERRUPTS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.usefixtures("restored_signals")
-@pytest.mark.parametrize("how", INTERRUPTS)
-@pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
-@pytest.mark.parametrize("row", [0, 7], ids=["first-microbatch", "planned"])
+@pytest.mark.parametrize(
+    ("how", "place", "row"),
+    [
+        *((how, "unit forward", 7) for how in INTERRUPTS),
+        *(("pthread_kill", place, row) for place in ("unit backward", "loss") for row in (0, 7)),
+    ],
+)
 def test_ctrl_c_while_a_step_runs(
     make_trainer: Any,
     assert_next_fit_is_fresh: Any,
