@@ -50,10 +50,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return names
 
 
-def compare_modules(
-    kind: type[L.LightningModule], make: Any, data: Any, loss_weight: Any = "auto"
-) -> tuple[Run, Run]:
-    """Plain and pipelined, with an optimizer whose steps do not follow rounding; see :mod:`tests.support.huggingface`."""
+def compare_modules(kind: type[L.LightningModule], make: Any, data: Any, loss_weight: Any = "auto") -> tuple[Run, Run]:
+    """Plain and pipelined, with an optimizer whose steps do not follow rounding: :mod:`tests.support.huggingface`."""
 
     def configure(module: Any) -> torch.optim.Optimizer:
         (group,) = kind.configure_optimizers(module).param_groups
@@ -159,9 +157,7 @@ def test_log_probs_of_a_reference_can_be_predicted(code: dict[str, Any]) -> None
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.reference_log_probs(batch)
 
-    plain, ours = (
-        make_trainer(kind).predict(dpo(Predicting, "LoRA"), ready(pairs_batches())) for kind in KINDS
-    )
+    plain, ours = (make_trainer(kind).predict(dpo(Predicting, "LoRA"), ready(pairs_batches())) for kind in KINDS)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
     assert [tuple(part.shape) for part in plain] == [(5, 2, 8), (4, 2, 8), (5, 2, 8)]
 
@@ -209,9 +205,7 @@ def test_grpo_may_generate_in_its_step(code: dict[str, Any]) -> None:
 
     hooks = {"on_train_batch_start": lambda module, batch, batch_idx: None, "training_step": training_step}
     within = type("Within", (code["GRPO"],), hooks)
-    _, ours = compare_modules(
-        within, lambda kind: kind(causal(), reward, **{**BEAMS, "min_new_tokens": 5}), prompts
-    )
+    _, ours = compare_modules(within, lambda kind: kind(causal(), reward, **{**BEAMS, "min_new_tokens": 5}), prompts)
     assert min(ours.watch.num_calls) >= 5 * 4  # a pass over the layers for each token
 
 
