@@ -4,8 +4,8 @@
     python examples/dpo.py --model Qwen/Qwen3-32B --devices 4 --pairs pairs.jsonl \\
         --length 1024 --batch-size 32 --lr 5e-6 --max-steps 1000                       # GPUs of 24 GB
 
-Each line of ``pairs.jsonl`` is an object with the texts ``prompt``, ``chosen`` and ``rejected``. Without ``--pairs`` the
-prompts are beginnings of paragraphs of ``--text``; what follows there is chosen, and the same in capitals is rejected.
+Each line of ``pairs.jsonl`` is an object with the texts ``prompt``, ``chosen`` and ``rejected``. Without ``--pairs`` a
+prompt is the beginning of a paragraph of ``--text``; what follows there is chosen, and the same in capitals rejected.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_grpo_trains_like_plain_lightning(code: dict[str, Any], way: str, beta: 
 
 
 def test_grpo_may_generate_in_its_step(code: dict[str, Any]) -> None:
-    """On the devices, without a cache; completions of one length, so that prompts weigh alike."""
+    """On the devices; completions of one length, so that prompts weigh alike."""
 
     def training_step(module: Any, batch: Any, batch_idx: int) -> Tensor:
         batch = dict(batch)
