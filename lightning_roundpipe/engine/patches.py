@@ -28,6 +28,7 @@ from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
 from ..usercode.implicit_transfers import functions_followed
+from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
 from ..weights.units import Unit, UnitTable
@@ -280,4 +281,5 @@ _STAYING = (
     guarded_grad,
     gpu_generators_left_alone,
     functional_calls_apart,
+    caches_followed,
 )

@@ -6,5 +6,6 @@
 - :mod:`implicit_transfers`, :mod:`moves`: operands on several devices, and how they come together.
 - :mod:`places`, :mod:`gpu_draws`: on which of them it is; random numbers there.
 - :mod:`loose_parameters`, :mod:`loose_gradients`: parameters that user code uses itself.
+- :mod:`key_value_caches`: caches of generation that follow their layers.
 - :mod:`outputs`: what leaves a step.
 """
