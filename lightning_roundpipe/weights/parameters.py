@@ -26,6 +26,7 @@ from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
 from .buffers import ComingBuffers
 from .events import tell
+from .futures import unwaited
 from .gradients import GradientStore, sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, Written, rebind
@@ -98,9 +99,14 @@ class Replica:
         self._structure = [_structure_of(module) for module, _ in self._pairs]
         self._copied: list[list[Any] | None] = [None for _ in self._pairs]  # of `unit.seen`
         for master in unit.module.parameters():
-            leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+            leaf = nn.Parameter(self._first_data(master), requires_grad=master.requires_grad)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
+
+    def _first_data(self, master: nn.Parameter) -> Tensor:
+        """What a leaf has until its replica is active. What aliases a master keeps all of it."""
+        with unwaited(), torch.inference_mode(False):
+            return master.detach() if self.device.aliases_host else torch.empty(0, dtype=master.dtype)
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The copy of a master module, or None if it does not belong to this unit."""
