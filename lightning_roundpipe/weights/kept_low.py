@@ -68,9 +68,14 @@ def make_whole(weight: nn.Parameter, data: Tensor | None = None) -> None:
 
 
 def is_alone(weight: nn.Parameter) -> bool:
-    """Whether nothing else holds the memory of ``weight``, which is plain and contiguous."""
+    """Whether nothing else holds the memory of ``weight``, which is plain and contiguous; False where torch cannot tell
+    (versions without CUDA may not)."""
     with unwaited():
-        if weight.layout is not torch.strided or not weight.is_contiguous():
+        if (
+            not hasattr(torch._C, "_storage_Use_Count")
+            or weight.layout is not torch.strided
+            or not weight.is_contiguous()
+        ):
             return False
         # Of one that is known to be alone, with the object through which it is counted.
         return _num_holders(weight) <= _num_holders(nn.Parameter(torch.empty(1)))
