@@ -1,31 +1,45 @@
 """What Lightning does with gradients and optimizer state that are divided among ranks.
 
 A rank has the gradients of its own weights alone ([Note: sharded optimizer] in :mod:`optimizer.sharding`). Three things
-concern all of them, and so are made over ranks while a ``fit`` lasts: the norm by which Lightning clips, whether a loss
-scaler has found an overflow, and the state in a checkpoint. Everything else about a gradient is its own weight's.
+concern all of them, and so are made over ranks while a ``fit`` lasts: the norm by which Lightning clips, or code of the
+user with ``clip_grad_norm_`` of torch, whether a loss scaler has found an overflow, and the state in a checkpoint.
+Everything else about a gradient is its own weight's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
 from ..optimizer.clipping import norms_of
+from ..optimizer.masters import Masters
 from ..optimizer.sharded_state import gathered_state, own_part
 from ..optimizer.sharding import Shards
 from ..optimizer.updates import refuse_plain_step
 from ..ranks.group import RankGroup
+from ..usercode.lock import current
+
+# Callbacks that compute with weights, or write them, now and then.
+_NEED_WEIGHTS = tuple(
+    getattr(lightning_callbacks, name)
+    for name in ("ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(lightning_callbacks, name)
+)
 
 
 class Sharding:
@@ -37,7 +51,10 @@ class Sharding:
 
     Attributes:
         shards: which rank owns which weights.
+        masters: that ranks do not keep of the weights of others; None if they keep all.
     """
+
+    masters: Masters | None = None
 
     def __init__(
         self, group: RankGroup, module: pl.LightningModule, optimizers: Callable[[], Sequence[Optimizer]]
@@ -70,13 +87,52 @@ class Sharding:
                     optimizer.state.pop(weight, None)  # some make it before their first step
             self._undo.callback(optimizer.register_step_pre_hook(refuse_plain_step).remove)
         self._undo.enter_context(attribute_set(plugin, "clip_grad_by_norm", self.clip_grad_by_norm))
+        # Looked up by clip_grad_norm_ in each call, under whatever name that was imported.
+        self._undo.enter_context(attribute_set(clip_grad, "_get_total_norm", self._total_norm(_total_norm())))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
             self._undo.enter_context(attribute_set(scaler, "_unscale_grads_", self._unscaling(scaler)))
+        self._divide_masters()
+
+    def _divide_masters(self) -> None:
+        trainer = self._module.trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        writers = [type(callback).__name__ for callback in callbacks if isinstance(callback, _NEED_WEIGHTS)]
+        if self.masters is None or writers:
+            if writers:
+                rank_zero_info(f"shard_optimizer=True: all ranks keep all weights, as {writers[0]} computes with them")
+            self.masters = None
+            return
+        self.shards.keeping = masters = self.masters
+        masters.begin()
+        on_run_end = trainer.fit_loop.on_run_end
+
+        def give_back_first() -> None:
+            masters.give_back()  # before any hook for the end of training
+            on_run_end()
+
+        self._undo.enter_context(attribute_set(trainer.fit_loop, "on_run_end", give_back_first))
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        if self.masters is not None and (count := self.masters.begin_step()):
+            rank_zero_info(
+                f"shard_optimizer=True: {count} weights that other ranks update are kept in low precision alone"
+            )
 
     def finish(self) -> None:
         """The fit has ended."""
         self._undo.close()
+        rounded = [] if self.masters is None else self.masters.release()
+        self.masters = None
+        if rounded:
+            more = f" and {len(rounded) - 1} more weights" if len(rounded) > 1 else ""
+            warnings.warn(
+                f"ranks have parted after an error: on rank {self._group.rank} {self.shards.name_of(rounded[0])!r}"
+                f"{more}, which other ranks update, have values that are rounded to low precision. Resume from the "
+                "last checkpoint",
+                stacklevel=2,
+            )
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -99,6 +155,42 @@ class Sharding:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         return [weight.grad for weight in weights if self.shards.is_mine(weight) and weight.grad is not None]
 
+    def _total_norm(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The norm of what all ranks clip together, each with its own weights' gradients; a collective.
+
+        Args:
+            plain: that of some tensors.
+        """
+
+        def total_norm(
+            tensors: Tensor | Iterable[Tensor],
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Tensor:
+            if current() is not None:
+                raise MisconfigurationException(
+                    "with shard_optimizer=True all ranks clip together, once per batch: in training_step call "
+                    "self.clip_gradients(...), or torch.nn.utils.clip_grad_norm_(...) by this whole name"
+                )
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            counted = self._counted(given)
+            mine = plain(counted, norm_type, False, foreach).item()
+            rows = self._group.exchange([float(bool(counted)), mine], "the norm by which gradients are clipped")
+            norms = torch.tensor([norm for has_some, norm in rows if has_some] or [0.0], dtype=torch.float64)
+            # The norm of order 0 is a number of tensors.
+            total = norms.sum() if float(norm_type) == 0.0 else torch.linalg.vector_norm(norms, float(norm_type))
+            if error_if_nonfinite and not total.isfinite():
+                raise RuntimeError(f"the norm of order {norm_type} of the gradients of all ranks is {total.item()}")
+            return total.to(given[0].dtype if given else torch.float32)
+
+        return total_norm
+
+    def _counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """Those that this rank counts in a norm over ranks: its own, and rank 0 what all ranks have alike."""
+        owners = {id(weight.grad): self.shards.owner_of(weight) for weight in self._module.parameters()}
+        return [gradient for gradient in gradients if self._group.rank == (owners.get(id(gradient)) or 0)]
+
     def _unscaling(self, scaler: Any) -> Callable[..., dict[torch.device, Tensor]]:
         """A step is skipped on all ranks if one has found an overflow."""
 
@@ -112,6 +204,20 @@ class Sharding:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
+    def whole_on_rank_0(self) -> contextlib.AbstractContextManager[None]:
+        """While open, the weights of rank 0 have the values for a checkpoint; a collective."""
+        return contextlib.nullcontext() if self.masters is None else self.masters.whole_on_rank_0()
+
+    def before_evaluation(self) -> None:
+        """An evaluation within the fit begins; a collective."""
+        if self.masters is not None:
+            self.masters.before_evaluation()
+
+    def before_load(self) -> None:
+        """Weights are about to be loaded: all ranks load all of them."""
+        if self.masters is not None:
+            self.masters.release()
+
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """For a checkpoint: of all ranks on rank 0, elsewhere of this one; a collective."""
         number = next((i for i, one in enumerate(self._optimizers()) if one is optimizer), 0)
@@ -120,6 +226,11 @@ class Sharding:
     def part_of(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Of the state in a checkpoint, what this rank needs."""
         return own_part(state, optimizer, self.shards)
+
+
+def _total_norm() -> Callable[..., Tensor]:
+    plain: Callable[..., Tensor] = vars(clip_grad)["_get_total_norm"]
+    return plain
 
 
 def sharding_refused(why: str) -> MisconfigurationException:

@@ -2,8 +2,9 @@
 
 [Note: sharded optimizer]
 Every trained weight has one *owner*, the rank that gets its gradient, keeps its state and updates it. The others have
-neither; their ``.grad`` is None, so that optimizers make nothing for them. Weights themselves stay whole on all ranks,
-as every rank computes with all of them: ::
+neither; their ``.grad`` is None, so that optimizers make nothing for them. The weights themselves are on all ranks, as
+every rank computes with all of them, but may be kept there in low precision ([Note: divided masters] in
+:mod:`optimizer.masters`): ::
 
                     gradients                    update                       weights
     rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->       a b c d
@@ -23,6 +24,8 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from ..common.sizes import num_bytes_of
 from ..ranks.group import RankGroup
 from ..weights.futures import unwaited
+from ..weights.kept_low import low_of
 from . import buckets
 from .stale import StaleWeights
 
@@ -37,6 +41,17 @@ from .stale import StaleWeights
 _BLOCKS_PER_RANK = 4
 
 Work = tuple[list[nn.Parameter], Callable[[], None]]
+
+
+class Keeping(Protocol):
+    """What ranks keep of the weights of others."""
+
+    def kept(self, weights: Sequence[nn.Parameter]) -> list[float]:
+        """By this rank, of each weight; something that others can be told."""
+
+    def told(self, weight: nn.Parameter, kept: Sequence[float]) -> torch.dtype | None:
+        """What all ranks keep of a weight that is about to be updated: in which dtype its owner hands it out, None for
+        its own."""
 
 
 class Shards:
@@ -47,15 +62,18 @@ class Shards:
 
     Attributes:
         version: is another one when more weights have an owner.
+        num_updates: that have begun.
+        keeping: what ranks keep of the weights of others; None for all.
     """
 
     def __init__(self, group: RankGroup, weights: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self.group = group
         self.version = 0
+        self.num_updates = 0
+        self.keeping: Keeping | None = None
         self._weights = weights
         self._owners: dict[nn.Parameter, int] = {}  # in an order that is the same on all ranks
         self._names: dict[nn.Parameter, str] = {}
-        self._num_updates = 0
 
     def refresh(self) -> None:
         """Gives weights an owner that have none."""
@@ -93,6 +111,15 @@ class Shards:
             owners.update(dict.fromkeys(block, owner))
         self._owners.update({weight: owners[weight] for weight in weights})
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """All that have an owner, in the same order on all ranks."""
+        return list(self._owners)
+
+    def name_of(self, weight: nn.Parameter) -> str:
+        """In the module."""
+        return self._names[weight]
+
     def owner_of(self, weight: nn.Parameter) -> int | None:
         """The rank that updates ``weight``; None for those of no optimizer."""
         return self._owners.get(weight)
@@ -105,8 +132,9 @@ class Shards:
 
     def agree(
         self, weights: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, None]:
-        """An optimizer of ``weights`` steps: those that are updated, by any rank, in the order in which they are sent.
+    ) -> dict[nn.Parameter, torch.dtype | None]:
+        """An optimizer of ``weights`` steps: those that are updated, by any rank, in the order in which they are sent,
+        and in which dtype; None for their own.
 
         Args:
             gradients: that this rank has.
@@ -115,22 +143,28 @@ class Shards:
             RankError: if other ranks do something else.
         """
         self.refresh()
-        self._num_updates += 1
+        self.num_updates += 1
         known = set(weights)
         order = [weight for weight in self._owners if weight in known]
         mine = [float(weight in gradients and self.is_mine(weight)) for weight in order]
-        rows = self.group.exchange(mine, f"what optimizer step {self._num_updates} updates")
-        return {weight: None for weight, *flags in zip(order, *rows, strict=True) if any(flags)}
+        kept = [] if self.keeping is None else self.keeping.kept(order)
+        rows = self.group.exchange([*mine, *kept], f"what optimizer step {self.num_updates} updates")
+        columns = list(zip(*rows, strict=True))
+        updated = {weight: i for i, weight in enumerate(order) if any(columns[i])}
+        if self.keeping is None:
+            return dict.fromkeys(updated)
+        return {weight: self.keeping.told(weight, columns[len(order) + i]) for weight, i in updated.items()}
 
     def works(
         self,
-        updated: Iterable[nn.Parameter],
+        updated: Mapping[nn.Parameter, torch.dtype | None],
         step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
         stale: StaleWeights | None,
     ) -> list[Work]:
         """What the thread of an update is to do, block by block.
 
         Args:
+            updated: see :meth:`agree`.
             step_of: gives what updates these weights, which are this rank's.
             stale: takes snapshots of the updated weights.
         """
@@ -143,12 +177,35 @@ class Shards:
             blocks[-1].append(weight)
             num_bytes += weight.nbytes
         turns = _Turns(self.group, [step_of(block) for block in blocks if self.is_mine(block[0])])
-        return [(block, self._turn(turns, block, stale)) for block in blocks]
+        return [(block, self._turn(turns, {weight: updated[weight] for weight in block}, stale)) for block in blocks]
 
-    def _turn(self, turns: _Turns, block: list[nn.Parameter], stale: StaleWeights | None) -> Callable[[], None]:
-        values = {weight: weight.data for weight in block}
-        what = f"the update of {self._names[block[0]]} in optimizer step {self._num_updates}"
-        return functools.partial(turns.take, values, self._owners[block[0]], what, stale)
+    def _turn(
+        self, turns: _Turns, block: Mapping[nn.Parameter, torch.dtype | None], stale: StaleWeights | None
+    ) -> Callable[[], None]:
+        with unwaited():
+            parts = [_Part(weight, _memory_of(weight), dtype or weight.dtype) for weight, dtype in block.items()]
+        first = next(iter(block))
+        what = f"the update of {self._names[first]} in optimizer step {self.num_updates}"
+        return functools.partial(turns.take, parts, self._owners[first], what, stale)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A weight of a block.
+
+    Attributes:
+        memory: what this rank keeps of it.
+        wire: the dtype in which it travels.
+    """
+
+    weight: nn.Parameter
+    memory: Tensor
+    wire: torch.dtype
+
+
+def _memory_of(weight: nn.Parameter) -> Tensor:
+    low = low_of(weight)
+    return weight.data if low is None else low
 
 
 class _Turns:
@@ -163,17 +220,28 @@ class _Turns:
         self._steps = deque(steps)
         self._is_ahead = False
 
-    def take(self, values: Mapping[nn.Parameter, Tensor], owner: int, what: str, stale: StaleWeights | None) -> None:
-        """Makes the next block of this rank, if that has not been done, and sends or gets ``values``."""
+    def take(self, parts: Sequence[_Part], owner: int, what: str, stale: StaleWeights | None) -> None:
+        """Makes the next block of this rank, if that has not been done, and sends or gets ``parts``."""
         if self._steps and not self._is_ahead:
             self._steps.popleft()()  # and with it its gradients
             self._is_ahead = True
-        _hand_out(self._group, list(values.values()), what, owner)
-        if owner == self._group.rank:
+        is_mine = owner == self._group.rank
+        sent = [_on_wire(part, has_values=is_mine) for part in parts]
+        _hand_out(self._group, sent, what, owner)
+        if is_mine:
             self._is_ahead = False
-        elif stale is not None:
-            for weight, value in values.items():
-                stale.refill(weight, value)
+            return
+        for part, values in zip(parts, sent, strict=True):
+            if values is not part.memory:
+                part.memory.copy_(values)
+            if stale is not None:
+                stale.refill(part.weight, part.memory)
+
+
+def _on_wire(part: _Part, *, has_values: bool) -> Tensor:
+    if part.memory.dtype == part.wire:
+        return part.memory
+    return part.memory.to(part.wire) if has_values else torch.empty_like(part.memory, dtype=part.wire)
 
 
 @torch.no_grad()

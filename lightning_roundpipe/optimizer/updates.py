@@ -205,7 +205,8 @@ class Updates:
         state = self.guard(optimizer)
         options = options_of(optimizer)
         gradients = {p: g for p in options if (g := p.grad) is not None}
-        updated = gradients if self._shards is None else self._shards.agree(options, gradients)
+        shards = self._shards
+        updated = dict.fromkeys(gradients) if shards is None else shards.agree(options, gradients)
         if not updated:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.updating():
@@ -217,10 +218,10 @@ class Updates:
         def step_of(parameters: list[nn.Parameter]) -> Callable[[], None]:
             return Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale).step
 
-        if self._shards is None:
+        if shards is None:
             steps = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order, ties)]
         else:
-            steps = self._shards.works(updated, step_of, self._stale)
+            steps = shards.works(updated, step_of, self._stale)
         works = [(list(dict.fromkeys(q for p in ps for q in ties.get(p, (p,)))), step) for ps, step in steps]
         finish = None if self._copies is None else self._copies().updating()
         update = Update(works, self._training, self._last, self._num_threads, finish)

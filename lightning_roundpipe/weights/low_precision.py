@@ -41,6 +41,7 @@ from ..common.threads import Worker
 from .casts import CastWatch, Use, in_doubt
 from .events import tell
 from .futures import ParameterFuture, State, await_update, take_unseen, unwaited
+from .kept_low import low_of
 from .units import Unit
 
 Autocast = tuple[bool, torch.dtype]
@@ -100,6 +101,7 @@ class WorkingCopies:
         self._forms: dict[Unit, bool] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._samples: dict[nn.Parameter, bytes] = {}  # in this step
+        self._needed: dict[nn.Parameter, torch.dtype] | None = None  # None: something was learned
         self._helper: Worker | None = None
         self._num_steps = 0
         self._num_updates = 0
@@ -132,13 +134,16 @@ class WorkingCopies:
 
     def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
+        await_update(master)  # with no lock held
+        if (low := low_of(master)) is not None:
+            return low if low.dtype == dtype else low.to(dtype)
         if dtype == master.dtype:
-            return master.detach()
+            with unwaited():
+                return master.detach()
         with self._lock:
             copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
                 copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
-        await_update(master)  # with no lock held
         version = self.version(master, dtype)
         if copy.version != version:
 
@@ -156,7 +161,15 @@ class WorkingCopies:
 
     def _convert(self, copy: _Copy, master: nn.Parameter, dtype: torch.dtype) -> None:
         tell("refresh", (master,), place=dtype)
-        copy.data.copy_(master.detach())
+        with unwaited():
+            copy.data.copy_(master.detach())
+
+    def surrender(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The copy in ``dtype`` of a master that is not updated at the moment; the caller's from now on."""
+        with self._lock:
+            copy = self._copies.pop((master, dtype), None) or _Copy(self._make(master, dtype))
+        self._convert(copy, master, dtype)
+        return copy.data
 
     def updating(self) -> Callable[[ParameterFuture], None]:
         """An update begins; what is to be called on its thread for each bucket that it has written."""
@@ -209,7 +222,8 @@ class WorkingCopies:
             values = self._samples.get(master)
             if values is None:
                 values = self._samples[master] = _sample(master)
-        return dtype, values, self._num_loops, id(master), fingerprint_of(master)
+        with unwaited():
+            return dtype, values, self._num_loops, id(master), fingerprint_of(master)
 
     @property
     def host_bytes(self) -> int:
@@ -234,6 +248,7 @@ class WorkingCopies:
         """Forgets everything, copies included."""
         with self._lock:
             self._evidence.clear()
+            self._needed = None
             self._forms.clear()
             self._copies.clear()
 
@@ -280,6 +295,7 @@ class WorkingCopies:
             for master, use in uses.items():
                 evidence.uses[master] = max(use, evidence.uses.get(master, use))
             self._forms[unit] = False
+            self._needed = None
 
     def is_low(self, unit: Unit, autocast: Autocast | None = None) -> bool:
         """Whether ``unit`` takes its low form at the moment.
@@ -294,6 +310,7 @@ class WorkingCopies:
             if autocast is not None and evidence.autocast != autocast:
                 evidence.autocast = None
                 self._forms[unit] = False
+                self._needed = None
             form = self._forms.get(unit)
             if form is None:
                 # Without facts its next run learns.
@@ -324,17 +341,43 @@ class WorkingCopies:
 
     def _dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
         evidence = self._evidence.get((unit, self._trains))
-        if evidence is None or evidence.autocast is None:
-            return master.dtype
-        dtype = evidence.autocast[1]
-        worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
-        is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
-        return dtype if is_low else master.dtype
+        return master.dtype if evidence is None else _dtype_by(evidence, master)
+
+    def needed(self) -> Mapping[nn.Parameter, torch.dtype]:
+        """In which dtype steps need each master, as far as runs have shown: its own, if some step or other does. The
+        same object as long as nothing is learned."""
+        with self._lock:
+            if self._needed is None:
+                found: dict[nn.Parameter, torch.dtype] = {}
+                for (unit, _), evidence in self._evidence.items():
+                    for master in unit.parameters():
+                        dtype = _dtype_by(evidence, master) if evidence.travels else master.dtype
+                        found[master] = dtype if found.get(master, dtype) == dtype else master.dtype
+                self._needed = found
+            return self._needed
+
+    def unevaluated(self) -> set[nn.Parameter]:
+        """Masters of units that have run in training, and not in evaluation yet."""
+        with self._lock:
+            units = [unit for unit, trains in self._evidence if trains and (unit, False) not in self._evidence]
+        return {master for unit in units for master in unit.parameters()}
+
+
+def _dtype_by(evidence: _Evidence, master: nn.Parameter) -> torch.dtype:
+    """In which dtype ``master`` travels for the low form of the unit that this is known about."""
+    if evidence.autocast is None:
+        return master.dtype
+    dtype = evidence.autocast[1]
+    worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
+    is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
+    return dtype if is_low else master.dtype
 
 
 def _sample(master: nn.Parameter) -> bytes:
     """A few values of ``master``, over its whole memory; nothing for tensors that are no plain memory."""
-    data = master.data
+    await_update(master)
+    with unwaited():
+        data = master.data
     if type(data) is not Tensor or not data.is_contiguous() or not data.numel():
         return b""
     num_samples = min(_NUM_SAMPLES, data.numel())
@@ -344,4 +387,5 @@ def _sample(master: nn.Parameter) -> bytes:
 
 def _strides_for(master: Tensor) -> tuple[int, ...]:
     """Strides that a cast of ``master`` has: its own, if it fills its memory without overlap."""
-    return torch.empty_like(master, device="meta").stride()
+    with unwaited():
+        return torch.empty_like(master, device="meta").stride()

@@ -26,6 +26,7 @@ from ..devices.devices import Device
 from ..devices.transfer import Done, Edge, Transfer
 from .buffers import ComingBuffers
 from .events import tell
+from .futures import unwaited
 from .gradients import GradientStore, sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, Written, rebind
@@ -98,9 +99,18 @@ class Replica:
         self._structure = [_structure_of(module) for module, _ in self._pairs]
         self._copied: list[list[Any] | None] = [None for _ in self._pairs]  # of `unit.seen`
         for master in unit.module.parameters():
-            leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+            leaf = self._leaf_for(master)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
+
+    def _leaf_for(self, master: nn.Parameter) -> nn.Parameter:
+        """A leaf that has the master's memory, where devices share it, and else none yet: only its count of versions,
+        which shows writes of the unit."""
+        with unwaited(), torch.inference_mode(False):
+            leaf = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+            if not self.device.aliases_host:
+                leaf.data = torch.empty(0, dtype=leaf.dtype)
+        return leaf
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The copy of a master module, or None if it does not belong to this unit."""
