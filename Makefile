@@ -59,8 +59,8 @@ test-stress: $(STAMP)  ## Run the tests while other processes keep all cores bus
 	for core in $$(seq $$(getconf _NPROCESSORS_ONLN)); do (while :; do :; done) & busy="$$busy $$!"; done; \
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -rfE $(ARGS)
 
-demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
-	$(BIN)/python examples/train_bytes.py $(ARGS)
+demo: $(STAMP)  ## Train a small language model that writes Python, on virtual devices, in about a minute
+	$(BIN)/python examples/demo.py $(ARGS)
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .

@@ -56,7 +56,7 @@ class Summary:
     def format(self, num_devices: int, are_virtual: bool, num_ranks: int = 1) -> str:
         """The table, where each of ``num_ranks`` processes has these devices, and batches of the same size."""
         rows = {
-            "devices": f"{num_devices} {'virtual, on the host' if are_virtual else 'GPUs'}"
+            "devices": f"{num_devices} {'virtual' if are_virtual else 'GPUs'}"
             + (f" in each of {num_ranks} ranks" if num_ranks > 1 else ""),
             **self._plan(),
             **self._speed(num_ranks),
