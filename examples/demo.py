@@ -186,7 +186,7 @@ def _count(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     """The options, with their defaults for a machine with two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-steps", type=_count, default=1000, help="optimizer steps (%(default)s)")
+    parser.add_argument("--max-steps", type=_count, default=900, help="optimizer steps (%(default)s)")
     parser.add_argument("--devices", default="auto", help="default: all GPUs, or 2 virtual devices")
     parser.add_argument("--batch-size", type=_count, default=8, help="rows per step (%(default)s)")
     parser.add_argument("--width", type=_count, default=128, help="of the model (%(default)s)")
@@ -236,7 +236,7 @@ def main() -> None:
     )
     trainer.fit(model, DataLoader(rows, args.batch_size, shuffle=True, drop_last=True))  # type: ignore[arg-type]
 
-    written = write(model.eval(), vocabulary, number=32, temperature=0.6)
+    written = write(model.eval(), vocabulary, number=32, temperature=0.5)
     good = [text for text in written if is_python(text)]
     new = [text for text in good if text not in set(functions)]
     print(f"\nOf 32 functions that it writes, Python can parse {len(good)}; {len(new)} are new. The first of them:\n")
