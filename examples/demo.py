@@ -186,9 +186,9 @@ def _count(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     """The options, with their defaults for a machine with two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-steps", type=_count, default=900, help="optimizer steps (%(default)s)")
+    parser.add_argument("--max-steps", type=_count, default=700, help="optimizer steps (%(default)s)")
     parser.add_argument("--devices", default="auto", help="default: all GPUs, or 2 virtual devices")
-    parser.add_argument("--batch-size", type=_count, default=8, help="rows per step (%(default)s)")
+    parser.add_argument("--batch-size", type=_count, default=16, help="rows per step (%(default)s)")
     parser.add_argument("--width", type=_count, default=128, help="of the model (%(default)s)")
     parser.add_argument("--blocks", type=_count, default=4, help="of the model (%(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="learning rate at its highest (%(default)s)")
