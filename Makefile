@@ -67,8 +67,8 @@ package: $(STAMP)  ## Build sdist and wheel into dist/, and test what they hold 
 	$(BIN)/python -m tests.package.builds dist
 	$(BIN)/python -m pytest -q tests/package $(ARGS)
 
-demo: $(STAMP)  ## Train a small byte-level language model on virtual devices
-	$(BIN)/python examples/train_bytes.py $(ARGS)
+demo: $(STAMP)  ## Train a small language model that writes Python, on virtual devices, in about a minute
+	$(BIN)/python examples/demo.py $(ARGS)
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .

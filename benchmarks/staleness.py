@@ -1,12 +1,9 @@
-"""What training with weights from before the last update does to the losses of the demo, against exact training."""
+"""What training with weights from before the last update does to the losses of a small GPT, against exact training."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import statistics
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,14 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks._byte_model import ByteGPT, standard_library
 from benchmarks._report import Report, parser, progress, rounded
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.reporting.pictures import check_picture
 
 METHOD = """
-The model and the data of examples/train_bytes.py (a small GPT over bytes, here of half the width and context; AdamW,
-warm-up of 20 steps and linear decay) on 2 virtual devices: the same weights, batches and number of steps with
+A small GPT over the bytes of Python's standard library (benchmarks/_byte_model.py; AdamW, warm-up of 20 steps and
+linear decay) on 2 virtual devices: the same weights, batches and number of steps with
 optimizer_overlap="exact", with "stale", and with "stale" after a tenth of the steps; for several learning rates.
 training_loss: means over windows of as many steps as loss_window says. validation_loss: after the last step, over
 held-out text. All values are means over the seeds. They do not depend on how busy the machine is.
@@ -30,19 +28,8 @@ SIZES = {
     "full": {"width": 64, "num_blocks": 4, "context": 64, "batch": 16, "steps": 400, "window": 10, "val_batches": 32},
     "quick": {"width": 8, "num_blocks": 1, "context": 64, "batch": 4, "steps": 20, "window": 5, "val_batches": 1},
 }
-LEARNING_RATES = (1e-3, 3e-3, 1e-2)  # that of the demo in the middle
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_bytes.py"
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 _COLOURS = {"exact": "#2b6cb0", "stale": "#b8476b", "stale after warm-up": "#e08a1e"}
-
-
-def load_demo() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("train_bytes", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Losses(L.Callback):
@@ -55,12 +42,11 @@ class Losses(L.Callback):
         self.values.append(float(outputs["loss"]))
 
 
-def train(demo: Any, size: dict[str, int], lr: float, seed: int, options: dict[str, Any]) -> tuple[list[float], float]:
+def train(size: dict[str, int], lr: float, seed: int, options: dict[str, Any]) -> tuple[list[float], float]:
     """The loss of every training step, and the validation loss after the last one."""
     torch.manual_seed(seed)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is kept for the result
-        texts = demo.standard_library(size["context"])
-    model = demo.ByteGPT(size["width"], size["num_blocks"], context=size["context"], lr=lr)
+    texts = standard_library(size["context"])
+    model = ByteGPT(size["width"], size["num_blocks"], context=size["context"], lr=lr)
     losses = Losses()
     trainer = L.Trainer(
         strategy=RoundPipeStrategy(**options),
@@ -83,7 +69,7 @@ def train(demo: Any, size: dict[str, int], lr: float, seed: int, options: dict[s
     return losses.values, float(trainer.callback_metrics["val_loss"])
 
 
-def compare(demo: Any, size: dict[str, int], lr: float, num_seeds: int) -> dict[str, Any]:
+def compare(size: dict[str, int], lr: float, num_seeds: int) -> dict[str, Any]:
     """Losses of all ways to train, by their names."""
     ways: dict[str, dict[str, Any]] = {
         "exact": {"optimizer_overlap": "exact"},
@@ -92,7 +78,7 @@ def compare(demo: Any, size: dict[str, int], lr: float, num_seeds: int) -> dict[
     }
     found: dict[str, Any] = {}
     for name, options in ways.items():
-        runs = [train(demo, size, lr, seed, options) for seed in range(num_seeds)]
+        runs = [train(size, lr, seed, options) for seed in range(num_seeds)]
         curve = [statistics.fmean(step) for step in zip(*(losses for losses, _ in runs), strict=True)]
         starts = range(0, len(curve), size["window"])
         found[name] = {
@@ -144,8 +130,7 @@ def main() -> None:
     report = Report("staleness", METHOD, {**size, "learning_rates": rates, "seeds": arguments.repeats})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    demo = load_demo()
-    results = {f"{lr:g}": compare(demo, size, lr, arguments.repeats) for lr in rates}
+    results = {f"{lr:g}": compare(size, lr, arguments.repeats) for lr in rates}
     if arguments.picture is not None:
         draw(results, size["window"], arguments.picture)
     report.emit({"loss_window": size["window"], "by_learning_rate": results})

@@ -1,7 +1,9 @@
 """Trains on long sequences: the loss is computed in pieces, and the logits never exist as a whole.
 
-    python examples/long_sequence.py
-    python examples/long_sequence.py --measure      # only the memory of both ways to compute the loss
+    python examples/long_sequence.py                                                # a tiny model, on the CPU
+    python examples/long_sequence.py --model Qwen/Qwen3-8B --devices 8 --text book.txt \\
+        --length 32768 --batch-size 16 --lr 1e-5 --max-steps 1000                   # GPUs of 24 GB
+    python examples/long_sequence.py --measure        # only the memory of both ways to compute the loss
 
 The logits of a language model are its largest tensor: tokens x vocabulary x 4 bytes. The loss here uses the weight of
 the head directly, as fused losses of libraries do. For RoundPipe that is a parameter in the user's own code. It needs
@@ -10,7 +12,6 @@ no change.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from common import PRECISION, PrintLosses, load, parser_for, text_of, token_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import lightning_roundpipe  # noqa: F401  (registers the strategy "roundpipe")
+from lightning_roundpipe import RoundPipeTimeline
 
 MIB = 2**20
 PIECE = 128  # tokens whose logits exist at a time
@@ -52,42 +54,22 @@ def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
 
 
-class Block(nn.Module):
-    """Looks back over all tokens before it: the mean of what they say."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.said = nn.Linear(width, width)
-        self.out = nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        said = self.said(self.norm(x))
-        counts = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(-1)
-        return x + self.out(torch.cat([said, said.cumsum(1) / counts], dim=-1))
-
-
 class LongSequences(L.LightningModule):
-    """A language model whose head is never called: the loss takes its weight."""
+    """Trains a causal language model whose head is never called: the loss takes its weight."""
 
-    def __init__(self, vocabulary: int, width: int = 64, num_blocks: int = 4) -> None:
+    def __init__(self, model: Any, lr: float) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.model, self.lr = model, lr
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embedding(batch[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        return loss_in_pieces(self.norm(x).flatten(0, 1), self.lm_head.weight, batch[:, 1:].flatten())
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self.print(f"step {self.global_step:3d}  loss {outputs['loss'].item():.3f}")
+        hidden = self.model.base_model(input_ids=batch, use_cache=False).last_hidden_state
+        weight = self.model.get_output_embeddings().weight
+        loss = loss_in_pieces(hidden[:, :-1].flatten(0, 1), weight, batch[:, 1:].flatten())
+        self.log("loss", loss, prog_bar=True)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
@@ -120,32 +102,31 @@ def measure(num_tokens: int, vocabulary: int, width: int) -> None:
 
 
 def main() -> None:
-    """Measures, or trains on repeating random text, which can be learnt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="print the memory of the loss, and stop")
-    parser.add_argument("--tokens", type=int, default=1024, help="per sequence (%(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="(%(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of the model (%(default)s)")
-    parser.add_argument("--max-steps", type=int, default=8, help="optimizer steps (%(default)s)")
-    parser.add_argument("--devices", type=int, default=2, help="(%(default)s)")
+    """Measures the loss, or trains with it."""
+    parser = parser_for(__doc__, length=1024, batch_size=4, max_steps=20, lr=3e-3)
+    measuring = parser.add_argument_group("with --measure")
+    measuring.add_argument("--measure", action="store_true", help="print the memory of the loss, and stop")
+    measuring.add_argument("--tokens", type=int, default=1024, help="of a micro-batch (%(default)s)")
+    measuring.add_argument("--vocabulary", type=int, default=8192, help="(%(default)s)")
+    measuring.add_argument("--width", type=int, default=64, help="of the model (%(default)s)")
     args = parser.parse_args()
     L.seed_everything(0)
     if args.measure:
         measure(args.tokens, args.vocabulary, args.width)
         return
-    words = torch.randint(args.vocabulary, (64,))
-    rows = [words.roll(shift).repeat(args.tokens // 64 + 1)[: args.tokens + 1] for shift in range(64)]
+    model, tokenizer = load(args.model)
+    rows = token_rows(tokenizer, text_of(args.text), args.length)
     trainer = L.Trainer(
         strategy="roundpipe",
-        accelerator="roundpipe",
+        accelerator="roundpipe",  # the GPUs, or virtual devices on a machine without
         devices=args.devices,
+        precision=PRECISION,
         max_steps=args.max_steps,
+        callbacks=[PrintLosses(), RoundPipeTimeline(picture="long_sequence.svg", summary=True, tokens_of=Tensor.numel)],
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(LongSequences(args.vocabulary, args.width), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(LongSequences(model, args.lr), DataLoader(rows, args.batch_size, shuffle=True))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
 from .ranks.group import ALONE
+from .reporting.host_memory import HostMemory
 from .reporting.host_report import HostReport
 from .reporting.tracing import Recordings, TraceWriter
 from .usercode.lock import current
@@ -297,6 +298,12 @@ class RoundPipeStrategy(HostStrategy):
     def engine(self) -> Engine:
         """The engine of the connected module."""
         return self.steps.engine
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """What the ``fit`` that runs needs on the host, as far as it is known; None outside of ``fit``."""
+        report = None if self._steps is None else self._steps.report
+        return None if report is None else report.memory
 
     def trace_with(self, writer: TraceWriter) -> None:
         """Lets ``writer`` record steps of the ``fit`` that is being set up.

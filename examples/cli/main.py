@@ -1,81 +1,88 @@
 """LightningCLI: the strategy, like everything else, comes from a YAML file.
 
-    python examples/cli/main.py fit --config examples/cli/config.yaml
-    python examples/cli/main.py validate --config examples/cli/config.yaml
-    python examples/cli/main.py fit --config examples/cli/strategy_options.yaml
+    python examples/cli/main.py fit --config examples/cli/config.yaml                  # a tiny model, on the CPU
+    python examples/cli/main.py validate --config examples/cli/config.yaml --ckpt_path NAME.ckpt
+    python examples/cli/main.py fit --config examples/cli/gpus.yaml --data.path notes.txt      # Qwen3-8B, on GPUs
 
-Every option can be overridden behind the file, for instance ``--trainer.devices 4 --model.num_blocks 8``.
+Every option can be overridden behind the file, for instance ``--trainer.devices 8 --data.batch_size 128``.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import lightning as L
 import torch
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_roundpipe  # noqa: F401  (registers the strategy "roundpipe")
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import load, load_tokenizer, text_of, token_rows
 
-class Regressor(L.LightningModule):
-    """A residual network for regression.
+
+class CausalLM(L.LightningModule):
+    """A causal language model of Hugging Face, whose weights are all trained.
 
     Args:
-        width: size of the hidden vectors.
-        num_blocks: number of residual blocks.
+        name: on the Hub, or a folder; None for a tiny one with random weights.
         lr: learning rate.
     """
 
-    def __init__(self, width: int = 32, num_blocks: int = 6, lr: float = 3e-3) -> None:
+    def __init__(self, name: str | None = None, lr: float = 3e-3) -> None:
         super().__init__()
+        self.model, _ = load(name)
         self.lr = lr
-        self.stem = nn.Linear(2, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_blocks))
-        self.head = nn.Linear(width, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x).squeeze(-1)
+    def loss(self, batch: Tensor) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = nn.functional.mse_loss(self(x), y)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", nn.functional.mse_loss(self(x), y), prog_bar=True)
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
 
 
-class Waves(L.LightningDataModule):
-    """Points of the plane and the height of a wave there.
+class Text(L.LightningDataModule):
+    """A text in rows of tokens; every tenth is held out.
 
     Args:
-        num_points: points to train on; a quarter as many are held out.
-        batch_size: points per batch.
+        name: of the model whose tokenizer is used.
+        path: a file; None for sources of Python's standard library.
+        length: tokens per row.
+        batch_size: rows per step.
+        max_rows: of which the training sees no more; None for all.
     """
 
-    def __init__(self, num_points: int = 2048, batch_size: int = 64) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        path: Path | None = None,
+        length: int = 128,
+        batch_size: int = 16,
+        max_rows: int | None = None,
+    ) -> None:
         super().__init__()
-        self.num_points, self.batch_size = num_points, batch_size
+        rows = token_rows(load_tokenizer(name), text_of(path), length)[:max_rows]
+        self.held_out, self.batch_size = rows[::10], batch_size
+        self.rows = rows[torch.arange(len(rows)) % 10 > 0]
 
-    def _points(self, number: int, seed: int) -> TensorDataset:
-        x = 4 * torch.rand(number, 2, generator=torch.Generator().manual_seed(seed)) - 2
-        return TensorDataset(x, torch.sin(2 * x[:, 0]) * torch.cos(x[:, 1]))
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.rows, self.batch_size, shuffle=True)  # type: ignore[arg-type]
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self._points(self.num_points, 0), batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self._points(self.num_points // 4, 1), batch_size=self.batch_size)
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.held_out, self.batch_size)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    LightningCLI(Regressor, Waves)
+    LightningCLI(CausalLM, Text)

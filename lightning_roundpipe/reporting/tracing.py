@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
+from ..devices.pool import DevicePool
 from ..engine.requests import StepRequest, StepResult
 from ..engine.runner import Engine
 from ..options import check_count, check_writable
@@ -28,6 +29,7 @@ from ..planning.files import write_text
 from ..planning.partition import Partition
 from ..planning.spans import Mark
 from ..planning.timeline import Timeline
+from .host_memory import HostMemory
 from .pictures import check_picture, draw_timelines
 
 
@@ -37,9 +39,17 @@ class Traced(Protocol):
 
     Attributes:
         last_step: what the last step was, without outputs and gradients; None before the first one.
+        pool: its devices.
+        host_memory: what the training needs on the host; None where there is none, or nothing is known.
     """
 
     last_step: StepResult | None
+
+    @property
+    def pool(self) -> DevicePool: ...
+
+    @property
+    def host_memory(self) -> HostMemory | None: ...
 
     def trace_with(self, writer: TraceWriter) -> None:
         """Records what ``writer`` wants of the fit that begins."""

@@ -317,7 +317,7 @@ def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "nothing to do: pass path, picture or log_metrics=True"),
+    ({}, ValueError, "nothing to do: pass path, picture, log_metrics=True or summary=True"),
     ({"path": "missing/trace.json"}, ValueError, r"path='missing/trace.json': there is no folder 'missing'"),
     ({"path": "."}, ValueError, r"path='\.' is a folder"),
     ({"path": 3}, TypeError, "path=3: pass the path"),
