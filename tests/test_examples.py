@@ -61,12 +61,13 @@ def loaded(script: str) -> Any:
 
 
 def test_no_example_is_forgotten() -> None:
-    scripts = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - {"common.py", "dpo.py"}
+    scripts = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - {"common.py"}
     assert scripts == {
         "minimal.py",
         "demo.py",
         "finetune_lora.py",
         "full_finetune.py",
+        "dpo.py",
         "long_sequence.py",
         "several_machines/train.py",
         "cli/main.py",
@@ -208,6 +209,15 @@ def test_full_finetune_saves_a_model_that_loads(run: Callable[..., str], tmp_pat
     text = tokenizer("import os", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(text[0]) == "import os"
     assert model(text).logits.shape == (1, 9, 257)
+
+
+def test_dpo_prefers_the_chosen_answers(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("dpo.py", "--max-steps", "4", "--lr", "0.01", "--devices", "2", "--output", str(tmp_path / "adapter"))
+    gained = re.search(r"(\d+)% of the chosen answers have gained", output)
+    assert gained
+    assert int(gained[1]) > 50
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert_ends_with_picture_and_table(output, tmp_path / "dpo.svg", "tokens/s")
 
 
 def test_long_sequence(run: Callable[..., str], tmp_path: Path) -> None:
