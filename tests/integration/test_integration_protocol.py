@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_roundpipe.integration import pool
 from lightning_roundpipe.integration.steps import misuse
 from lightning_roundpipe.optimizer import buckets
-from lightning_roundpipe.weights import futures
+from lightning_roundpipe.weights import futures, low_precision
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.protocol_checker import Event, ProtocolError, UnitState, following
 
@@ -32,13 +32,14 @@ def every_weight_by_itself(small_updates: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def leave_out_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at a weight does not wait for its update."""
+    """Neither a look at a weight nor an upload of it waits for its update."""
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with futures.unwaited():
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(futures.PendingParameter, "__torch_function__", classmethod(__torch_function__))
+    monkeypatch.setattr(low_precision, "await_update", lambda weight: None)
 
 
 class Held:

@@ -116,7 +116,7 @@ def test_what_is_imported_is_declared_and_the_other_way_round(metadata: list[tup
     always = {name for tree in trees for name in _imports(tree, in_functions=False)}
     assert always == requirements(metadata, None)
     sometimes = {name for tree in trees for name in _imports(tree, in_functions=True)} - always
-    assert {"huggingface_hub", "matplotlib", "rich"} <= sometimes
+    assert "matplotlib" in sometimes
     extras = set().union(*(requirements(metadata, extra) for extra in ("hf", "cli", "plot")))
     assert sometimes - extras == set()
 
