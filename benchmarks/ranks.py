@@ -1,4 +1,5 @@
 """Ranks: the step of two against that of one with the same batch, the share of the reduction that is hidden, bytes.
+All of it also with an optimizer that is divided between the ranks.
 
 Two processes with two virtual devices each, joined by a cable of 1 Gbit/s between two network namespaces where they can
 be made (as root, on Linux), else by loopback. Their units only wait, so that nothing competes for the cores. Beside it
@@ -18,6 +19,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,14 @@ from tests.support.rank_runs.script import free_port, variables
 
 METHOD = """
 A model of equal layers, each a unit with a weight, whose forward and backward wait; SGD with a learning rate of 0, so
-that ranks train and nothing changes; plans by sizes alone, so that all have the same one. Wall-clock time of
-strategy.training_step on rank 0, which ends when all gradients are there; the first steps of a fit, in which the plan
-is made, do not count. one_rank: all micro-batches on one rank. half: half of them on one rank, with nothing to add
-up. two_ranks: half of them on each of two. reduction_ms: the same gradients added up with nothing else to do. hidden:
-1 - (two_ranks - half) / reduction_ms. bytes_sent: what has left the host of rank 0 per step, headers included, over
-the bytes of the gradients, of which each of two ranks must send as many; from the difference of two runs. simulated:
+that ranks train and nothing changes; plans by sizes alone, so that all have the same one. Wall-clock time from the
+beginning of a training step on rank 0 to that of the next one, with the update between them; the first steps of a fit,
+in which the plan is made, do not count. one_rank: all micro-batches on one rank. half: half of them on one rank, with
+nothing to add up. two_ranks: half of them on each of two. sharded: the same with shard_optimizer=True, where a rank
+gets its part of the sums, updates its part of the weights, and sends them to the other. reduction_ms: the same
+gradients added up with nothing else to do. hidden: 1 - (two_ranks - half) / reduction_ms. bytes_sent: what has left the
+host of rank 0 per step, headers included, over the bytes of the gradients, of which each of two ranks must send as
+many; with sharded, as many bytes of gradients and weights; from the difference of two runs. simulated:
 the paper's models on 8 devices per rank with its links, 16 micro-batches per rank, 200 GB/s of host memory, 50
 microseconds from rank to rank; step_over_alone: the step of ranks that add up over that of a rank alone, which does a
 batch smaller by their number; hidden: as above.
@@ -78,19 +82,17 @@ class Model(L.LightningModule):
 
 
 class Timed(RoundPipeStrategy):
-    """Keeps how long training steps take."""
+    """Keeps when training steps began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.steps_ms: list[float] = []
+        self.began_at: list[float] = []
         self.reductions_ms: list[float] = []
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        output = super().training_step(*args, **kwargs)
-        self.steps_ms.append((time.perf_counter() - started) * 1e3)
-        return output
+        self.began_at.append(time.perf_counter())
+        return super().training_step(*args, **kwargs)
 
     @override
     def teardown(self) -> None:
@@ -104,11 +106,16 @@ class Timed(RoundPipeStrategy):
         super().teardown()
 
 
-def train(num_microbatches: int, num_steps: int) -> dict[str, list[float]]:
+def train(num_microbatches: int, num_steps: int, is_sharded: bool) -> dict[str, list[float]]:
     """Trains on this rank."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    strategy = Timed(num_microbatches=num_microbatches, virtual_copies=True, device_memory_limit=DEVICE_MEMORY)
+    strategy = Timed(
+        num_microbatches=num_microbatches,
+        virtual_copies=True,
+        device_memory_limit=DEVICE_MEMORY,
+        shard_optimizer=is_sharded,
+    )
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(
         strategy=strategy,
@@ -124,10 +131,13 @@ def train(num_microbatches: int, num_steps: int) -> dict[str, list[float]]:
     )
     rows = torch.zeros(num_steps * num_microbatches, 1)
     trainer.fit(Model(), DataLoader(rows, batch_size=num_microbatches))
-    return {"steps_ms": strategy.steps_ms[WARM_UP:], "reductions_ms": strategy.reductions_ms}
+    steps_ms = [(later - earlier) * 1e3 for earlier, later in pairwise(strategy.began_at[WARM_UP:])]
+    return {"steps_ms": steps_ms, "reductions_ms": strategy.reductions_ms}
 
 
-def run(num_microbatches: int, num_steps: int, hosts: Sequence[Host], size: int = 1) -> dict[str, list[float]]:
+def run(
+    num_microbatches: int, num_steps: int, hosts: Sequence[Host], size: int = 1, *, is_sharded: bool = False
+) -> dict[str, list[float]]:
     """Trains on ``size`` ranks, each on a host if there are any; what rank 0 says."""
     if size == 1:
         places, launcher = [{}], [[]]
@@ -136,7 +146,7 @@ def run(num_microbatches: int, num_steps: int, hosts: Sequence[Host], size: int 
         port = free_port()
         places = [variables(rank, size, 1 if hosts else size, address, port) for rank in range(size)]
         launcher = [["ip", "netns", "exec", host.name] for host in hosts] or [[]] * size
-    command = [sys.executable, "-m", "benchmarks.ranks", "--rank", f"{num_microbatches},{num_steps}"]
+    command = [sys.executable, "-m", "benchmarks.ranks", "--rank", f"{num_microbatches},{num_steps},{int(is_sharded)}"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         running = []
         for rank, (place, prefix) in enumerate(zip(places, launcher, strict=True)):
@@ -156,30 +166,38 @@ def run(num_microbatches: int, num_steps: int, hosts: Sequence[Host], size: int 
 def measured(hosts: Sequence[Host], repeats: int, num_microbatches: int) -> dict[str, Any]:
     """The figures of ranks on this machine."""
     half = num_microbatches // 2
-    steps: dict[str, list[float]] = {"one_rank": [], "half": [], "two_ranks": []}
+    steps: dict[str, list[float]] = {"one_rank": [], "half": [], "two_ranks": [], "sharded": []}
     reductions: list[float] = []
-    sent = []
-    num_steps = WARM_UP + 4
+    sent: dict[bool, list[int]] = {False: [], True: []}
+    num_steps = WARM_UP + 5
     for repetition in range(repeats):
         steps["one_rank"].append(statistics.median(run(num_microbatches, num_steps, ())["steps_ms"]))
         steps["half"].append(statistics.median(run(half, num_steps, ())["steps_ms"]))
-        for count in (num_steps, num_steps + 4) if repetition == 0 and hosts else (num_steps,):
-            before = hosts[0].num_bytes_sent if hosts else 0
-            found = run(half, count, hosts, size=2)
-            sent.append((hosts[0].num_bytes_sent if hosts else 0) - before)
-        steps["two_ranks"].append(statistics.median(found["steps_ms"]))
-        reductions.append(statistics.median(found["reductions_ms"]))
+        for name, is_sharded in (("two_ranks", False), ("sharded", True)):
+            for count in (num_steps, num_steps + 4) if repetition == 0 and hosts else (num_steps,):
+                before = hosts[0].num_bytes_sent if hosts else 0
+                found = run(half, count, hosts, size=2, is_sharded=is_sharded)
+                sent[is_sharded].append((hosts[0].num_bytes_sent if hosts else 0) - before)
+            steps[name].append(statistics.median(found["steps_ms"]))
+            reductions += found["reductions_ms"]
         progress(f"{repetition + 1} of {repeats} repetitions")
     medians = {name: statistics.median(values) for name, values in steps.items()}
     reduction_ms = statistics.median(reductions)
     num_bytes = NUM_LAYERS * WEIGHTS * 4
+    per_step = {is_sharded: (counts[1] - counts[0]) / 4 if hosts else 0.0 for is_sharded, counts in sent.items()}
     return {
         **{f"{name}_ms": spread([*values, *values]) for name, values in steps.items()},
-        "two_ranks_over_one": rounded(medians["two_ranks"] / medians["one_rank"]),
-        "half_over_one": rounded(medians["half"] / medians["one_rank"]),
+        **{
+            f"{name}_over_one": rounded(medians[name] / medians["one_rank"])
+            for name in ("two_ranks", "sharded", "half")
+        },
         "reduction_ms": rounded(reduction_ms),
-        "hidden": rounded(1 - (medians["two_ranks"] - medians["half"]) / reduction_ms),
-        "bytes_sent_over_gradients": rounded((sent[1] - sent[0]) / 4 / num_bytes) if hosts else None,
+        **{
+            f"hidden{suffix}": rounded(1 - (medians[name] - medians["half"]) / reduction_ms)
+            for name, suffix in (("two_ranks", ""), ("sharded", "_sharded"))
+        },
+        "bytes_sent_over_gradients": rounded(per_step[False] / num_bytes) if hosts else None,
+        "bytes_sent_over_gradients_sharded": rounded(per_step[True] / num_bytes) if hosts else None,
     }
 
 
@@ -208,16 +226,18 @@ def simulated(name: str, num_ranks: int, gbit: int) -> dict[str, Any]:
 def main() -> None:
     """Measures and prints; or is a rank."""
     made = parser(__doc__, repeats=3)
-    made.add_argument("--rank", help="micro-batches and steps: be a rank and print how long steps took")
-    made.add_argument("--rate", default="1gbit", help="of the cable, as tc reads it")
+    made.add_argument("--rank", help="micro-batches, steps, 1 for a sharded optimizer: be a rank and print")
+    made.add_argument("--gbit", type=float, default=1.0, help="Gbit/s of the cable in each direction")
+    made.add_argument("--delay", type=float, default=1.0, help="ms of the cable in each direction")
     args = made.parse_args()
     if args.rank is not None:
-        print(json.dumps(train(*map(int, args.rank.split(",")))))
+        num_microbatches, num_steps, is_sharded = map(int, args.rank.split(","))
+        print(json.dumps(train(num_microbatches, num_steps, bool(is_sharded))))
         return
     num_microbatches = 4 if args.quick else MICROBATCHES
     with contextlib.ExitStack() as stack:
         reason = why_not()
-        hosts = stack.enter_context(two_hosts(args.rate)) if reason is None else ()
+        hosts = stack.enter_context(two_hosts(args.gbit, args.delay)) if reason is None else ()
         parameters = {
             "layers": NUM_LAYERS,
             "weights_per_layer": WEIGHTS,

@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces joined by a cable of a rate and, where the kernel can, of a delay.
+"""Hosts on this machine: network namespaces joined by a cable of a rate and a delay.
 
 ```
 namespace roundpipe-PID-0                        namespace roundpipe-PID-1
@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 CABLE = "cable"
+PACKET_BYTES = 9000  # jumbo frames: a tenth of the packets, each of which is carried by Python
 _CLONE_NEWNET = 0x40000000
 
 
@@ -38,7 +39,7 @@ class Host:
     cable: str = ""
 
     def run(self, *command: str) -> str:
-        """Runs a command of ``ip`` or ``tc`` there; what it has printed."""
+        """Runs a command there; what it has printed."""
         return _run("ip", "netns", "exec", self.name, *command)
 
     @property
@@ -59,8 +60,10 @@ def why_not() -> str | None:
     """What is missing for hosts; None for nothing."""
     if not sys.platform.startswith("linux"):
         return "needs network namespaces, which Linux has"
-    if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
-        return f"needs {' and '.join(missing)} (iproute2)"
+    if shutil.which("ip") is None:
+        return "needs ip (iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "needs the right to use /dev/net/tun"
     name = f"roundpipe-{os.getpid()}"
     try:
         _run("ip", "netns", "add", name)
@@ -71,35 +74,30 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str = "1gbit", delay: str = "1ms") -> Iterator[tuple[Host, Host]]:
+def two_hosts(gbit_per_s: float = 1.0, delay_ms: float = 1.0) -> Iterator[tuple[Host, Host]]:
     """Two hosts, until it closes.
 
     Args:
-        rate, delay: of the cable in each direction, as ``tc`` reads them. A kernel without ``netem`` has no delay.
+        gbit_per_s, delay_ms: of the cable, in each direction.
     """
-    hosts = Host(f"roundpipe-{os.getpid()}-0", "10.77.0.1"), Host(f"roundpipe-{os.getpid()}-1", "10.77.0.2")
+    told = f"{gbit_per_s:g} Gbit/s, {delay_ms:g} ms each way"
+    first, second = (Host(f"roundpipe-{os.getpid()}-{i}", f"10.77.0.{i + 1}", told) for i in range(2))
     with contextlib.ExitStack() as stack:
-        for host in hosts:
+        for host in (first, second):
             _run("ip", "netns", "add", host.name)
             stack.callback(_run, "ip", "netns", "del", host.name)
-        ends = [name for host in hosts for name in ("name", CABLE, "netns", host.name)]
-        _run("ip", "link", "add", *ends[:4], "type", "veth", "peer", *ends[4:])
-        told = []
-        for host in hosts:
+        module = "tests.support.rank_runs.cable"
+        command = [sys.executable, "-m", module, first.name, second.name, str(gbit_per_s), str(delay_ms)]
+        cable = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+        stack.callback(cable.kill)
+        assert cable.stdout is not None
+        if not cable.stdout.readline():
+            raise RuntimeError("the cable has ended")
+        for host in (first, second):
             host.run("ip", "address", "add", f"{host.address}/24", "dev", CABLE)
             for device in ("lo", CABLE):
-                host.run("ip", "link", "set", device, "up")
-            host.run("tc", "qdisc", "add", "dev", CABLE, "root", "handle", "1:", *_slowed(rate))
-            try:
-                host.run("tc", "qdisc", "add", "dev", CABLE, "parent", "1:", "netem", "delay", delay, "limit", "10000")
-                told.append(f"{rate}, {delay} each way")
-            except subprocess.CalledProcessError:
-                told.append(f"{rate}, no delay (the kernel has no netem)")
-        yield replace(hosts[0], cable=told[0]), replace(hosts[1], cable=told[1])
-
-
-def _slowed(rate: str) -> tuple[str, ...]:
-    return ("tbf", "rate", rate, "burst", "1mb", "latency", "200ms")
+                host.run("ip", "link", "set", device, "up", "mtu", str(PACKET_BYTES))
+        yield first, second
 
 
 def _run(*command: str) -> str:
