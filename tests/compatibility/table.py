@@ -33,9 +33,10 @@ COMPLETE = (
 )
 _COMPLETE = """\
 All arguments, methods and attributes of the Trainer work, all hooks, methods and attributes of LightningModule and
-LightningDataModule, and all hooks of callbacks, but for those above."""
-# What works in cases of misuse is in the index only.
-LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "LightningCLI", "Migration", "Library")
+LightningDataModule, and all hooks of callbacks, but for those above. See also [LightningCLI](../how-to/lightning-cli.md),
+and [checkpoints](../migration/index.md#checkpoints-there-and-back) of other strategies."""
+# Of the other kinds the index has what works: pages of their own tell of LightningCLI and migration.
+LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "Library")
 HEADINGS = {"Library": "Other libraries"}
 # Where a name alone would not tell whose it is.
 OWNERS = {

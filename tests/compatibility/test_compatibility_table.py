@@ -223,7 +223,7 @@ def test_the_page(shown: list[Feature]) -> None:
     assert lines[refused + 4 : differs - 1] == ["| `teardown` | no |", "| `b\\|c` | use \\| less |"]
     assert lines[differs + 4 : works - 1] == ["| `C`, `D` (`x`) | d |"]
     assert lines[works + 2].startswith("All arguments, methods and attributes of the Trainer work")
-    assert lines[works + 5 : works + 9] == [
+    assert lines[works + 6 : works + 10] == [
         "- **Callback**: `A`",
         "- **Logger**: a phrase, `W` (`x`), `W` (y), `Z`",
         "- **PEFT**: `LoRA`",
