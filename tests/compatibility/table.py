@@ -38,12 +38,13 @@ and [checkpoints](../migration/index.md#checkpoints-there-and-back) of other str
 # Of the other kinds the index has what works: pages of their own tell of LightningCLI and migration.
 LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "Library")
 HEADINGS = {"Library": "Other libraries"}
+# Of mistakes whose error needs no more words the index tells alone.
+SAYS_ALL = "The error "
 # Where a name alone would not tell whose it is.
 OWNERS = {
     "Trainer attribute": "trainer.",
     "LightningModule method": "self.",
     "LightningModule attribute": "self.",
-    "LightningCLI": "LightningCLI: ",
 }
 
 # Libraries of which many features have rows.
@@ -55,7 +56,7 @@ _INTRODUCTION = """\
 How features of Lightning and other libraries behave with `strategy="roundpipe"`. A feature is here if a test shows it,
 on virtual devices: no [GPU](../explanation/limits.md#gpus) has run these tests.
 
-- [What does not work](#what-does-not-work) ends in a clear error, before work is lost.
+- [What does not work](#what-does-not-work) ends in a clear error, before work is lost. (Plain mistakes do, too.)
 - [What differs](#what-differs) works, with the difference that is named.
 - [What works](#what-works) does what it does in plain Lightning on one device
   ([rule of exactness](../explanation/exactness.md)).
@@ -339,7 +340,11 @@ def _rows_with_notes(features: list[Feature], status: str) -> Iterator[str]:
     """One row for the features that share a note."""
     groups: dict[str, list[str]] = {}
     for feature in features:
-        if feature.note and feature.status == status:
+        if (
+            feature.status == status
+            and feature.note
+            and not (status == "refused" and feature.note.startswith(SAYS_ALL))
+        ):
             groups.setdefault(feature.note, []).append(OWNERS.get(feature.kind, "") + feature.name)
     for note, names in groups.items():
         yield f"| {_list(names)} | {_cell(note)} |"

@@ -206,7 +206,8 @@ SHOWN = (
     "@compat('Logger', 'Z')\ndef test_e():\n    z = pytest.importorskip('z')\n"
     "@compat('Library', 'PEFT LoRA')\n@compat('Library', 'Jupyter')\ndef test_g(): ...\n"
     "@compat('Callback hook', 'setup')\n@compat('LightningDataModule', 'setup')\n"
-    "@compat('Callback hook', 'teardown', 'refused', 'no')\ndef test_h(): ..."
+    "@compat('Callback hook', 'teardown', 'refused', 'no')\ndef test_h(): ...\n"
+    "@compat('Misuse', 'a mistake', 'refused', 'The error says so.')\ndef test_i(): ..."
 )
 
 
@@ -216,7 +217,7 @@ def shown() -> list[Feature]:
 
 
 def test_the_page(shown: list[Feature]) -> None:
-    assert count_line(shown) == "14 features: 10 equal, 2 refused with a clear error, 2 with a difference"
+    assert count_line(shown) == "15 features: 10 equal, 3 refused with a clear error, 2 with a difference"
     page = page_of(shown)
     lines = page.splitlines()
     refused, differs, works = (lines.index(f"## What {what}") for what in ("does not work", "differs", "works"))
