@@ -33,8 +33,8 @@ COMPLETE = (
 )
 _COMPLETE = """\
 All arguments, methods and attributes of the Trainer work, all hooks, methods and attributes of LightningModule and
-LightningDataModule, and all hooks of callbacks, but for those above. So do [LightningCLI](../how-to/lightning-cli.md) and
-[checkpoints](../migration/index.md#checkpoints-there-and-back) of other strategies."""
+LightningDataModule, and all hooks of callbacks, but for those above. So do [LightningCLI](../how-to/lightning-cli.md)
+and [checkpoints](../migration/index.md#checkpoints-there-and-back) of other strategies."""
 # Of the other kinds the index has what works: pages of their own tell of LightningCLI and migration.
 LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "Library")
 HEADINGS = {"Library": "Other libraries"}
