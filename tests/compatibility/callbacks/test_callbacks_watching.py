@@ -173,7 +173,7 @@ def test_bars_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
         assert make_trainer(kind).progress_bar_callback is None
         return found
 
-    assert "FLOPs" in both(act)[0][0]
+    assert "Params" in both(act)[0][0]
     plain, ours = texts[:4], texts[4:]
     assert "body.0.0" in plain[1].split("Epoch")[0]
     assert ours[1].split("Epoch")[0] == plain[1].split("Epoch")[0], "the table, with sizes of the example input"
