@@ -36,7 +36,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..common.dispatch import ThreadsDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PrivateRandomness(ThreadsDispatchMode):
     """Gives random operators on the host a generator of their own; see [Note: private randomness].
 
     Args:

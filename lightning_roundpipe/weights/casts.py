@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..common.dispatch import ThreadsDispatchMode
 from ..common.sizes import extent_of
 
 _ATEN = torch.ops.aten
@@ -141,7 +141,7 @@ class CastWatch:
         return func is _ATEN.to.dtype and len(args) > 1 and args[1] is self._dtype  # in inference mode
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(ThreadsDispatchMode):
     """What happens below autocast: casts are visible there."""
 
     def __init__(self, watch: CastWatch) -> None:

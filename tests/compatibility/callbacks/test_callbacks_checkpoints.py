@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
+from tests.compatibility.versions import known
 from tests.support.models import Logs
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
-from tests.support.versions import known
 
 
 class Counter(Callback):

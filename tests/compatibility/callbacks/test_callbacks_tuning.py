@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Lea
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
+from tests.compatibility.versions import known
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
-from tests.support.versions import known
 
 
 class Tuned(Small):

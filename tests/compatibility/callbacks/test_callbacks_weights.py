@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics.functional import mean_squared_error
 
+from tests.compatibility.versions import known
 from tests.support.models import Logs
 from tests.support.parity import COPIES, Run, assert_alike, both, compare, fit, make_loader
 from tests.support.rows import compat
-from tests.support.versions import known
 
 
 def compared(make_module: Any, make_callback: Callable[[], Any], *others: Any, **settings: Any) -> tuple[Run, Run]:

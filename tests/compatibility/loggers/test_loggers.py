@@ -22,10 +22,10 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from tests.compatibility.versions import need
 from tests.support.parity import KINDS, assert_alike, both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
-from tests.support.versions import need
 
 Calls = list[tuple[str, Any]]
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.migration.other_strategies import Migrating, Rows, SavesAfter
+from tests.compatibility.versions import need
 from tests.support.forks import Forks
 from tests.support.parity import KINDS, assert_alike, make_trainer
 from tests.support.rows import compat
-from tests.support.versions import need
 
 ROOT = Path(__file__).resolve().parents[3]
 EPOCHS, STEPS = 2, 6

@@ -24,10 +24,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.compatibility.versions import known
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import Small
-from tests.support.versions import known
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
 # 11 significant bits, bfloat16 8: one rounding is 2**-12 or 2**-9 relative, and a few of them meet in a weight. In

@@ -40,11 +40,11 @@ from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.compatibility.versions import known
 from tests.support.identical import assert_identical
 from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
-from tests.support.versions import known
 
 # --- checkpoint IO ----------------------------------------------------------------------------------------------------
 

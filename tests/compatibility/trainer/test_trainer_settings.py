@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.compatibility.versions import need
 from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
-from tests.support.versions import need
 
 
 class Learner(Small):
