@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_roundpipe.common.dispatch import ThreadsDispatchMode
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from tests.support.engine.lazy_link import cpu_pool
@@ -50,7 +50,7 @@ class Watch:
             return {owner for owner, _ in self._alive}
 
 
-class Noting(TorchDispatchMode):
+class Noting(ThreadsDispatchMode):
     """Shows every result of an operator to the watch."""
 
     def __init__(self, watch: Watch, owner: int) -> None:
