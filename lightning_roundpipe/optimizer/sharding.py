@@ -6,9 +6,10 @@ neither; their ``.grad`` is None, so that optimizers make nothing for them. The 
 every rank computes with all of them, but may be kept there in low precision ([Note: divided masters] in
 :mod:`optimizer.masters`): ::
 
-                    gradients                    update                       weights
-    rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->       a b c d
-    rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d      b ->    d ->    a b c d
+                    gradients                    update                      weights
+    rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->    a b c d
+    rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d   b ->    d ->    a b c d
+                                                                     round 1  round 2
 
 Owners get weights in *blocks* of the module's order, the largest blocks first, each to the rank that has least: by the
 order and the sizes alone, so that all ranks agree without a word. What has an owner keeps it; weights that an optimizer
