@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.loaders import Loader
 from tests.support.small import CLASSES, WIDTH
 
 KINDS = ("plain", "roundpipe")
@@ -67,7 +68,7 @@ def make_loader(rows: int = 20, batch_size: int = 8, **kwargs: Any) -> DataLoade
 
 def ready(batches: Any) -> Any:
     """A list of batches as a loader of them: Lightning would take the bare list for several loaders."""
-    is_list = isinstance(batches, list) and not isinstance(batches[0], DataLoader)
+    is_list = isinstance(batches, list) and not isinstance(batches[0], (DataLoader, Loader))
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is) if is_list else batches
 
 
