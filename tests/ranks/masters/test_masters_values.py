@@ -24,7 +24,6 @@ from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import CLASSES, WIDTH
 
 
-
 class Normed(Groups):
     """Has a weight that autocast never casts, and a tied one."""
 
