@@ -23,7 +23,7 @@ from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import Small
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
-RESTARTED = Path(__file__).with_name("restarted.py")
+RESTARTED = Path(__file__).parents[1] / "support" / "rank_runs" / "restarted.py"
 
 
 class Telling(Small):
