@@ -32,8 +32,8 @@ def parser_for(description: str | None, **defaults: Any) -> argparse.ArgumentPar
 
 def load(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from the Hub or a folder; without a name a tiny one that is new."""
-    if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), load_tokenizer(name)
+    if name is not None:  # it comes in evaluation mode
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).train(), load_tokenizer(name)
     config = Qwen3Config(
         vocab_size=257,
         hidden_size=64,

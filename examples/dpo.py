@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapters (%(default)s)")
     parser.add_argument("--output", default="adapter", help="folder for the adapter (%(default)s)")
     args = parser.parse_args()
+    if args.pairs is not None and not args.pairs.is_file():
+        parser.error(f"there is no file {str(args.pairs)!r}")
     L.seed_everything(0)
     # What is frozen takes 2 bytes for each weight on the host; PEFT makes its adapters in float32.
     model, tokenizer = load(args.model, torch.bfloat16 if torch.cuda.is_available() else torch.float32)

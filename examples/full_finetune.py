@@ -41,6 +41,13 @@ class FullFineTuning(L.LightningModule):
         scheduler = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """By norm: Lightning's own refuses fused optimizers under mixed precision, also where no loss is scaled."""
+        if gradient_clip_val:
+            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, gradient_clip_val)
+
 
 def main() -> None:
     """Trains all weights and saves them."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import lightning as L
 import pytest
 import torch
 
@@ -198,6 +199,28 @@ def test_full_finetune_saves_a_model_that_loads(run: Callable[..., str], tmp_pat
     text = tokenizer("import os", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(text[0]) == "import os"
     assert model(text).logits.shape == (1, 9, 257)
+
+
+@pytest.mark.parametrize("script", ["full_finetune.py", "cli/main.py"])
+def test_gradients_are_clipped_with_the_precision_of_gpus(script: str, tmp_path: Path) -> None:
+    """Lightning's own clipping refuses their fused optimizer under mixed precision."""
+    example = loaded(script)
+    module = example.CausalLM() if script == "cli/main.py" else example.FullFineTuning(example.load(None)[0], lr=1e-3)
+    rows = torch.utils.data.DataLoader(torch.randint(257, (4, 16)), batch_size=4)
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    trainer = L.Trainer(
+        strategy="roundpipe",
+        accelerator="cpu",
+        devices=2,
+        precision="bf16-mixed",
+        max_epochs=1,
+        gradient_clip_val=1e-3,
+        default_root_dir=tmp_path,
+        **quiet,
+    )
+    trainer.fit(module, rows)
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in module.parameters() if weight.grad is not None])
+    assert float(norm) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_dpo_prefers_the_chosen_answers(run: Callable[..., str], tmp_path: Path) -> None:

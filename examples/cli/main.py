@@ -52,6 +52,13 @@ class CausalLM(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """By norm: Lightning's own refuses fused optimizers under mixed precision, also where no loss is scaled."""
+        if gradient_clip_val:
+            self.trainer.precision_plugin.clip_grad_by_norm(optimizer, gradient_clip_val)
+
 
 class Text(L.LightningDataModule):
     """A text in rows of tokens; every tenth is held out.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
+_autograd: Any = torch._C._autograd
 
 
 class EngineFunction(torch.autograd.Function):
@@ -20,6 +22,32 @@ class EngineFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Depth(threading.local):
+    """Of the hooks of a thread, in versions of torch that cannot tell whether there are any."""
+
+    value = 0
+
+    def counts(self, function: Callable[..., None], change: int) -> Callable[..., None]:
+        @functools.wraps(function)
+        def counted(*args: Any) -> None:
+            function(*args)
+            self.value += change
+
+        return counted
+
+
+_depth = None
+if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
+    _depth = _Depth()
+    for _name, _change in (("_push_saved_tensors_default_hooks", 1), ("_pop_saved_tensors_default_hooks", -1)):
+        setattr(_autograd, _name, _depth.counts(getattr(_autograd, _name), _change))
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether the calling thread is inside of hooks on what autograd saves."""
+    return _depth.value > 0 if _depth is not None else _autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_of_user(node: Any) -> bool:

@@ -10,7 +10,8 @@ counts.
 - A run that learned facts (see [Note: facts] in :mod:`autograd.recompute`) is the first one of its kind: it may have
   compiled or allocated. It counts as long as there is no other.
 - What runs in a B stage is the forward again and the backward; the forward is taken off.
-- A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time.
+- A call that gets no gradient, although its micro-batch ran a backward, has a backward of no time, from the first plan
+  on: a frozen reference, frozen layers at the beginning. A backward that has run took some time.
 - Calls that were never measured keep their guesses, scaled by what measured calls took over their guesses.
 - Sizes are known after the first run.
 
@@ -46,6 +47,7 @@ _WINDOW = 15
 # Devices whose speeds differ by less are taken for alike.
 _ALIKE = 0.1
 _NUM_TURNS = 8
+_LEAST_MS = 1e-6
 # Steps whose stamps have not all been reached; older ones are given up.
 _MAX_PENDING = 4
 
@@ -128,12 +130,17 @@ class DeviceSpeeds:
 
 @dataclass(slots=True)
 class _Estimate:
-    """What is known about one call; times in ms, sizes are the largest of the last steps."""
+    """What is known about one call; times in ms, sizes are the largest of the last steps.
+
+    Attributes:
+        is_skipped: whether it had no backward when it was recorded.
+    """
 
     forward_ms: _RunningMedian = field(default_factory=_RunningMedian)
     backward_ms: _RunningMedian = field(default_factory=_RunningMedian)
     # (input, output, graph) per step
     sizes: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    is_skipped: bool = False
 
 
 class CallEstimates:
@@ -177,11 +184,14 @@ class CallEstimates:
             )
         self._preset = dict(zip(self._keys, profile.calls, strict=True))
 
-    def add_sizes(self, runs: Iterable[Run]) -> None:
-        """Takes the sizes of the calls of one micro-batch, without the times: they are the same in every run."""
+    def add_recorded(self, runs: Sequence[Run]) -> None:
+        """Takes what is the same in every run from those of one micro-batch: sizes, and which calls have a backward."""
+        returned = {run.position for run in runs if run.kind == "B"}
         for run in runs:
             if run.position is not None:
-                self._calls[self._keys[run.position]].sizes.append((run.input_bytes, run.output_bytes, run.graph_bytes))
+                estimate = self._calls[self._keys[run.position]]
+                estimate.sizes.append((run.input_bytes, run.output_bytes, run.graph_bytes))
+                estimate.is_skipped = self._is_training and bool(returned) and run.position not in returned
 
     def add(self, runs: Sequence[Sequence[Run]]) -> None:
         """Takes the runs of one step, micro-batch by micro-batch, or keeps them until their stamps are reached."""
@@ -202,7 +212,9 @@ class CallEstimates:
             if (backward := samples.reduced("B")) is not None:
                 again_ms = estimate.forward_ms.value or 0.0
                 ms, learned = backward
-                estimate.backward_ms.add(ms if samples.kept else max(0.0, ms - again_ms), learned)
+                estimate.backward_ms.add(max(_LEAST_MS, ms if samples.kept else ms - again_ms), learned)
+            elif samples.num_skipped:
+                estimate.backward_ms.add(0.0, False)
 
     @property
     def profile(self) -> CostProfile:
@@ -223,7 +235,7 @@ def _cost_of(estimate: _Estimate, guess: CallCost, scale: float) -> CallCost:
     if forward_ms is None:
         forward_ms = scale * guess.forward_ms
     if backward_ms is None:
-        backward_ms = forward_ms * guess.backward_ms / guess.forward_ms
+        backward_ms = 0.0 if estimate.is_skipped else forward_ms * guess.backward_ms / guess.forward_ms
     sizes = [max(column) for column in zip(*estimate.sizes, strict=True)] or [0, 0, 0]
     return CallCost(guess.name, forward_ms, backward_ms, guess.weight_bytes, guess.gradient_bytes, *sizes)
 
@@ -268,7 +280,7 @@ class _Samples:
         size = max(run.input_bytes for run, _ in self._runs)
         found = [(ms, run.learned) for run, ms in self._runs if run.kind == kind and run.input_bytes == size]
         if not found:
-            return (0.0, False) if kind == "B" and self.num_skipped else None
+            return None
         others = [ms for ms, learned in found if not learned]
         return statistics.median(others or [ms for ms, _ in found]), not others
 

@@ -132,7 +132,12 @@ def stage_runs_of(plan: Plan, schedule: Schedule) -> list[list[StageRun]]:
 def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
     stage = plan.partition.stages[stage_index]
     units = plan.sequence[stage.start : stage.stop]
-    return tuple(dict.fromkeys(reversed(units) if stage.kind is StageKind.BACKWARD else units))
+    if stage.kind is not StageKind.BACKWARD:
+        return tuple(dict.fromkeys(units))
+    assert plan.costs is not None
+    calls = plan.costs.calls[stage.start : stage.stop]
+    returned = [unit for unit, call in zip(units, calls, strict=True) if call.backward_ms]
+    return tuple(dict.fromkeys(reversed(returned)))
 
 
 @dataclass
@@ -233,7 +238,7 @@ class Plans:
         estimates = CallEstimates(sequence, is_training, self._speeds)
         if key in self._presets:
             estimates.preset(self._presets[key])
-        estimates.add_sizes(recorded.runs)
+        estimates.add_recorded(recorded.runs)
         plan = self._make(sequence, recorded.carried, estimates.profile, num_microbatches, is_training)
         # Only now: times would let the first plan differ from run to run.
         estimates.add([recorded.runs])

@@ -40,6 +40,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..common.graphs import has_saved_tensor_hooks
 from ..devices.gpu_driver import gpu_type
 from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
@@ -104,7 +105,7 @@ def check_modes() -> None:
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     modes = [*functions, *_get_current_dispatch_mode_stack()]
     names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if has_saved_tensor_hooks():
         names.append("saved_tensors_hooks")
     if names:
         raise MisconfigurationException(

@@ -35,7 +35,8 @@ class CallCost:
     Args:
         name: Name of the unit, for messages. Not unique: a unit that is called twice has two entries.
         forward_ms: Time of the forward, in ms.
-        backward_ms: Time of the backward alone, in ms, without the recomputed forward.
+        backward_ms: Time of the backward alone, in ms, without the recomputed forward; 0 for a call that gets no
+            gradient, for which nothing is done in the backward.
         weight_bytes: Bytes of the parameters on the device.
         gradient_bytes: Bytes of the parameter gradients on the device; 0 for frozen parameters.
         input_bytes: Bytes of the tensor inputs of one micro-batch.

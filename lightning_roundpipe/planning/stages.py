@@ -80,8 +80,8 @@ def stage_costs(partition: Partition, profile: CostProfile) -> tuple[StageCost, 
     """Return the cost of each stage of a RoundPipe partition, in execution order.
 
     The inputs of all calls are kept for the backward (RoundPipe paper, arXiv 2604.27085, full recompute): an F stage
-    sends them down, a B stage gets them back. A B stage runs and forgets its calls one after the other; the fused stage
-    keeps the graphs of all its calls, and needs no recompute.
+    sends them down, a B stage gets them back. A B stage runs and forgets its calls one after the other, without those
+    that have no backward; the fused stage keeps the graphs of all its calls, and needs no recompute.
 
     Raises:
         ValueError: If the partition was made for another number of calls.
@@ -183,7 +183,9 @@ def _forward_cost(stage: Stage, calls: Sequence[CallCost], *, is_training: bool)
 
 
 def _backward_cost(stage: Stage, calls: Sequence[CallCost]) -> StageCost:
-    """The cost of the fused stage or of a B stage."""
+    """The cost of the fused stage or of a B stage, which skips calls without a backward."""
+    if stage.kind is StageKind.BACKWARD:
+        calls = [call for call in calls if call.backward_ms]
     if not calls:
         return StageCost(0.0, label=stage.format())
     forward_ms = math.fsum(call.forward_ms for call in calls)

@@ -98,7 +98,7 @@ class Replica:
         self.module = self._copy_of[id(unit.module)]
         self._structure = [_structure_of(module) for module, _ in self._pairs]
         self._copied: list[list[Any] | None] = [None for _ in self._pairs]  # of `unit.seen`
-        for master in unit.module.parameters():
+        for master in unit.parameters():
             leaf = self._leaf_for(master)
             self._leaf_of[id(master)] = leaf
             self.leaves[leaf] = master
@@ -289,7 +289,8 @@ class Replica:
         self.has_gradients = False
         self._sums.clear()
         for leaf in self.leaves:
-            leaf.grad = None
+            if leaf.grad is not None:
+                leaf.grad = None
         self.book_gradients(False)
         if not self.device.aliases_host:
             for _, copy, name in self.buffers:

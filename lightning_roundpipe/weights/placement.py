@@ -110,7 +110,7 @@ class ReplicaCache:
         """As :meth:`load`, but only as far as there is room, or room is taken by what is needed later; whether it is
         on its way."""
         replica = self._find(unit, device, self.weights.is_low(unit))
-        if is_pending(unit.module.parameters()):  # a wait would hold up the unit that runs now
+        if is_pending(unit.parameters()):  # a wait would hold up the unit that runs now
             return False
         needed = self._next_use[device.index].get(unit, _NEVER)
         while not self._is_there(replica) and not replica.load(self.weights, must=False):

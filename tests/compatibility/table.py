@@ -20,32 +20,47 @@ PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 INDEX = ROOT / "tests" / "compatibility" / "INDEX.md"
 COMMAND = "python -m tests.compatibility.table"
 STATUSES: tuple[str, ...] = get_args(Status)
-WORKS = {"equal": "yes", "refused": "no", "differs": "differs"}
-# A test holds that every name of these kinds has a row, so that the page need not list them.
+# Of these kinds every name has a row, which a test holds, so that the page need not list those that work.
 COMPLETE = (
+    "Trainer argument",
+    "Trainer method",
     "Trainer attribute",
     "LightningModule hook",
+    "LightningModule method",
     "LightningModule attribute",
     "LightningDataModule",
     "Callback hook",
 )
+_COMPLETE = """\
+All arguments, methods and attributes of the Trainer work, all hooks, methods and attributes of LightningModule and
+LightningDataModule, and all hooks of callbacks, but for those above. So do [LightningCLI](../how-to/lightning-cli.md)
+and [checkpoints](../migration/index.md#checkpoints-there-and-back) of other strategies."""
+# Of the other kinds the index has what works: pages of their own tell of LightningCLI and migration.
+LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "Library")
+HEADINGS = {"Library": "Other libraries"}
+# Of mistakes whose error needs no more words the index tells alone.
+SAYS_ALL = "The error "
+# Where a name alone would not tell whose it is.
+OWNERS = {
+    "Trainer attribute": "trainer.",
+    "LightningModule method": "self.",
+    "LightningModule attribute": "self.",
+}
 
 # Libraries of which many features have rows.
 FAMILIES = ("PEFT", "transformers")
-HEADINGS = {"Misuse": "Mistakes and special cases"}
 
 _INTRODUCTION = """\
 # Compatibility
 
-What Lightning has, and how it behaves with `strategy="roundpipe"`. A feature is here if a test shows it, and only then.
-Most of these tests train the same module with plain Lightning and compare. They run on virtual devices: no
-[GPU](../explanation/limits.md#gpus) has run them.
+How features of Lightning and other libraries behave with `strategy="roundpipe"`. A feature is here if a test shows it,
+on virtual devices: no [GPU](../explanation/limits.md#gpus) has run these tests.
 
-- **yes**: as in plain Lightning on one device, within the [rule of exactness](../explanation/exactness.md).
-- **differs**: it works, with the difference that the note names.
-- **no**: a clear error, before work is lost. The note says what to do.
+- [What does not work](#what-does-not-work) ends in a clear error, before work is lost. (Plain mistakes do, too.)
+- [What differs](#what-differs) works, with the difference that is named.
+- [What works](#what-works) does what it does in plain Lightning on one device
+  ([rule of exactness](../explanation/exactness.md)).
 
-The cases of each feature, and their tests, are in `tests/compatibility/INDEX.md` of the repository.
 """
 _INDEX_INTRODUCTION = f"""\
 # Which test shows which feature
@@ -305,52 +320,46 @@ def _list(names: Iterable[str]) -> str:
     return ("; " if any("," in cell for cell in cells) else ", ").join(cells)
 
 
-def _works(features: list[Feature]) -> str:
-    """What works and needs no note, as a paragraph or a list of libraries; cases of what works are in the index."""
-    kind = features[0].kind
-    names = [f.name for f in features if f.status == "equal" and not f.note]
-    plain = [name for name in names if name.split(" (")[0] not in names or " (" not in name]
-    whole = [name for name in plain if kind in COMPLETE and " " not in name]
-    rest = [name for name in plain if name not in whole]
-    if kind == "Library":
-        families = {family: [name for name in rest if name.startswith(f"{family} ")] for family in FAMILIES}
-        others = [name for name in rest if not name.startswith(tuple(f"{family} " for family in FAMILIES))]
-        lines = [
-            f"- **{family}**: {_list(name.removeprefix(f'{family} ') for name in names)}"
-            for family, names in families.items()
-            if names
-        ]
-        return "\n".join([*lines, f"- **others**: {_list(others)}"])
-    if not whole:
-        return f"Works: {_list(rest)}."
-    exceptions = any(f.status != "equal" or f.note for f in features)
-    also = f", also {_list(rest)}" if rest else ""
-    return f"All of them work{also}{', except as the table says' if exceptions else ''}."
+def _works(features: list[Feature]) -> Iterator[str]:
+    """A line for each kind of what works and needs no note; cases of what works are in the index."""
+    yield _COMPLETE
+    yield ""
+    for kind in LISTED:
+        names = [f.name for f in features if f.kind == kind and f.status == "equal" and not f.note]
+        plain = [name for name in names if name.split(" (")[0] not in names or " (" not in name]
+        families = FAMILIES if kind == "Library" else ()
+        for family in families:
+            found = [name.removeprefix(f"{family} ") for name in plain if name.startswith(f"{family} ")]
+            if found:
+                yield f"- **{family}**: {_list(found)}"
+        if rest := [name for name in plain if not name.startswith(tuple(f"{family} " for family in families))]:
+            yield f"- **{HEADINGS.get(kind, kind)}**: {_list(rest)}"
 
 
-def _rows_with_notes(features: list[Feature]) -> Iterator[str]:
-    """One row for the features that share status and note: first what does not work."""
-    order = ("refused", "differs", "equal")
-    groups: dict[tuple[str, str], list[str]] = {}
-    for feature in sorted(features, key=lambda feature: order.index(feature.status)):
-        if feature.note:
-            groups.setdefault((feature.status, feature.note), []).append(feature.name)
-    for (status, note), names in groups.items():
-        yield f"| {_list(names)} | {WORKS[status]} | {_cell(note)} |"
+def _rows_with_notes(features: list[Feature], status: str) -> Iterator[str]:
+    """One row for the features that share a note."""
+    groups: dict[str, list[str]] = {}
+    for feature in features:
+        if (
+            feature.status == status
+            and feature.note
+            and not (status == "refused" and feature.note.startswith(SAYS_ALL))
+        ):
+            groups.setdefault(feature.note, []).append(OWNERS.get(feature.kind, "") + feature.name)
+    for note, names in groups.items():
+        yield f"| {_list(names)} | {_cell(note)} |"
 
 
 def page_of(features: list[Feature]) -> str:
     """The text of ``docs/reference/compatibility.md``."""
-    lines = [_INTRODUCTION, f"**{count_line(features)}.**"]
-    for kind in KINDS:
-        found = [feature for feature in features if feature.kind == kind]
-        if not found:
-            continue
-        lines += ["", f"## {HEADINGS.get(kind, kind)}"]
-        if any(feature.status == "equal" and not feature.note for feature in found):
-            lines += ["", _works(found)]
-        if rows := list(_rows_with_notes(found)):
-            lines += ["", "| Feature | Works | Note |", "|---|---|---|", *rows]
+    tables = {
+        status: [f"| Feature | {title} |", "|---|---|", *_rows_with_notes(features, status)]
+        for status, title in (("refused", "What to do, or why"), ("differs", "Difference"), ("equal", "Note"))
+    }
+    lines = [f"{_INTRODUCTION}{count_line(features)}. Their tests: `tests/compatibility/INDEX.md`.", ""]
+    lines += ["## What does not work", "", *tables["refused"], ""]
+    lines += ["## What differs", "", *tables["differs"], ""]
+    lines += ["## What works", "", *_works(features), "", *tables["equal"]]
     return "\n".join(lines) + "\n"
 
 

@@ -46,7 +46,7 @@ def test_the_file_is_up_to_date(features: list[Feature], path: Path, made: Calla
 
 
 def test_kinds_that_the_page_does_not_list_are_held_to_be_complete() -> None:
-    """The page says "all of them work", which test_every_feature_of_lightning_has_a_row makes true."""
+    """The page says that all others work, which test_every_feature_of_lightning_has_a_row makes true."""
     assert set(COMPLETE) <= set(inventory())
 
 
@@ -206,7 +206,8 @@ SHOWN = (
     "@compat('Logger', 'Z')\ndef test_e():\n    z = pytest.importorskip('z')\n"
     "@compat('Library', 'PEFT LoRA')\n@compat('Library', 'Jupyter')\ndef test_g(): ...\n"
     "@compat('Callback hook', 'setup')\n@compat('LightningDataModule', 'setup')\n"
-    "@compat('Callback hook', 'teardown', 'refused', 'no')\ndef test_h(): ..."
+    "@compat('Callback hook', 'teardown', 'refused', 'no')\ndef test_h(): ...\n"
+    "@compat('Misuse', 'a mistake', 'refused', 'The error says so.')\ndef test_i(): ..."
 )
 
 
@@ -216,19 +217,21 @@ def shown() -> list[Feature]:
 
 
 def test_the_page(shown: list[Feature]) -> None:
-    assert count_line(shown) == "14 features: 10 equal, 2 refused with a clear error, 2 with a difference"
+    assert count_line(shown) == "15 features: 10 equal, 3 refused with a clear error, 2 with a difference"
     page = page_of(shown)
     lines = page.splitlines()
-    callbacks = lines[lines.index("## Callback") :]
-    assert callbacks[2] == "Works: `A`."
-    assert callbacks[6:8] == ["| `C`, `D` (`x`) | differs | d |", "| `B` | yes | n |"]
-    assert "| `b\\|c` | no | use \\| less |" in lines
-    assert "Works: a phrase, `W` (`x`), `W` (y), `Z`." in lines
-    assert [line for line in lines if line.startswith("- **")][3:] == ["- **PEFT**: `LoRA`", "- **others**: `Jupyter`"]
-    assert "All of them work, except as the table says." in lines
-    assert "All of them work." in lines
+    refused, differs, works = (lines.index(f"## What {what}") for what in ("does not work", "differs", "works"))
+    assert lines[refused + 4 : differs - 1] == ["| `teardown` | no |", "| `b\\|c` | use \\| less |"]
+    assert lines[differs + 4 : works - 1] == ["| `C`, `D` (`x`) | d |"]
+    assert lines[works + 2].startswith("All arguments, methods and attributes of the Trainer work")
+    assert lines[works + 6 : works + 10] == [
+        "- **Callback**: `A`",
+        "- **Logger**: a phrase, `W` (`x`), `W` (y), `Z`",
+        "- **PEFT**: `LoRA`",
+        "- **Other libraries**: `Jupyter`",
+    ]
+    assert lines[-1] == "| `B` | n |"
     assert "test_" not in page
-    assert page.index("## Callback\n") < page.index("## Mistakes")
 
 
 def test_the_index(shown: list[Feature]) -> None:

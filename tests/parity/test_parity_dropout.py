@@ -116,7 +116,7 @@ def test_results_are_bit_identical_for_every_number_of_devices(
     "Library",
     "seed_everything",
     status="differs",
-    note="Dropout draws other numbers than in plain Lightning: the same for any number of devices, and when resumed.",
+    note="Other random numbers than in plain Lightning; the same for any number of devices.",
 )
 @with_models
 def test_the_seed_decides(

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.planning import (
     Action,
+    CallCost,
+    CostProfile,
+    Partition,
+    Stage,
+    StageKind,
     round_robin,
     simulate,
+    stage_costs,
 )
 from tests.support.engine.schedule_text import parse_schedule
 
@@ -129,3 +135,25 @@ def test_impossible_durations_are_refused(duration: float) -> None:
         simulate(round_robin(1, 1, 1), lambda action: duration)
     with pytest.raises(ValueError, match="hop_ms must be a finite number"):
         simulate(round_robin(1, 1, 1), one_ms, hop_ms=duration)
+
+
+def test_a_backward_stage_skips_calls_without_a_backward() -> None:
+    """Frozen calls at the beginning cost a forward, and nothing more; in the fused stage that forward still counts."""
+    sizes = {"weight_bytes": 10, "gradient_bytes": 3, "input_bytes": 2, "output_bytes": 2}
+    frozen, trained = CallCost("frozen", 1.0, 0.0, **sizes), CallCost("trained", 1.0, 2.0, **sizes)
+    stages = (
+        *(Stage(0, StageKind.FORWARD, 0, 3), Stage(1, StageKind.FUSED, 3, 5)),
+        *(Stage(2, StageKind.BACKWARD, 1, 3), Stage(3, StageKind.BACKWARD, 0, 1)),
+    )
+    profile = CostProfile((frozen, frozen, trained, frozen, trained))
+    forward, fused, mixed, empty = stage_costs(Partition(5, stages), profile)
+    assert (forward.duration_ms, forward.weight_bytes) == (3.0, 30)
+    assert (fused.duration_ms, fused.weight_bytes) == (4.0, 20)
+    alone = stage_costs(Partition(2, (Stage(0, StageKind.FORWARD, 0, 1), *_last_two())), CostProfile((trained,) * 2))[2]
+    assert (mixed.compute_ms, mixed.recompute_ms) == (alone.compute_ms, alone.recompute_ms) == (2.0, 1.0)
+    assert (mixed.weight_bytes, mixed.gradient_bytes, mixed.input_bytes) == (10, 3, alone.input_bytes)
+    assert (empty.duration_ms, empty.resident_bytes, empty.input_bytes) == (0.0, 0, 0)
+
+
+def _last_two() -> tuple[Stage, Stage]:
+    return Stage(1, StageKind.FUSED, 1, 2), Stage(2, StageKind.BACKWARD, 0, 1)

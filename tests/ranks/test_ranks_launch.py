@@ -55,10 +55,10 @@ class Telling(Small):
         self.log("rank", float(self.global_rank), sync_dist=True)
 
 
-def seen_by_a_rank() -> dict[str, Any]:
-    torch.manual_seed(int(os.environ["RANK"]))  # other weights on each
+def seen_by_a_rank(rank: int | None = None, num_nodes: int = 1) -> dict[str, Any]:
+    torch.manual_seed(int(os.environ["RANK"]) if rank is None else rank)  # other weights on each
     module = Telling()
-    trainer = make_trainer(devices=4)
+    trainer = make_trainer(devices=4 // num_nodes, num_nodes=num_nodes)
     trainer.fit(module, make_loader())
     module.seen["logged"] = float(trainer.callback_metrics["rank"])
     module.seen["state"] = dict(module.state_dict())
@@ -66,10 +66,27 @@ def seen_by_a_rank() -> dict[str, Any]:
     return module.seen
 
 
-def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path) -> None:
-    found = values_of_ranks(forks, tmp_path, 2, seen_by_a_rank)
+def seen_by_a_task(num_nodes: int) -> dict[str, Any]:
+    """What a rank sees that knows what SLURM's srun sets, in place of what torchrun does."""
+    rank, port = os.environ.pop("RANK"), os.environ["MASTER_PORT"]
+    for name in ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    place = {"PROCID": rank, "LOCALID": "0" if num_nodes == 2 else rank, "NODEID": rank if num_nodes == 2 else "0"}
+    step = {"NTASKS": "2", "NTASKS_PER_NODE": str(2 // num_nodes), "NNODES": str(num_nodes)}
+    job = {"JOB_ID": port, "JOB_NAME": "train", "NODELIST": "127.0.0.1"}
+    os.environ.update({f"SLURM_{name}": value for name, value in {**place, **step, **job}.items()})
+    seen = seen_by_a_rank(int(rank), num_nodes=num_nodes)
+    seen["environment"] = os.environ["MASTER_ADDR"]  # set by Lightning's environment for SLURM alone
+    return seen
+
+
+@pytest.mark.parametrize("num_nodes", [None, 1, 2], ids=["torchrun", "SLURM, one machine", "SLURM, two machines"])
+def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path, num_nodes: int | None) -> None:
+    arguments = () if num_nodes is None else (num_nodes,)
+    found = values_of_ranks(forks, tmp_path, 2, seen_by_a_task if arguments else seen_by_a_rank, *arguments)
     for rank, seen in enumerate(found):
-        assert seen["ranks"] == (rank, rank, 0, 2)
+        assert seen["ranks"] == ((rank, 0, rank, 2) if num_nodes == 2 else (rank, rank, 0, 2))
+        assert seen.get("environment") == (None if num_nodes is None else "127.0.0.1")
         assert seen["zero"] == (rank == 0)
         assert seen["devices"] == 2
         assert [float(value) for value in seen["reduced"]] == [0.5, 1.0]

@@ -14,7 +14,7 @@ from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind, round_robin
+from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind, round_robin
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.units import UnitTable
 from tests.support.engine.lazy_link import LazyLink
@@ -102,7 +102,8 @@ def test_slots_are_runs_of_a_stage_numbered_by_their_first_microbatches() -> Non
         Stage(1, StageKind.FUSED, 2, 4),
         Stage(2, StageKind.BACKWARD, 0, 2),
     )
-    plan = Plan(units, Partition(4, stages), activation_bytes=((10, 1), (20, 2), (30, 3)))
+    costs = CostProfile(tuple(CallCost(unit.name, 1.0, 2.0) for unit in units))
+    plan = Plan(units, Partition(4, stages), activation_bytes=((10, 1), (20, 2), (30, 3)), costs=costs)
     slots = stage_runs_of(plan, round_robin(3, 4, 2, round_size=2))
     for stage, names in enumerate(["01", "23", "10"]):
         found = [slot for row in slots for slot in row if slot.stage == stage]

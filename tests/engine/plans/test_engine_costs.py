@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lightning_roundpipe.devices.devices import Run
 from lightning_roundpipe.engine.costs import CallEstimates, guess_costs
 from lightning_roundpipe.engine.plans import Planner
 from lightning_roundpipe.engine.runner import Engine
-from lightning_roundpipe.planning import Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Partition, Stage, StageKind
 from lightning_roundpipe.weights.units import Unit
 from tests.support.engine.modelled import (
     WIDTH,
@@ -107,6 +108,36 @@ def test_a_call_without_gradient_has_a_backward_of_no_time() -> None:
     engine = Engine(model, modelled_pool(1), recomputed, num_threads=1)
     run(engine, model, rows=3, num_microbatches=3)
     assert times_of(engine.costs("train")) == [(1.0, 0.0), (2.0, 4.0)]
+
+
+def test_the_first_plan_knows_calls_without_a_backward_and_their_weights_stay_away_in_it() -> None:
+    model = Model([Work(1.0, 2.0), Work(2.0, 4.0), Work(1.0, 1.0)])
+    model.works[0].requires_grad_(False)
+    planned: list[list[float]] = []
+
+    def planner(costs: CostProfile, *rest: Any) -> Partition:
+        planned.append([call.backward_ms for call in costs.calls])
+        return recomputed(costs, *rest)
+
+    engine = Engine(model, modelled_pool(1), planner, num_threads=1)
+    run(engine, model, rows=3, num_microbatches=3)
+    assert [ms == 0 for ms in planned[0]] == [True, False, False]
+    plan = engine.plan_of("train")
+    assert plan is not None
+    schedule, _ = plan.schedule(3, 0)
+    (runs,) = plan.stage_runs_in(schedule)
+    assert [[unit.name for unit in stage_run.units] for stage_run in runs] == [
+        ["works.0", "works.1"],
+        ["works.2"],
+        ["works.1"],
+    ]
+
+
+def test_a_backward_that_was_too_short_to_be_measured_is_one() -> None:
+    estimates = CallEstimates(units(4), is_training=True)
+    estimates.add([runs_of(0, 2.0, 1.0)])
+    (cost,) = estimates.profile.calls
+    assert 0 < cost.backward_ms < 1e-3
 
 
 def units(*widths: int) -> list[Unit]:

@@ -9,8 +9,18 @@ its gradient. (Kept per weight, because units share weights, and frozen weights 
     on devices uploading -> on device, and again, on any number of devices
     gradient   gradients downloading -> gradients ready, until the next update
 
-The paper's five orderings (:class:`Ordering`) say which of these exclude each other. How the engine keeps each of them
-is in docs/explanation/architecture.md, "Who may touch weights when".
+The paper's five orderings (:class:`Ordering`) say which of these exclude each other. Most need no wait here, because a
+step ends when nothing is on its way any more, and ``optimizer.step`` comes after that. They are kept by
+
+1. *a working copy is refreshed after its previous upload*: the end of the step.
+2. *an upload comes after the refresh, and that after the update*: **a wait** for a pending weight ([Note: parameter
+   futures]) in ``WorkingCopies.source`` and ``Replica.activate``; the update refreshes before it lets go. Stale steps
+   upload snapshots: the wait of 4 comes one step earlier.
+3. *gradients are taken after their download*: **a wait**, ``Edge.GRADIENTS`` in ``GradientStore``, on the accumulation
+   thread.
+4. *the next gradients come when the last ones were taken and used*: 2, as a unit runs after its update. Stale: **a
+   wait** in ``RoundPipeStrategy.backward``, for the whole update.
+5. *copies are made between updates*: the end of the step, and 2. Stale: snapshots.
 
 Stale steps compute with snapshots, which no thread writes meanwhile: there an update excludes nothing but another one
 of the same weights.
