@@ -45,6 +45,11 @@ from .recompute import Call
 # Versions of one function: sizes (torch makes them dynamic at the second one), training or not, autocast, inputs with
 # and without gradient. Torch's own limit of 8 would be reached by ordinary use.
 _MAX_VERSIONS = 16
+_module: Any = nn.modules.module
+_GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    _module._global_forward_hooks, _module._global_forward_pre_hooks,
+    _module._global_backward_hooks, _module._global_backward_pre_hooks,
+)  # fmt: skip
 
 
 class _NotCompiled(Exception):
@@ -244,7 +249,8 @@ def _compile_settings() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if hasattr(functorch, "force_non_lazy_backward_lowering"):
             stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
-        stack.enter_context(dynamo.patch(recompile_limit=2 * _MAX_VERSIONS))
+        limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"  # torch 2.6
+        stack.enter_context(dynamo.patch({limit: 2 * _MAX_VERSIONS}))
         yield
 
 
@@ -253,7 +259,7 @@ def _has_hooks(unit: Unit) -> bool:
     as user code."""
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in unit.members[1:]
-    ) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+    ) or any(_GLOBAL_HOOKS)
 
 
 def _has_other_modes() -> bool:

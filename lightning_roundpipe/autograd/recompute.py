@@ -26,10 +26,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ..common.fingerprints import version_of
-from ..common.graphs import EngineFunction, walk_graph
+from ..common.graphs import EngineFunction, edge_of, walk_graph
 from ..devices.devices import Run
 from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.transfer import Done, Transfer
@@ -109,7 +109,7 @@ def note_hook(tensor: Tensor) -> None:
     """A hook is being registered on ``tensor``: gradients of a call's output must pass it, see :class:`Receiver`."""
     if (found := _cut_slot(tensor.grad_fn, tensor.output_nr)) is not None:
         call, slot = found
-        call.hooked[slot] = get_gradient_edge(tensor)
+        call.hooked[slot] = edge_of(tensor)
 
 
 def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
@@ -131,7 +131,7 @@ class Receiver:
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
         self._cut = _cut_slot(tensor.grad_fn, tensor.output_nr)
-        self._edge = None if self._cut is not None else get_gradient_edge(tensor)
+        self._edge = None if self._cut is not None else edge_of(tensor)
         if self._cut is not None and (tensor._backward_hooks or tensor.retains_grad):
             note_hook(tensor)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 _autograd: Any = torch._C._autograd
@@ -48,6 +49,27 @@ if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
 def has_saved_tensor_hooks() -> bool:
     """Whether the calling thread is inside of hooks on what autograd saves."""
     return _depth.value > 0 if _depth is not None else _autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _OwningEdge(GradientEdge):
+    """An edge that may hold more than it compares."""
+
+    owner: Any
+
+
+def _owning_edge(tensor: Tensor) -> GradientEdge:
+    """In torch 2.6 an edge to a function in Python does not keep it alive; a node of torch that leads to it does."""
+    edge = _OwningEdge(*get_gradient_edge(tensor))
+    if isinstance(edge.node, _PYTHON_NODE):
+        with torch.enable_grad():
+            edge.owner = tensor.view_as(tensor).grad_fn
+    return edge
+
+
+edge_of: Callable[[Tensor], GradientEdge] = (
+    get_gradient_edge if "ownership_token" in GradientEdge._fields else _owning_edge
+)
+"""Where a gradient of a tensor goes; keeps the graph behind it."""
 
 
 def is_of_user(node: Any) -> bool:

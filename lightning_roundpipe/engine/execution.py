@@ -20,6 +20,7 @@ was kept is used up, or if a gradient has been added to one that was there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,7 +286,9 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
         inputs = [leaves[i] for i in changed]
         slots = (*named, *[("input", i) for i in changed])
         # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(inputs)):
+        with contextlib.ExitStack() as versions:
+            for x in inputs:  # one by one: torch 2.6 takes no more
+                versions.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(x))
             results = Cut.apply(call, slots, context.anchor, tensors, *inputs)
     elif named:
         results = Cut.apply(call, tuple(named), context.anchor, tensors)

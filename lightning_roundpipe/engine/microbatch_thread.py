@@ -119,7 +119,7 @@ class MicrobatchThread(Microbatch):
             )
         if self._is_recording:
             check_escape([loss.grad_fn, *self.user_code_nodes()], self._replicas.leaf_names())
-        return loss, torch.full_like(loss, weight)
+        return loss, torch.ones_like(loss).mul_(weight)  # in float16 maybe infinite: torch 2.6 cannot fill with that
 
     def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit called by user code's own recomputation (activation checkpointing around units): runs inline.

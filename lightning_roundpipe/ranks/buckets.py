@@ -16,8 +16,7 @@ their owners.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 _HALF = 2  # bytes
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Elements ``start`` to ``stop`` of a gradient, complex ones as two each, for rank ``owner`` or, if None, all."""
 
     master: nn.Parameter

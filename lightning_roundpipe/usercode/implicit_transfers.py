@@ -34,7 +34,6 @@ running statistics), the change is brought back.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -238,14 +237,14 @@ class ImplicitTransfers(TorchFunctionMode):
 @contextlib.contextmanager
 def functions_followed() -> Iterator[None]:
     """While open, operands of autograd functions that user code applies are brought to one device."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    bound = vars(torch.autograd.Function)["apply"].__get__  # in torch 2.15 it is a method in C
 
     @classmethod  # type: ignore[misc]
     def apply_on_one_device(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode, state = _mode_on_top(), current()
         if mode is None or (state is not None and not _is_user_code(state)):
-            return apply(cls, *args, **kwargs)
-        return mode.run(functools.partial(apply, cls), "apply", args, kwargs, mode._where())
+            return bound(None, cls)(*args, **kwargs)
+        return mode.run(bound(None, cls), "apply", args, kwargs, mode._where())
 
     with attribute_set(torch.autograd.Function, "apply", apply_on_one_device):
         yield

@@ -61,6 +61,8 @@ def attention_without_scores(
 ) -> tuple[Tensor, None]:
     """Stands for flash attention, which GPT-OSS and Gemma only have on GPUs; sinks and caps change no sizes."""
     result = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    if result.grad_fn is not None and "FlashAttention" not in result.grad_fn.name():
+        pytest.skip("needs a torch that does not make the scores on a CPU where heads share keys")
     return result.transpose(1, 2), None
 
 

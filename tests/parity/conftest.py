@@ -202,7 +202,10 @@ def sequential() -> Callable[..., MakeModule]:
                 if isinstance(batch, Mapping):
                     parts = [dict(zip(batch, part, strict=True)) for part in parts]
                 weights = rows if weight is None else [weight(part) for part in parts]
-                losses = [step(part, batch_idx) * (w / sum(weights)) for part, w in zip(parts, weights, strict=True)]
+                losses = []
+                for part, part_weight in zip(parts, weights, strict=True):
+                    losses.append(step(part, batch_idx) * (part_weight / sum(weights)))
+                    torch.clear_autocast_cache()  # Lightning 2.5 fills it: gradients would add up in the low dtype
                 return torch.stack(losses).sum()
 
             object.__setattr__(module, "training_step", training_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("builtins.open", limited)
     monkeypatch.setattr("io.open", limited)
+    if (accessor := getattr(pathlib, "_normal_accessor", None)) is not None:  # Python 3.10
+        monkeypatch.setattr(accessor, "open", limited)
 
 
 class _Full:

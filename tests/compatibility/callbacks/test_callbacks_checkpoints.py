@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, O
 from tests.support.models import Logs
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.versions import known
 
 
 class Counter(Callback):
@@ -71,7 +72,7 @@ def trained(kind: str, callbacks: list[Any], path: Any = None, module: Any = Non
     """The module after a run that may write checkpoints, and goes on from one."""
     module = Scheduled() if module is None else module
     trainer = make_trainer(kind, enable_checkpointing=True, callbacks=callbacks, **settings)
-    trainer.fit(module, make_loader(), make_loader(10, 4), ckpt_path=path, weights_only=False)
+    trainer.fit(module, make_loader(), make_loader(10, 4), ckpt_path=path, **known(trainer.fit, weights_only=False))
     return module
 
 
@@ -140,7 +141,7 @@ def test_saved_on_an_exception(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
         folder, failing = tmp_path / kind, Scheduled()
         failing.fails_at = 4
-        callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", save_on_exception=True)]
+        callbacks = [Keeps(folder), ModelCheckpoint(folder / "model", **known(ModelCheckpoint, save_on_exception=True))]
         with pytest.raises(ValueError, match="a bad batch"):
             trained(kind, callbacks, module=failing, max_epochs=3)
         found = read(folder)

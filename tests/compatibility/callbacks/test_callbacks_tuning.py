@@ -16,6 +16,7 @@ from lightning.pytorch.tuner import Tuner
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
+from tests.support.versions import known
 
 
 class Tuned(Small):
@@ -65,8 +66,10 @@ def test_learning_rate() -> None:
         module, trainer = Tuned(rows=120), make_trainer(kind, callbacks=[callback])
         trainer.fit(module)
         assert module.learning_rate == callback.optimal_lr.suggestion() != 0.01
-        assert trainer.global_step == len(finder.results["loss"]) == 15
-        return tuned, callback.optimal_lr.results, trainer.optimizers[0].state_dict(), dict(module.state_dict())
+        assert len(finder.results["loss"]) == 15
+        assert trainer.global_step in (0, 15), "Lightning 2.5.0 does not train after a search"
+        state = [trainer.optimizers[0].state_dict(), dict(module.state_dict()), trainer.global_step]
+        return tuned, callback.optimal_lr.results, state
 
     both(act)
 
@@ -100,7 +103,7 @@ def limited(num_microbatches: Any = 4, **settings: Any) -> Any:
 @compat("Callback", "BatchSizeFinder")
 def test_the_limit_is_found(num_microbatches: Any) -> None:
     """The size that is found fits as it is; for the next larger one the step has to be run again."""
-    callback = BatchSizeFinder("binsearch", steps_per_trial=1, init_val=8, margin=0.0)
+    callback = BatchSizeFinder("binsearch", steps_per_trial=1, init_val=8, **known(BatchSizeFinder, margin=0.0))
     module, trainer = Tuned(rows=1024), limited(num_microbatches, limit_val_batches=0, callbacks=[callback])
     trainer.fit(module)
     found = callback.optimal_batch_size

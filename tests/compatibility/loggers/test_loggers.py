@@ -25,6 +25,7 @@ from torch import nn
 from tests.support.parity import KINDS, assert_alike, both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
+from tests.support.versions import need
 
 Calls = list[tuple[str, Any]]
 
@@ -447,6 +448,8 @@ def test_packages_are_asked_for_the_same(
 ) -> None:
     if package == "litlogger" and not hasattr(loggers, "LitLogger"):
         pytest.skip("LitLogger is in Lightning from 2.6 on")
+    if package == "comet_ml":
+        need(loggers.CometLogger, "project")
     monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")  # the logger of Comet sets it; this puts it back
     parts, flag, make_logger, before, expected = STAND_INS[package]
     packages: list[Any] = []

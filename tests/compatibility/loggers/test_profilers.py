@@ -28,6 +28,11 @@ from tests.support.small import Small
 
 LAYERS = 5
 MICROBATCHES = 3
+PROFILER = PyTorchProfiler()
+adapt(PROFILER)
+SEES_THREADS = pytest.mark.skipif(
+    "experimental_config" not in PROFILER._profiler_kwargs, reason="needs a torch whose profiler sees all threads"
+)
 
 
 class Profiles(Small):
@@ -150,6 +155,7 @@ def calls_in(table: str) -> dict[str, int]:
 )
 @compat("Trainer argument", "profiler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+@SEES_THREADS
 @pytest.mark.parametrize("record_module_names", [True, False])
 def test_the_profiler_of_torch_sees_all_micro_batches(tmp_path: Path, record_module_names: bool) -> None:
     found, weights = [], []
@@ -211,6 +217,7 @@ def test_an_adapted_profiler_pickles_and_is_restored() -> None:
     assert not {"start", "stop"} & vars(profiler).keys()
 
 
+@SEES_THREADS
 def test_a_configuration_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     config = torch.profiler._ExperimentalConfig(verbose=True)
     own, default, old = PyTorchProfiler(experimental_config=config), PyTorchProfiler(), PyTorchProfiler()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import (
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import Small
+from tests.support.versions import known
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
 # 11 significant bits, bfloat16 8: one rounding is 2**-12 or 2**-9 relative, and a few of them meet in a weight. In
@@ -215,7 +217,7 @@ def test_every_hook_of_an_own_plugin_is_honoured(tmp_path: Path) -> None:
         plugin, path = Noting(), tmp_path / f"{kind}.ckpt"
         first = fit(kind, Learner, make_loader(), make_loader(10, 4), plugins=[plugin], gradient_clip_val=0.1)
         first.trainer.save_checkpoint(path)
-        options = {"ckpt_path": path, "weights_only": False}
+        options = {"ckpt_path": path, **known(L.Trainer.fit, weights_only=False)}
         resumed = fit(kind, Learner, make_loader(), fit_options=options, plugins=[plugin], max_epochs=2)
         return first.results, resumed.results, plugin.calls, plugin.loaded
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -24,6 +25,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
+from tests.support.versions import need
 
 
 class Learner(Small):
@@ -106,6 +108,8 @@ class Hyperparameters(Logger):
 @compat("Trainer argument", "enable_autolog_hparams")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_hyperparameters_are_logged_once(enabled: bool) -> None:
+    need(L.Trainer, "enable_autolog_hparams")
+
     def act(kind: str) -> Any:
         logger = Hyperparameters()
         make_trainer(kind, logger=logger, enable_autolog_hparams=enabled).fit(Learner(width=6), make_loader())
@@ -136,6 +140,7 @@ def test_the_same_files_in_the_same_folder(tmp_path: Path, checkpoints: bool) ->
 @compat("Trainer argument", "model_registry")
 def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the package ``litmodels``, which downloads."""
+    need(L.Trainer, "model_registry")
     first = make_trainer("plain")
     first.fit(Learner(), make_loader())
     asked: list[Any] = []

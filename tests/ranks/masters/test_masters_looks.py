@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
 from lightning_roundpipe.weights.kept_low import low_of
@@ -21,6 +21,7 @@ from tests.support.rank_runs.launch import run_ranks, values_of_ranks
 from tests.support.small import WIDTH
 
 SOON_S = 15.0
+AVERAGES = hasattr(callbacks, "WeightAveraging")
 
 
 class Regularized(Groups):
@@ -131,8 +132,8 @@ def pair(make: Any, *callbacks: Any) -> list[dict[str, Any]]:
 
 
 def averaged() -> list[dict[str, Any]]:
-    def every_second() -> WeightAveraging:
-        class EverySecond(WeightAveraging):
+    def every_second() -> L.Callback:
+        class EverySecond(callbacks.WeightAveraging):
             def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
                 return step_idx is not None and step_idx % 2 == 1
 
@@ -147,7 +148,7 @@ def all_runs() -> dict[str, Any]:
         "average": pair(Groups, Average),
         "holds": pair(Groups, Holds),
         "exports": pair(Groups, Exports),
-        "averaged": averaged(),
+        **({"averaged": averaged()} if AVERAGES else {}),
         "evaluated": [evaluated(divides) for divides in (True, False)],
     }
 
@@ -160,6 +161,8 @@ def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 
 @pytest.mark.parametrize("name", ["regularized", "average", "holds", "exports", "averaged", "evaluated"])
 def test_code_that_looks_from_the_start_finds_what_whole_masters_give(of_ranks: Any, name: str) -> None:
+    if name == "averaged" and not AVERAGES:
+        pytest.skip("averages of weights are in newer Lightning")
     for rank in of_ranks:
         divided, whole = rank[name]
         for run in (divided, whole):
