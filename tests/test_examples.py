@@ -1,6 +1,6 @@
 """Every example runs as a newcomer would run it: a process of its own, the command of its docstring, less work.
 
-The first one starts an interpreter for itself, the others are forks; see :mod:`tests.support.forks`.
+The processes are forks; see :mod:`tests.support.forks`. Ranks that torchrun starts have interpreters of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support.forks import ENVIRONMENT, Forks
+from tests.support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -78,19 +78,8 @@ def test_no_example_is_forgotten() -> None:
         assert script.partition("/")[0] in table, script
 
 
-def test_minimal(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "minimal.py")],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    losses = losses_in(done.stdout)
+def test_minimal(run: Callable[..., str], tmp_path: Path) -> None:
+    losses = losses_in(run("minimal.py"))
     assert len(losses) == 24
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
     assert list(tmp_path.iterdir()) == []
@@ -295,26 +284,18 @@ def test_cli_file_for_gpus_is_understood(run: Callable[..., str]) -> None:
     assert output.count("name: Qwen/Qwen3-8B") == 2
 
 
-def test_several_machines_with_two_ranks(tmp_path: Path) -> None:
+def test_several_machines_with_two_ranks(forks: Forks, tmp_path: Path) -> None:
     small = ("--length", "48", "--batch-size", "4", "--checkpoint-every", "3", "--devices", "2", "--lr", "0.01")
     script = str(EXAMPLES / "several_machines" / "train.py")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = subprocess.run(
-        [sys.executable, *torchrun, script, *small, "--max-steps", "6"],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    losses = losses_in(done.stdout)
+    torchrun = tmp_path / "torchrun.py"
+    torchrun.write_text("from torch.distributed.run import main\n\nmain()\n")
+    ranks = ("--standalone", "--nproc-per-node=2")
+    output = forks.run(torchrun, *ranks, script, *small, "--max-steps", "6", folder=tmp_path)
+    losses = losses_in(output)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.3
-    assert "1 virtual in each of 2 ranks" in done.stdout
-    assert_ends_with_picture_and_table(done.stdout, tmp_path / "run" / "several_machines.svg", "tokens/s")
+    assert "1 virtual in each of 2 ranks" in output
+    assert_ends_with_picture_and_table(output, tmp_path / "run" / "several_machines.svg", "tokens/s")
     checkpoint = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 6
 

@@ -6,23 +6,24 @@ neither; their ``.grad`` is None, so that optimizers make nothing for them. The 
 every rank computes with all of them, but may be kept there in low precision ([Note: divided masters] in
 :mod:`optimizer.masters`): ::
 
-                    gradients                    update                       weights
-    rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->       a b c d
-    rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d      b ->    d ->    a b c d
+                    gradients                    update                      weights
+    rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->    a b c d
+    rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d   b ->    d ->    a b c d
+                                                                     round 1  round 2
 
 Owners get weights in *blocks* of the module's order, the largest blocks first, each to the rank that has least: by the
 order and the sizes alone, so that all ranks agree without a word. What has an owner keeps it; weights that an optimizer
 gets later are shared out then.
 
-In an update, ranks tell each other which weights have a gradient, and then go along the blocks in one order. Each block
-is handed out by its owner, and is finished then on all ranks ([Note: parameter futures] in :mod:`weights.futures`). An
-owner makes its next block before it waits for those of others: so all ranks compute at the same time.
+In an update, ranks tell each other which weights have a gradient, and then go along these in the same *rounds*. In a
+round each rank updates what it owns and sends it to all others: so all ranks compute at the same time, and the network
+carries something in both directions. Then the weights of the round are finished on all ranks ([Note: parameter futures]
+in :mod:`weights.futures`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -161,37 +162,47 @@ class Shards:
         step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
         stale: StaleWeights | None,
     ) -> list[Work]:
-        """What the thread of an update is to do, block by block.
+        """What the thread of an update is to do, round by round.
 
         Args:
             updated: see :meth:`agree`.
             step_of: gives what updates these weights, which are this rank's.
             stale: takes snapshots of the updated weights.
         """
-        blocks: list[list[nn.Parameter]] = []
-        num_bytes = 0
+        rounds: list[list[nn.Parameter]] = []
+        num_bytes: dict[int, int] = {}
         for weight in updated:
-            if not blocks or num_bytes >= buckets.BUCKET_BYTES or self._owners[blocks[-1][0]] != self._owners[weight]:
-                blocks.append([])
-                num_bytes = 0
-            blocks[-1].append(weight)
-            num_bytes += weight.nbytes
-        turns = _Turns(self.group, [step_of(block) for block in blocks if self.is_mine(block[0])])
-        return [(block, self._turn(turns, {weight: updated[weight] for weight in block}, stale)) for block in blocks]
+            owner = self._owners[weight]
+            if not rounds or num_bytes.get(owner, 0) >= buckets.BUCKET_BYTES:
+                rounds.append([])
+                num_bytes = {}
+            rounds[-1].append(weight)
+            num_bytes[owner] = num_bytes.get(owner, 0) + weight.nbytes
+        return [
+            (weights, self._round({weight: updated[weight] for weight in weights}, step_of, stale))
+            for weights in rounds
+        ]
 
-    def _turn(
-        self, turns: _Turns, block: Mapping[nn.Parameter, torch.dtype | None], stale: StaleWeights | None
+    def _round(
+        self,
+        updated: Mapping[nn.Parameter, torch.dtype | None],
+        step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
+        stale: StaleWeights | None,
     ) -> Callable[[], None]:
         with unwaited():
-            parts = [_Part(weight, _memory_of(weight), dtype or weight.dtype) for weight, dtype in block.items()]
-        first = next(iter(block))
-        what = f"the update of {self._names[first]} in optimizer step {self.num_updates}"
-        return functools.partial(turns.take, parts, self._owners[first], what, stale)
+            parts = [
+                _Part(weight, self._owners[weight], _memory_of(weight), dtype or weight.dtype)
+                for weight, dtype in updated.items()
+            ]
+        mine = [weight for weight in updated if self.is_mine(weight)]
+        what = f"the update of {self._names[next(iter(updated))]} in optimizer step {self.num_updates}"
+        step = step_of(mine) if mine else None
+        return functools.partial(_take_turn, self.group, parts, [] if step is None else [step], what, stale)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight of a block.
+    """A weight of a round.
 
     Attributes:
         memory: what this rank keeps of it.
@@ -199,8 +210,27 @@ class _Part:
     """
 
     weight: nn.Parameter
+    owner: int
     memory: Tensor
     wire: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """That travel."""
+        return self.memory.numel() * self.wire.itemsize
+
+    def on_wire(self) -> Tensor:
+        """The bytes that travel."""
+        return _bytes_of(self.memory.to(self.wire).contiguous())
+
+    def fill(self, found: Tensor) -> None:
+        """Takes the bytes that have come."""
+        values = self.memory
+        if values.dtype != self.wire or not values.is_contiguous():
+            values = torch.empty(values.shape, dtype=self.wire)
+        _bytes_of(values).copy_(found)
+        if values is not self.memory:
+            self.memory.copy_(values)
 
 
 def _memory_of(weight: nn.Parameter) -> Tensor:
@@ -208,59 +238,28 @@ def _memory_of(weight: nn.Parameter) -> Tensor:
     return weight.data if low is None else low
 
 
-class _Turns:
-    """The blocks of one update in their order; for its thread.
+@torch.no_grad()
+def _take_turn(
+    group: RankGroup, parts: Sequence[_Part], steps: list[Callable[[], None]], what: str, stale: StaleWeights | None
+) -> None:
+    """One round of an update, on its thread.
 
     Args:
-        steps: of the blocks that this rank owns.
+        steps: updates what this rank owns, if that is anything; is empty afterwards, as it holds gradients.
     """
-
-    def __init__(self, group: RankGroup, steps: Iterable[Callable[[], None]]) -> None:
-        self._group = group
-        self._steps = deque(steps)
-        self._is_ahead = False
-
-    def take(self, parts: Sequence[_Part], owner: int, what: str, stale: StaleWeights | None) -> None:
-        """Makes the next block of this rank, if that has not been done, and sends or gets ``parts``."""
-        if self._steps and not self._is_ahead:
-            self._steps.popleft()()  # and with it its gradients
-            self._is_ahead = True
-        is_mine = owner == self._group.rank
-        sent = [_on_wire(part, has_values=is_mine) for part in parts]
-        _hand_out(self._group, sent, what, owner)
-        if is_mine:
-            self._is_ahead = False
-            return
-        for part, values in zip(parts, sent, strict=True):
-            if values is not part.memory:
-                part.memory.copy_(values)
+    for step in steps:
+        step()
+    steps.clear()
+    of_ranks = [[part for part in parts if part.owner == rank] for rank in range(group.size)]
+    mine = torch.cat([torch.empty(0, dtype=torch.uint8), *(part.on_wire() for part in of_ranks[group.rank])])
+    sizes = [sum(part.num_bytes for part in theirs) for theirs in of_ranks]
+    for rank, (theirs, found) in enumerate(zip(of_ranks, group.share(mine, sizes, what), strict=True)):
+        if rank == group.rank:
+            continue
+        for part, values in zip(theirs, torch.split(found, [part.num_bytes for part in theirs]), strict=True):
+            part.fill(values)
             if stale is not None:
                 stale.refill(part.weight, part.memory)
-
-
-def _on_wire(part: _Part, *, has_values: bool) -> Tensor:
-    if part.memory.dtype == part.wire:
-        return part.memory
-    return part.memory.to(part.wire) if has_values else torch.empty_like(part.memory, dtype=part.wire)
-
-
-@torch.no_grad()
-def _hand_out(group: RankGroup, tensors: Sequence[Tensor], what: str, source: int) -> None:
-    """Fills ``tensors`` with those of rank ``source``; as bytes, whatever they are."""
-    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].numel():
-        group.hand_out(_bytes_of(tensors[0]), what, source)
-        return
-    dense = [tensor.contiguous() for tensor in tensors]
-    buffer = torch.cat([_bytes_of(tensor) for tensor in dense])
-    if buffer.numel():
-        group.hand_out(buffer, what, source)
-    if group.rank == source:
-        return
-    parts = torch.split(buffer, [tensor.nbytes for tensor in dense])
-    for tensor, copy, part in zip(tensors, dense, parts, strict=True):
-        _bytes_of(copy).copy_(part)
-        if copy is not tensor:
-            tensor.copy_(copy)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

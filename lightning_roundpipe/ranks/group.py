@@ -4,7 +4,7 @@
 
     Trainer's thread      exchange, broadcast, barrier ----> control group   --+
     reducing thread       add_up, add_up_parts ------------> :mod:`sums`     --+--> gloo, on memory of the host
-    thread of updates     hand_out ------------------------> update group    --+
+    thread of updates     share ---------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
 
 Each group has an order of its own, so what one thread sends cannot meet what another one does. Nothing waits without
@@ -107,8 +107,14 @@ class RankGroup:
         """
         return tensor
 
-    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
-        """Fills a contiguous tensor on the host with that of rank ``source``; otherwise as :meth:`add_up`."""
+    def share(self, mine: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+        """The bytes of all ranks, by rank; otherwise as :meth:`add_up`.
+
+        Args:
+            mine: flat and contiguous, of dtype uint8; those of this rank.
+            sizes: the numbers of bytes of all ranks.
+        """
+        return [mine]
 
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         """Lets a collective of ``torch.distributed`` begin, and waits for its end.
@@ -254,8 +260,17 @@ class ManyRanks(RankGroup):
     def add_up_parts(self, tensor: Tensor, sizes: Sequence[int], what: str, wire: torch.dtype | None = None) -> Tensor:
         return self._sums.add_up_parts(tensor, sizes, wire, lambda begin: self.wait(begin, what))
 
-    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
-        self.wait(lambda: dist.broadcast(tensor, source, group=self._updates, async_op=True), what)
+    def share(self, mine: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+        outgoing = [0 if rank == self.rank else len(mine) for rank in range(self.size)]
+        incoming = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+        sent = mine if self.size == 2 else mine.repeat(self.size - 1)
+        come = torch.empty(sum(incoming), dtype=torch.uint8)
+        self.wait(
+            lambda: dist.all_to_all_single(come, sent, incoming, outgoing, group=self._updates, async_op=True), what
+        )
+        found = list(torch.split(come, incoming))
+        found[self.rank] = mine
+        return found
 
     def _send(self, tensor: Tensor, source: int, what: str) -> None:
         self.wait(lambda: dist.broadcast(tensor, source, group=self._control, async_op=True), what)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_roundpipe.cli import main
-from lightning_roundpipe.planning import CostProfile
+from lightning_roundpipe.cli.estimate.feasibility import speed
+from lightning_roundpipe.planning import CostProfile, search
 from tests.planning.paper import MODELS
 
 RunJson = Callable[..., dict[str, Any]]
 RunFailing = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def quick_plans() -> Iterator[None]:
+    """Plans are searched for in fewer attempts: test_cli_paper.py has what the best ones take."""
+    speed.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_NUM_VARIATIONS", 5)
+        patch.setattr(search, "_NUM_NEIGHBOURS", 20)
+        yield
+    speed.cache_clear()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from lightning_roundpipe.cli.estimate.feasibility import (
 from lightning_roundpipe.cli.estimate.gpus import GPUS
 from lightning_roundpipe.cli.estimate.resolve import load_shape
 from lightning_roundpipe.cli.estimate.workload import FAST, SLOW, Workload
-from lightning_roundpipe.planning import search
 from tests.cli.conftest import RunFailing, RunJson
 from tests.cli.test_cli_paper import HUB_NAMES
 from tests.planning.paper import MODELS
@@ -45,15 +43,7 @@ LONGEST = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_plans() -> Iterator[None]:
-    """Plans are searched for in fewer attempts: test_cli_paper.py has what the best ones take."""
-    speed.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_NUM_VARIATIONS", 5)
-        patch.setattr(search, "_NUM_NEIGHBOURS", 20)
-        yield
-    speed.cache_clear()
+pytestmark = pytest.mark.usefixtures("quick_plans")
 
 
 def estimate(run_json: RunJson, name: str, *options: str) -> dict[str, Any]:

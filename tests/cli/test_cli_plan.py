@@ -21,6 +21,7 @@ from lightning_roundpipe.planning import (
 )
 from tests.cli.conftest import RunFailing, RunJson
 
+pytestmark = pytest.mark.usefixtures("quick_plans")
 PIPELINE = ("--devices", "8", "--microbatches", "16")
 MACHINE = (
     *("--device-memory", "24GiB", "--h2d", "25GB/s", "--d2h", "20GB/s", "--latency", "10us"),

@@ -26,6 +26,7 @@ from lightning_roundpipe.planning import (
 )
 from tests.cli.conftest import RunFailing, RunJson
 
+pytestmark = pytest.mark.usefixtures("quick_plans")
 PIPELINE = ("--devices", "8", "--microbatches", "16")
 NAMES = ["GPipe", "1F1B", "interleaved 1F1B", "looped BFS", "RoundPipe synchronous", "RoundPipe asynchronous"]
 

@@ -8,6 +8,7 @@ their tests give them. Names that only some of the supported versions have are i
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -77,6 +78,7 @@ def _unique(*names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for group in names for name in group))
 
 
+@functools.cache
 def inventory() -> dict[str, list[str]]:
     """Names of the installed Lightning, by kind of row; see [Note: inventory]."""
     arguments: Any = inspect.signature(pl.Trainer.__init__).parameters

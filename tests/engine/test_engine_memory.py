@@ -135,7 +135,7 @@ def make_engine(graph: nn.Module, seed: int, devices: int, link: Link, limit: in
     return Engine(graph, pool, planner(seed), round_size=2, unit_classes=[Cell], num_threads=1), pool
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(
     program=programs,
     frozen=some_units,

@@ -153,8 +153,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("has_copies", [False, True], ids=["aliases", "copies"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "has_copies"), [*((name, True) for name in FORMS), ("tied", False), ("outside units", False)]
+)
 def test_every_use_of_a_weight_waits_for_its_update(
     small: Any, compare_modes: Any, name: str, has_copies: bool
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +17,13 @@ from lightning_roundpipe import RoundPipeTimeline
 from lightning_roundpipe.ranks.environment import Place, connect, own_devices
 from lightning_roundpipe.ranks.failures import RankError
 from tests.ranks.test_ranks_group import connected
-from tests.support.forks import ENVIRONMENT, Forks
+from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
 from tests.support.rank_runs.launch import values_of_ranks
 from tests.support.small import Small
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
+RESTARTED = Path(__file__).parents[1] / "support" / "rank_runs" / "restarted.py"
 
 
 class Telling(Small):
@@ -144,23 +143,11 @@ def test_a_plain_script_ends_with_the_error_of_its_other_rank(
     assert re.search(rf"RankError: .*{text}", output), output
 
 
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks_again_which_go_on(trained: Path, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_again_go_on(trained: Path, forks: Forks, tmp_path: Path) -> None:
     """As if nothing had happened; the step that fails is in the second epoch."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
-    variables = {name: value for name, value in os.environ.items() if name not in launched}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    result = subprocess.run(
-        [sys.executable, *torchrun, SCRIPT, tmp_path, "0", "3"],
-        env={**variables, **ENVIRONMENT},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "ValueError: boom" in result.stderr
+    status, output = forks.end(RESTARTED, str(SCRIPT), str(tmp_path), "0", "3", folder=tmp_path)
+    assert status == 0, output
+    assert "ValueError: boom" in output
     torch.testing.assert_close(weights_in(tmp_path), weights_in(trained))
 
 

@@ -42,17 +42,20 @@ def parts_of_sums() -> list[Any]:
             before = mine.clone()
             found.append(group.add_up_parts(mine, sizes, "parts", wire))
             assert torch.equal(mine, before)
-    handed = torch.full((3,), group.rank, dtype=torch.uint8)
-    group.hand_out(handed, "what rank 2 has", 2)
-    found.append(handed)
+    for sizes in ([1, 0, 3], [0, 0, 0]):
+        mine = torch.full((sizes[group.rank],), group.rank, dtype=torch.uint8)
+        found.append(group.share(mine, sizes, "what each has"))
     group.close()
     return found
 
 
-def test_each_rank_gets_its_part_of_a_sum_which_may_be_nothing(forks: Forks, tmp_path: Path) -> None:
+def test_each_rank_gets_its_part_of_a_sum_and_what_others_share_which_may_be_nothing(
+    forks: Forks, tmp_path: Path
+) -> None:
     expected = [[[300.0, 303.0], [], [306.0, 309.0, 312.0]], [[], [300.0, 303.0, 306.0, 309.0], []]] * 3
-    for rank, (*sums, handed) in enumerate(values_of_ranks(forks, tmp_path, 3, parts_of_sums)):
-        assert handed.tolist() == [2, 2, 2]
+    for rank, (*sums, shared, nothing) in enumerate(values_of_ranks(forks, tmp_path, 3, parts_of_sums)):
+        assert [values.tolist() for values in shared] == [[0], [], [2, 2, 2]]
+        assert [values.tolist() for values in nothing] == [[], [], []]
         for found, wanted in zip(sums, expected, strict=True):
             torch.testing.assert_close(found.tolist(), wanted[rank], rtol=0.01, atol=0.0)
 

@@ -19,12 +19,15 @@ from typing import IO
 # What the process runs that is forked. Each line of its input is a script to run, each line of its output an exit
 # status. The child leaves the loop, so that its script ends as any script does, with what Python does at an exit.
 _PROGRAM = """
-import json, os, runpy, sys, threading
+import gc, json, os, runpy, sys, threading
 import lightning.pytorch, torch
 
 assert threading.active_count() == 1, threading.enumerate()
 imported = [name for name in sys.modules if name.partition(".")[0] == "lightning_roundpipe"]
 assert not imported, imported
+# At its exit, Python looks through all objects again: for what is imported here, that takes most of a second.
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.loaders import Loader
 from tests.support.small import CLASSES, WIDTH
 
 KINDS = ("plain", "roundpipe")
@@ -29,6 +30,7 @@ KINDS = ("plain", "roundpipe")
 COPIES: dict[str, Any] = {"options": {"virtual_copies": True}}
 # How far a weight at least must go in a training that is compared: far above what rounding can do.
 _WAY = 1e-3
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "max_epochs": 1,
@@ -67,7 +69,7 @@ def make_loader(rows: int = 20, batch_size: int = 8, **kwargs: Any) -> DataLoade
 
 def ready(batches: Any) -> Any:
     """A list of batches as a loader of them: Lightning would take the bare list for several loaders."""
-    is_list = isinstance(batches, list) and not isinstance(batches[0], DataLoader)
+    is_list = isinstance(batches, list) and not isinstance(batches[0], (DataLoader, Loader))
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is) if is_list else batches
 
 
@@ -257,6 +259,13 @@ def both_refuse(act: Callable[[str], Any], error: type[Exception] | tuple[type[E
     both(message)
 
 
+def _is_close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> bool:
+    """What ``assert_close`` finds of dense floats, in a tenth of the time; false also where it does not know."""
+    kinds = [(value.dtype, value.device, value.layout, value.shape) for value in (actual, expected)]
+    is_known = kinds[0] == kinds[1] and expected.dtype in _FLOATS and expected.layout == torch.strided
+    return is_known and torch.allclose(actual.detach(), expected.detach(), rtol, atol)
+
+
 def assert_alike(
     actual: Any, expected: Any, where: str = "", *, rtol: float = 1e-4, atol: float = 1e-6, of_largest: float = 0.0
 ) -> None:
@@ -269,6 +278,8 @@ def assert_alike(
         assert isinstance(actual, Tensor), f"{where}: {actual!r} instead of a tensor"
         if of_largest and expected.is_floating_point() and expected.numel():
             atol = max(atol, of_largest * float(expected.detach().abs().nan_to_num(0.0, 0.0).max()))
+        if _is_close(actual, expected, rtol, atol):
+            return
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, float):
         one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))

@@ -94,11 +94,12 @@ class ThreadRank(RankGroup):
         return torch.split(total, list(sizes))[self.rank].clone()
 
     @override
-    def hand_out(self, tensor: Tensor, what: str, source: int) -> None:
-        assert tensor.dim() == 1
-        given = self._hub.meet("updates", self.rank, what, (source, tensor.clone()))
-        assert {number for number, _ in given} == {source}
-        tensor.copy_(given[source][1])
+    def share(self, mine: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+        assert mine.dim() == 1
+        given = self._hub.meet("updates", self.rank, what, (list(sizes), mine.clone()))
+        assert all(told == list(sizes) for told, _ in given)
+        assert [len(values) for _, values in given] == list(sizes)
+        return [values for _, values in given]
 
     @override
     def copy_from(self, tensors: Iterable[Tensor], what: str, source: int = 0) -> None:

@@ -15,12 +15,41 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.support.metric_recorder import Recorder
 from tests.support.parity import KINDS, Run, both, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
 BOTH = {"on_step": True, "on_epoch": True}
+
+
+class Recorder(L.Callback):
+    """Keeps what callbacks can read, at every batch end and epoch end."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def _record(self, trainer: L.Trainer, where: str) -> None:
+        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        metrics = {
+            kind: {name: torch.as_tensor(value).clone() for name, value in sorted(getattr(trainer, kind).items())}
+            for kind in kinds
+        }
+        self.seen.append({"where": where, **metrics})
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._record(trainer, "train batch")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._record(trainer, "train epoch")
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._record(trainer, "validation batch")
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._record(trainer, "validation epoch")
+
+    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._record(trainer, "end")
 
 
 def compared(make_module: Any, val: Any = None, **settings: Any) -> list[dict[str, Any]]:

@@ -82,9 +82,9 @@ def expected() -> list[Tensor]:
 
 
 def points(link: str) -> Iterator[tuple[Training, Fault]]:
-    """Trainings whose next step loses the first or the second device: at every third of its uses, and then at none."""
+    """Trainings whose next step loses the first or the second device: at every fifth of its uses, and then at none."""
     for number in range(2):
-        for at in range(number, 10_000, 3):
+        for at in range(number, 10_000, 5):
             training = Training(link)
             training.step()
             yield training, (fault := Fault(training.pool[number], at, is_late=at % 2 == 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
-from transformers import BatchEncoding
 
 from tests.support.loaders import Loader
 from tests.support.rows import compat
-
-Pair = namedtuple("Pair", ["x", "y"])
 
 
 @dataclass
@@ -35,27 +31,14 @@ class Opaque:
 
 # name: (build a batch from x and y, take x and y out of it)
 LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Any, Any]]]] = {
-    "tensor": (lambda x, y: torch.cat([x, y[:, None].float()], 1), lambda b: (b[:, :-1], b[:, -1].long())),
-    "list": (lambda x, y: [x, y], lambda b: (b[0], b[1])),
-    "tuple": (lambda x, y: (x, y), lambda b: (b[0], b[1])),
-    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
     "nested": (
         lambda x, y: {"in": [{"x": x}, None, 3], "out": ((y,), "text")},
         lambda b: (b["in"][0]["x"] * (b["in"][2] / 3), b["out"][0][0]),
     ),
     "dataclass": (lambda x, y: Sample(x, y, 2.0), lambda b: (b.x * b.scale, b.y)),
-    "namedtuple": (Pair, lambda b: (b.x, b.y)),
-    "BatchEncoding": (
-        lambda x, y: BatchEncoding({"x": x, "labels": y}),
-        lambda b: (b["x"], b.labels),
-    ),
     "strings": (
         lambda x, y: {"x": x, "y": [f"class {k}" for k in y.tolist()]},
         lambda b: (b["x"], torch.tensor([int(text.split()[1]) for text in b["y"]])),
-    ),
-    "objects": (
-        lambda x, y: [Opaque(a, b) for a, b in zip(x, y, strict=True)],
-        lambda b: (torch.stack([s.x for s in b]), torch.stack([s.y for s in b])),
     ),
     "list of dicts": (
         lambda x, y: {"x": x, "targets": [{"y": k, "boxes": torch.ones(i, 4)} for i, k in enumerate(y)]},
@@ -68,10 +51,6 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
     "shared row": (
         lambda x, y: {"x": x, "y": y, "bias": torch.linspace(0, 1, x.shape[1])[None]},
         lambda b: (b["x"] + b["bias"], b["y"]),
-    ),
-    "bool mask": (
-        lambda x, y: {"x": x, "y": y, "mask": x > 0},
-        lambda b: (b["x"].masked_fill(b["mask"], 0.5), b["y"]),
     ),
 }
 

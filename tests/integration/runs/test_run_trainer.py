@@ -112,27 +112,6 @@ def test_a_forward_set_on_an_instance_survives(small: Any, fit_alike: Any) -> No
     assert layer.forward is layer.kept
 
 
-def test_modes_follow_the_module(small: Any, fit_both: Any, make_loader: Any) -> None:
-    class Looks(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert self.trainer.training
-            assert torch.is_grad_enabled()
-            self.seen.append(("train", self.training, self.body[0].training, self.global_step, batch_idx))
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert self.trainer.validating or self.trainer.sanity_checking
-            self.seen.append(("validation", self.training, self.body[0].training, self.global_step, batch_idx))
-
-    plain, ours = fit_both(Looks, val_loader=make_loader(10, 4), max_epochs=2)
-    assert ours.module.seen == plain.module.seen
-    assert len(plain.module.seen) == 12
-
-
 class EMA(L.Callback):
     """A moving average in a deep copy of the module, made while training."""
 

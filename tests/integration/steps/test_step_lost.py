@@ -68,9 +68,8 @@ def names_of(run: Run) -> list[str]:
     return [device.name for device in run.trainer.strategy.pool.devices]  # type: ignore[attr-defined]
 
 
-@COPIES
 @pytest.mark.parametrize("losses", TWO_OF_THREE)
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("copies", "is_late"), [(False, True), (True, False)])
 def test_training_from_three_devices_to_one_is_that_of_plain_lightning(
     copies: bool, losses: dict[int, tuple[int, int]], is_late: bool
 ) -> None:
@@ -128,8 +127,7 @@ class Expecting(L.Callback):
         )
 
 
-@COPIES
-@pytest.mark.parametrize("at", [0, 6, 11])
+@pytest.mark.parametrize(("copies", "at"), [(False, 0), (True, 6), (True, 11)])
 def test_with_the_last_device_the_state_of_the_last_finished_step_is_saved(
     tmp_path: Path, copies: bool, at: int
 ) -> None:
