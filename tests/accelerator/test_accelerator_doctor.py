@@ -14,7 +14,7 @@ pytestmark = pytest.mark.accelerator
 
 def test_probes_of_gpus_know_all_of_them_and_leave_nothing(sim: ModuleType) -> None:
     gc.collect()
-    before = sim.memory_allocated(0), sim.pinned_bytes()
+    before = sim.memory_allocated(0), sim.pinned_bytes()  # of tests before, which may let it go meanwhile
     facts, unknown = collect([gpus, links, page_locking])
     assert unknown == {}
     assert [gpu["device"] for gpu in facts["gpus"]] == [f"sim:{index}" for index in range(sim.device_count())]
@@ -25,7 +25,8 @@ def test_probes_of_gpus_know_all_of_them_and_leave_nothing(sim: ModuleType) -> N
     assert facts["page_locking"]["tried_bytes"] > 0
     assert facts["page_locking"]["error"] == 0
     gc.collect()
-    assert (sim.memory_allocated(0), sim.pinned_bytes()) == before
+    assert sim.memory_allocated(0) <= before[0]
+    assert sim.pinned_bytes() <= before[1]
 
 
 def test_a_gpu_that_cannot_compute_is_known_by_its_error(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
