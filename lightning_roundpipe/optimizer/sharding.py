@@ -173,7 +173,7 @@ class Shards:
         num_bytes: dict[int, int] = {}
         for weight in updated:
             owner = self._owners[weight]
-            if not rounds or num_bytes.get(owner, 0) >= buckets.BUCKET_BYTES:
+            if not rounds or (owner in num_bytes and num_bytes[owner] >= buckets.BUCKET_BYTES // self.group.size):
                 rounds.append([])
                 num_bytes = {}
             rounds[-1].append(weight)
