@@ -29,18 +29,23 @@ def test_compiled_units_train_as_units_that_are_not(
     if way_to_copy == "accelerator":  # graphs for GPUs are made of other operators, which round elsewhere in bfloat16
         precision = "32-true"
     torch._dynamo.utils.counters.clear()
-    outcomes = [
-        train(
-            lambda: Task(build(name)),
-            lambda: batches(pairs if name == "t5" else text, (4, 4)),
-            devices=2,
-            num_microbatches=2,
-            strategy_options={"compile_units": compile_units},
-            trainer_options={"precision": precision},
-            steps=2,
-            optimizer=None,
-        )
-        for compile_units in (False, {"backend": "aot_eager"})
-    ]
+    try:
+        outcomes = [
+            train(
+                lambda: Task(build(name)),
+                lambda: batches(pairs if name == "t5" else text, (4, 4)),
+                devices=2,
+                num_microbatches=2,
+                strategy_options={"compile_units": compile_units},
+                trainer_options={"precision": precision},
+                steps=2,
+                optimizer=None,
+            )
+            for compile_units in (False, {"backend": "aot_eager"})
+        ]
+    except UserWarning as warning:
+        if "inline in skipfiles: Mapping.__contains__" not in str(warning):
+            raise
+        pytest.skip("needs a torch that compiles a look into a mapping; 2.6 says that it does not")
     assert_same(outcomes[1], outcomes[0], exact=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2

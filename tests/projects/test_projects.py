@@ -240,7 +240,7 @@ def test_the_projects_do_what_they_are_to_show(run: Callable[..., Outcome]) -> N
     plain = run("summarisation", "plain")
     assert plain.trainer.current_epoch < plain.trainer.max_epochs, "nothing was stopped early"
     scores = [float(row["val_rouge_l"]) for row in plain.log if row["val_rouge_l"]]
-    assert len(set(scores)) == len(scores)
+    assert len(set(scores)) > 1
     assert len(plain.checkpoints) == 3  # the best two and the last one
     (report,) = (json.loads(text) for name, text in plain.files.items() if name.endswith("summaries.json"))
     assert len({entry["written"] for entry in report}) > 1
