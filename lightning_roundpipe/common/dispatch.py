@@ -9,6 +9,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _lock = threading.Lock()
+_NOTES = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
 
 class ThreadsDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,7 +26,7 @@ class ThreadsDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = ThreadsDispatchMode
         with _lock:
             if not kind._num_entered:
-                kind._before = {n: v for n, v in vars(_python_dispatch).items() if n.startswith("_is_in_")}
+                kind._before = {name: getattr(_python_dispatch, name) for name in _NOTES}
             kind._num_entered += 1
             return super().__enter__()  # type: ignore[no-untyped-call]
 
