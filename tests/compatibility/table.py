@@ -20,17 +20,6 @@ PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 INDEX = ROOT / "tests" / "compatibility" / "INDEX.md"
 COMMAND = "python -m tests.compatibility.table"
 STATUSES: tuple[str, ...] = get_args(Status)
-# Of these kinds every name has a row, which a test holds, so that the page need not list those that work.
-COMPLETE = (
-    "Trainer argument",
-    "Trainer method",
-    "Trainer attribute",
-    "LightningModule hook",
-    "LightningModule method",
-    "LightningModule attribute",
-    "LightningDataModule",
-    "Callback hook",
-)
 _COMPLETE = """\
 All arguments, methods and attributes of the Trainer work, all hooks, methods and attributes of LightningModule and
 LightningDataModule, and all hooks of callbacks, but for those above. So do [LightningCLI](../how-to/lightning-cli.md)

@@ -12,7 +12,6 @@ import pytest
 from tests.compatibility.inventory import ONLY_IN, inventory
 from tests.compatibility.table import (
     COMMAND,
-    COMPLETE,
     INDEX,
     PAGE,
     Feature,
@@ -24,7 +23,7 @@ from tests.compatibility.table import (
     marks_of,
     page_of,
 )
-from tests.support.rows import KINDS
+from tests.support.rows import COMPLETE, KINDS
 
 IMPORT = "from tests.support.rows import compat\n"
 
