@@ -154,6 +154,7 @@ class Worker:
 
 
 def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    torch.get_num_threads()  # a new thread has that number only now: matrix products would use all cores before
     while (work := todo.get()) is not None:
         work()
         del work

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,21 @@ def test_a_worker_keeps_its_number_and_changes_no_others(fixed_global_state: Non
     workers.give_back([worker])
     workers.close()
     assert not worker.is_alive
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts native threads, which only Linux lists")
+def test_the_first_product_of_a_worker_uses_its_number_of_threads(fixed_global_state: None) -> None:
+    torch.set_num_threads(1)
+    worker, weight, started = Worker(), torch.ones(32, 32), []
+
+    def multiply() -> None:
+        before = set(os.listdir("/proc/self/task"))
+        torch.nn.functional.linear(weight, weight)
+        started.extend(set(os.listdir("/proc/self/task")) - before)
+
+    worker.call(multiply, "multiplies")
+    worker.close()
+    assert not started, "threads of OpenMP, for a second core"
 
 
 def test_a_call_ends_when_the_work_has_been_done_and_raises_what_it_raises() -> None:
