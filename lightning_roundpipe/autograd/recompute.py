@@ -80,43 +80,43 @@ class Entry(EngineFunction):
 
 
 class Cut(EngineFunction):
-    """End of a call for the user code graph: identity forward, gradient into the call; see [Note: cutting autograd]."""
+    """End of a call for the user code graph, one for each output: identity forward, gradient into the call; see
+    [Note: cutting autograd]. A node for several would run the hooks of those that no gradient has come for, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, slots: tuple[Slot, ...], anchor: Tensor, outputs: list[Tensor], *changed: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, slot: Slot, anchor: Tensor, output: list[Tensor] | Tensor) -> Tensor:
+        # In a list: torch does not look into it, so the local graph is not joined. An argument that the unit has
+        # changed in place comes by itself.
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.slots = slots
-        ctx.num_inputs = 4 + len(changed)
-        if changed:
-            ctx.mark_dirty(*changed)
-        return (*[t.detach() for t in outputs], *changed)
+        ctx.slot = slot
+        if isinstance(output, Tensor):
+            ctx.mark_dirty(output)
+            return output
+        return output[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
         call: Call = ctx.call
         if not call.pending.is_flushing:
             raise GradientCutError.at(call)
-        for slot, gradient in zip(ctx.slots, gradients, strict=True):
-            if gradient is not None:
-                call.add_gradient(slot, gradient)
-        return tuple([None] * ctx.num_inputs)
+        if gradient is not None:
+            call.add_gradient(ctx.slot, gradient)
+        return (None, None, None, None)
 
 
 def note_hook(tensor: Tensor) -> None:
     """A hook is being registered on ``tensor``: gradients of a call's output must pass it, see :class:`Receiver`."""
-    if (found := _cut_slot(tensor.grad_fn, tensor.output_nr)) is not None:
+    if (found := _cut_slot(tensor.grad_fn)) is not None:
         call, slot = found
         call.hooked[slot] = edge_of(tensor)
 
 
-def _cut_slot(node: Any, output_nr: int) -> tuple[Call, Slot] | None:
+def _cut_slot(node: Any) -> tuple[Call, Slot] | None:
     if not isinstance(node, _CUT_NODE):
         return None
     cut = cast(Any, node)
-    return cut.call, cut.slots[output_nr]
+    return cut.call, cut.slot
 
 
 class Receiver:
@@ -130,7 +130,7 @@ class Receiver:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
-        self._cut = _cut_slot(tensor.grad_fn, tensor.output_nr)
+        self._cut = _cut_slot(tensor.grad_fn)
         self._edge = None if self._cut is not None else edge_of(tensor)
         if self._cut is not None and (tensor._backward_hooks or tensor.retains_grad):
             note_hook(tensor)

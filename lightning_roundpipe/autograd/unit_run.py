@@ -315,12 +315,9 @@ class _Relay:
         structure = trees.flatten(output, leaves)
         slots = _relay_slots(call, order, leaves)
         flagged = [slot for slot in slots if _is_flagged(call, slot)]
-        if flagged:
-            with torch.enable_grad():
-                tensors = [slots[slot] for slot in flagged]
-                cut = Cut.apply(call, tuple(flagged), context.anchor, tensors)
-            for slot, tensor in zip(flagged, cut, strict=True):
-                leaves[slot[2]] = tensor  # type: ignore[index]
+        with torch.enable_grad():
+            for slot in flagged:
+                leaves[slot[2]] = Cut.apply(call, slot, context.anchor, [slots[slot]])  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
         with context.lock.in_user_code(context.state):
             if self._call_hooks(args, kwargs, shown) is shown:

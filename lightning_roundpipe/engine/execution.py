@@ -20,7 +20,6 @@ was kept is used up, or if a gradient has been added to one that was there.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -280,21 +279,14 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
     if call.kept:
         call.local = {slot: t for slot, t in done.unit.slots.items() if slot in flagged}
     outputs, passed = done.outputs, done.passed_through
-    named = [s for s in outputs if s in flagged and s not in passed and (type(s) is int or not _is_cut_elsewhere(s))]
-    tensors = [outputs[slot] for slot in named]
-    if done.changed and (changed := [i for i in done.changed if ("input", i) in flagged]):
-        inputs = [leaves[i] for i in changed]
-        slots = (*named, *[("input", i) for i in changed])
-        # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
-        with contextlib.ExitStack() as versions:
-            for x in inputs:  # one by one: torch 2.6 takes no more
-                versions.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(x))
-            results = Cut.apply(call, slots, context.anchor, tensors, *inputs)
-    elif named:
-        results = Cut.apply(call, tuple(named), context.anchor, tensors)
-    else:
-        return
-    outputs.update(zip(named, results, strict=False))
+    for slot, output in outputs.items():
+        if slot in flagged and slot not in passed and (type(slot) is int or not _is_cut_elsewhere(slot)):
+            outputs[slot] = Cut.apply(call, slot, context.anchor, [output])
+    for i in done.changed:
+        if ("input", i) in flagged:
+            # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(leaves[i]):
+                Cut.apply(call, ("input", i), context.anchor, leaves[i])
 
 
 def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]) -> bool:

@@ -121,6 +121,34 @@ class TensorHooks(Chain):
         return out
 
 
+class Pair(Block):
+    """A block with two results."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.inner(x).square().mean()
+
+
+class HooksOnOneResult(TensorHooks):
+    """Hooks on a result of units whose other result gets its gradient before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in self.blocks)
+        self.others: list[Tensor] = []
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            out, other = block(x)
+            self.others.append(other)
+            return out
+
+        return super().run_block(run, x)  # type: ignore[arg-type]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.others = []
+        return super().training_step(batch, batch_idx) + 0.1 * sum(self.others)
+
+
 class WeightNormalisation(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +219,7 @@ MODELS: list[type[Chain]] = [
     HooksOnUnits,
     BackwardHooks,
     TensorHooks,
+    HooksOnOneResult,
     WeightNormalisation,
     LegacyWeightNormalisation,
     ReentrantCheckpointing,
