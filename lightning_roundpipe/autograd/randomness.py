@@ -27,10 +27,7 @@ Compiled, a unit draws other numbers than as it is. So one that draws on a GPU r
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -140,37 +137,3 @@ class PrivateRandomness(ThreadsDispatchMode):
         if device is not None:
             return torch.device(device).type == "cpu"
         return all(not isinstance(arg, torch.Tensor) or arg.device.type == "cpu" for arg in args)
-
-
-class ForeignRandomness:
-    """The states of Python's and NumPy's global generators, from which units may draw (stochastic depth)."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state()
-
-    def has_moved(self) -> bool:
-        """Whether any thread has drawn since."""
-        if random.getstate() != self._python:
-            return True
-        if self._numpy is None:
-            return False
-        now = sys.modules["numpy"].random.get_state()
-        return bool(now[2] != self._numpy[2] or (now[1] != self._numpy[1]).any())
-
-    @classmethod
-    @contextlib.contextmanager
-    def seeded(cls, seed: int) -> Iterator[None]:
-        """Seeds both generators, and restores them after; for a thread in an exclusive section."""
-        before = cls()
-        random.seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(before._python)
-            if numpy is not None and before._numpy is not None:
-                numpy.random.set_state(before._numpy)

@@ -20,12 +20,13 @@ from ..common.attributes import UnitWrites, assign, read
 from ..common.graphs import has_saved_tensor_hooks
 from ..common.seeds import derive_seed
 from ..devices.offload import TravellingActivations
+from ..usercode.generators import foreign_seeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
 from .compiling import UnitCompiler, without_flags
-from .randomness import Draws, ForeignRandomness, PrivateRandomness
+from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
@@ -225,7 +226,7 @@ def _forward_watched(
         seed = _seed(context, call)
         if foreign:
             stack.enter_context(context.lock.exclusive())
-            stack.enter_context(ForeignRandomness.seeded(seed))
+            stack.enter_context(foreign_seeded(seed))
         if not draws.host:
             return replica.module.forward(*args, **kwargs), draws
         watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))

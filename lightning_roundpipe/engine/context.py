@@ -32,6 +32,7 @@ class Resources:
         workers: threads of micro-batches.
         adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
+        draws_foreign: see :class:`UserCodeLock`.
     """
 
     pool: DevicePool
@@ -44,6 +45,7 @@ class Resources:
     workers: Workers = field(default_factory=Workers)
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)
+    draws_foreign: threading.Event = field(default_factory=threading.Event)
 
 
 class Failure:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.randomness import ForeignRandomness
 from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter, has_run_hooks
@@ -38,6 +37,7 @@ from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
+from ..usercode.generators import ForeignStates
 from ..usercode.loose_gradients import leaves_behind, node_of
 from ..usercode.moves import moved
 from ..weights.parameters import Replica
@@ -223,13 +223,13 @@ def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:
 
 def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any], foreign: bool) -> UnitResult:
     """A run from which facts are learned: what it draws, and in which dtypes it uses its weights."""
-    watched = None if foreign else ForeignRandomness()
+    watched = None if foreign else ForeignStates()
     travels = not replica.device.aliases_host
     with context.weights.learning(call.autocast, call.unit, replica.module, replica.leaves, travels=travels) as casts:
         result = run_unit(context, call, replica, given, foreign=foreign)
         if casts is not None:
             casts.note_results(result.slots.values())
-    result.draws_foreign = foreign or (watched is not None and watched.has_moved())
+    result.draws_foreign = foreign or (watched is not None and watched.have_moved())
     return result
 
 

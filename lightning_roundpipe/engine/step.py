@@ -49,10 +49,8 @@ class Step:
         self._table = table
         self._trace = trace
         self._failure = failure = Failure()
-        if trace is None:
-            self._lock = UserCodeLock(resources.exempt, failure.aborted.is_set, resources.switches)
-        else:
-            self._lock = TracedUserCodeLock(trace, resources.exempt, failure.aborted.is_set, resources.switches)
+        shared = resources.exempt, failure.aborted.is_set, resources.switches, resources.draws_foreign
+        self._lock = UserCodeLock(*shared) if trace is None else TracedUserCodeLock(trace, *shared)
         self._states = [UserCodeState(i, request.seed) for i in range(len(request.microbatches))]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
@@ -198,6 +196,7 @@ class Step:
             if plan is None:
                 recording = plans.recording(request.training)
                 (recorded,) = self._run_schedule(*recording, range(1))
+                self._lock.suspend()  # looks which generators it has drawn from
                 training = recorded.has_backward if request.meets else request.training
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []

@@ -8,10 +8,10 @@ while a unit computes and while the thread waits. Handing the lock to another mi
     micro-batch 1   waits     | user code | unit ............ | user code | ...
                               ^ switch            ^ switch     ^ switch
 
-A switch swaps the attributes that the micro-batches have written on modules (``self.cur = batch``) and the state of the
-CPU generator (a draw cannot be noticed for less than the swap takes). If the same micro-batch takes the lock again,
-nothing is swapped. So every micro-batch sees its own writes, starts from the state before the step, and what the last
-micro-batch wrote is what remains: the semantics of a single call.
+A switch swaps the attributes that the micro-batches have written on modules (``self.cur = batch``), and the states of
+generators ([Note: random numbers of user code] in :mod:`usercode.generators`). If the same micro-batch takes the lock
+again, nothing is swapped. So every micro-batch sees its own writes, starts from the state before the step, and what the
+last micro-batch wrote is what remains: the semantics of a single call.
 
 [Note: exclusive sections]
 Some state belongs to the whole process: Python's and NumPy's generators, the default CPU generator where an operator
@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
@@ -54,6 +54,7 @@ from ..common.errors import StepAborted
 from ..common.seeds import derive_seed
 from ..common.thread_locals import AutogradLocal
 from .collected_lists import content, follow
+from .generators import ForeignStates, GeneratorStates, seed_foreign
 from .outputs import without_graph
 
 _RECHECK_S = 2.0
@@ -90,7 +91,7 @@ class UserCodeState:
         self.index = index
         self.seed = seed
         self.overlay: Attributes = {}
-        self.random_state: Tensor | None = None
+        self.generators: GeneratorStates | None = None
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
@@ -110,13 +111,18 @@ class UserCodeLock:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
         switches: flags that turned out to be switched on for a while only; all steps share them.
+        draws_foreign: set when user code has drawn from Python's or NumPy's generator; all steps share it.
 
     Attributes:
         switches_flags: whether user code has switched ``requires_grad`` of any parameter.
     """
 
     def __init__(
-        self, exempt: tuple[type, ...], aborted: Callable[[], bool], switches: set[tuple[int, str]] | None = None
+        self,
+        exempt: tuple[type, ...],
+        aborted: Callable[[], bool],
+        switches: set[tuple[int, str]] | None = None,
+        draws_foreign: threading.Event | None = None,
     ) -> None:
         self._exempt = exempt
         self._aborted = aborted
@@ -133,7 +139,8 @@ class UserCodeLock:
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
         self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
-        self._outer_random_state = torch.default_generator.get_state()
+        self._draws_foreign = threading.Event() if draws_foreign is None else draws_foreign
+        self._outer = GeneratorStates(foreign=True)  # of the thread that runs the step
 
     # --- who runs ----------------------------------------------------------------------------------------------------
 
@@ -273,10 +280,13 @@ class UserCodeLock:
         self._switch_off()
         for (_, name), (module, value) in state.overlay.items():
             assign(module, name, value)
-        if state.random_state is None:
-            torch.default_generator.manual_seed(derive_seed(state.seed, state.index, -1))
+        if state.generators is not None:
+            state.generators.put_back()
         else:
-            torch.default_generator.set_state(state.random_state)
+            seed = derive_seed(state.seed, state.index, -1)
+            torch.default_generator.manual_seed(seed)
+            if self._draws_foreign.is_set():
+                seed_foreign(seed)
         self._current = state
 
     def _switch_off(self) -> None:
@@ -287,12 +297,14 @@ class UserCodeLock:
         for key, (module, _) in state.overlay.items():
             state.overlay[key] = (module, read(module, key[1]))
             assign(module, key[1], self._baseline[key][1])
-        state.random_state = torch.default_generator.get_state()
+        state.generators = GeneratorStates(foreign=self._draws_foreign.is_set())
 
     def suspend(self) -> None:
-        """No micro-batch is current any more: modules and the generator are as before the step."""
+        """No micro-batch is current any more: modules and generators are as before the step."""
+        if not self._draws_foreign.is_set() and cast(ForeignStates, self._outer.foreign).have_moved():
+            self._draws_foreign.set()
         self._switch_off()
-        torch.default_generator.set_state(self._outer_random_state)
+        self._outer.put_back(foreign=self._draws_foreign.is_set())
 
     # --- attribute writes --------------------------------------------------------------------------------------------
 
@@ -366,7 +378,7 @@ class UserCodeLock:
                     elif state is not states[-1] and key in state.overlay:
                         follow(state.overlay[key][1], before[key], now)
                 assign(module, key[1], self._baseline[key][1])
-            self._outer_random_state = torch.default_generator.get_state()
+            self._outer = GeneratorStates(foreign=True)
 
     def close(self, states: Sequence[UserCodeState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,11 +50,17 @@ class DropoutInAndOutsideUnits(L.LightningModule):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.head = nn.Linear(WIDTH, 2)
 
+    def on_train_start(self) -> None:
+        random.seed(1)
+        np.random.seed(1)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         x = F.dropout(self.stem(x), 0.1)
+        share = np.random.beta(1.0, 1.0)
+        x = share * x + (1 - share) * x[torch.as_tensor(np.random.permutation(len(x)))]
         for block in self.blocks:
-            if torch.rand(()) < 0.8:
+            if torch.rand(()) < 0.8 and random.random() < 0.9:
                 x = block(x) + 0.1 * torch.randn(WIDTH)
         return F.mse_loss(self.head(F.dropout(x, 0.1)), y)
 
