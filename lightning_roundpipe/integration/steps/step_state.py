@@ -60,7 +60,7 @@ class StepState:
     def restore(self) -> None:
         """Puts back everything that is not :meth:`lost`."""
         for buffer in self._buffers:
-            if buffer.copy is not None and buffer.has_changed():
+            if buffer.copy is not None:
                 buffer.put_back(buffer.copy)
         for put_back in self._put_back:
             put_back()
@@ -81,15 +81,23 @@ class _Buffer:
         self.copy = _clone(tensor) if is_copied else None
 
     def has_changed(self) -> bool:
-        """Whether it is another tensor now, or was written in place."""
+        """Whether it is another tensor now, or shows that it was written in place."""
         return self._module._buffers.get(self._key) is not self._tensor or version_of(self._tensor) != self._version
 
     def put_back(self, values: Tensor) -> None:
         """The same tensor again, with these values."""
         self._module._buffers[self._key] = self._tensor
-        if version_of(self._tensor) != self._version:
+        # By value as well: batch norm updates its running statistics without raising their version.
+        if version_of(self._tensor) != self._version or not _is_equal(self._tensor, values):
             with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
                 self._tensor.copy_(values)
+
+
+def _is_equal(tensor: Tensor, values: Tensor) -> bool:
+    try:
+        return torch.equal(tensor, values)
+    except NotImplementedError:  # of other layouts, such as sparse ones: their version tells
+        return True
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -56,10 +56,11 @@ class Noting(Small):
 
 
 class Coupled(Small):
-    """Statistics of micro-batches, and random numbers."""
+    """Statistics of micro-batches, in the first stage, which is recomputed, and in a later one; random numbers."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.4)
+        self.body.insert(0, nn.BatchNorm1d(WIDTH))
         self.body.append(nn.BatchNorm1d(WIDTH))
 
 

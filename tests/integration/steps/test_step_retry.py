@@ -401,6 +401,29 @@ def test_everything_is_as_before_the_step() -> None:
     assert changed.root.mean is mean
 
 
+def test_buffers_are_put_back_that_were_written_without_a_new_version() -> None:
+    """By batch norm, through ``data``, in inference mode; others can only be told by their version."""
+    norm, given = nn.BatchNorm1d(3), Statistics()
+    with torch.inference_mode():
+        made = Statistics()
+    given.register_buffer("graph", torch.eye(3).to_sparse())
+    given.register_buffer("expanded", torch.ones(1).expand(3))
+    state = StepState(ModuleScan(nn.ModuleList([norm, given, made])), None, [HOST], set())
+    versions = [buffer._version for buffer in (norm.running_mean, given.mean)]
+    norm(torch.arange(6.0).reshape(2, 3))
+    given.mean.data += 1.0
+    given.graph *= 2.0
+    with torch.inference_mode():
+        made.mean += 1.0
+    assert [buffer._version for buffer in (norm.running_mean, given.mean)] == versions
+    state.restore()
+    for mean in (norm.running_mean, given.mean, made.mean):
+        assert mean.tolist() == [0.0] * 3
+    assert norm.running_var.tolist() == [1.0] * 3
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(given.graph.to_dense(), torch.eye(3))
+
+
 def test_metrics_go_on_as_if_the_failed_attempt_had_not_been(make_retry: Any) -> None:
     root = Statistics()
 
