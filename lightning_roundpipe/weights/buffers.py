@@ -13,6 +13,9 @@ where it is newest::
 
 The order is that of the micro-batches, in which the engine lets them call such a unit. The copy on the same device is
 made because the lane may still be reading the value.
+
+On a device that has the host's memory units write the masters themselves. Batch norm does so without raising the
+version, by which others tell what has changed; that is made up for when the step has ended, and no graph needs it.
 """
 
 from __future__ import annotations
@@ -43,12 +46,17 @@ class ComingBuffers:
 
     def __init__(self) -> None:
         self._newest: dict[int, _Newest] = {}  # by the id of the home
+        self._written: dict[int, Tensor] = {}  # masters that units have written themselves
 
     def send(self, master: nn.Module, name: str, value: Tensor, device: Device, what: str) -> None:
         """``value`` on ``device`` is what a buffer of ``master`` is going to be; it does not change any more."""
         home, transfer = master._buffers[name], device.download([value], what)
         assert home is not None
         self._newest[id(home)] = _Newest(home, master, name, device, value, transfer)
+
+    def note_written(self, home: Tensor) -> None:
+        """A unit has written a buffer of a master itself."""
+        self._written[id(home)] = home
 
     def load(
         self, buffers: Iterable[tuple[nn.Module, nn.Module, str]], device: Device, what: str, *, is_loaded: bool
@@ -89,6 +97,8 @@ class ComingBuffers:
             else:
                 master._buffers[name] = value.clone()  # memory of its own, that stays
 
-    def drop(self) -> None:
-        """The step has failed: masters stay as they are."""
+    def end_step(self) -> None:
+        """What has not arrived, as the step has failed, is dropped. What units have written themselves shows now."""
         self._newest.clear()
+        torch.autograd.graph.increment_version(list(self._written.values()))
+        self._written.clear()

@@ -318,7 +318,10 @@ class Replica:
         """Brings buffers home that the forward wrote, or on their way: see [Note: buffers come home]."""
         for master, copy, name in self.buffers:
             value, home = copy._buffers.get(name), master._buffers.get(name)
-            if value is None or home is None or value is home or (master, name) not in written:
+            if value is None or home is None or (master, name) not in written:
+                continue
+            if value is home:
+                self._coming.note_written(home)
                 continue
             if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()

@@ -218,7 +218,7 @@ class ReplicaCache:
 
     def end_step(self) -> None:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
-        self.coming_buffers.drop()
+        self.coming_buffers.end_step()
         for replica in list(self._replicas.values()):
             replica.unload(unless=self.weights.outlast_step)
 

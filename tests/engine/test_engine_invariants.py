@@ -436,3 +436,30 @@ def test_no_tensor_survives_a_failed_step() -> None:
     for place in points[3::9]:
         assert all(reference() is None for reference in failed_step(place))
         assert num_tensors() <= before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_statistics_that_a_step_has_written_show_it(copies: bool, fails: bool) -> None:
+    """Batch norm alone would not raise their version; neither where calls are recorded nor where they are recomputed.
+
+    On devices with copies of their own they come home when a step has succeeded.
+    """
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
+    engine = Engine(model, cpu_pool(2, copies=copies), everything_recomputed, num_threads=1)
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if fails:
+            raise ValueError("after all units")
+        return loss
+
+    for _ in range(2):
+        before = {name: (buffer.clone(), buffer._version) for name, buffer in model.named_buffers()}
+        request = StepRequest(loss_of, [torch.randn(4, WIDTH)] * 2, [0.5, 0.5], "train", 0, loss_of=lambda loss: loss)
+        with pytest.raises(ValueError, match="after all units") if fails else contextlib.nullcontext():
+            engine.run(request)
+        for name, buffer in model.named_buffers():
+            value, version = before[name]
+            assert torch.equal(buffer, value) == (copies and fails), name
+            assert (buffer._version == version) == (copies and fails), name

@@ -87,7 +87,7 @@ class _Buffer:
     def put_back(self, values: Tensor) -> None:
         """The same tensor again, with these values."""
         self._module._buffers[self._key] = self._tensor
-        # By value as well: batch norm updates its running statistics without raising their version.
+        # By value as well: batch norm in user code writes without raising the version, as does what writes ``data``.
         if version_of(self._tensor) != self._version or not _is_equal(self._tensor, values):
             with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
                 self._tensor.copy_(values)
