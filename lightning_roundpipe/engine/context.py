@@ -32,7 +32,7 @@ class Resources:
         workers: threads of micro-batches.
         adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
-        draws_foreign: see :class:`UserCodeLock`.
+        draws_foreign: see :class:`UserGenerators`.
     """
 
     pool: DevicePool

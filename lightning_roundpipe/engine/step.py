@@ -195,8 +195,8 @@ class Step:
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
-                (recorded,) = self._run_schedule(*recording, range(1))
-                self._lock.suspend()  # looks which generators it has drawn from
+                with self._lock.recording(self._states[0]):
+                    (recorded,) = self._run_schedule(*recording, range(1))
                 training = recorded.has_backward if request.meets else request.training
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []

@@ -10,8 +10,8 @@ are swapped where the user-code lock goes to another micro-batch. ::
                                    ^ switch                  ^ switch
 
 The states of Python's and NumPy's generators take ten times as long to swap as torch's, and few models draw from them
-outside units. So they are swapped from when user code was seen to draw there: the state is compared after the first
-micro-batch of a recording, which runs alone, and at the end of every step.
+outside units. So they are swapped in recordings, where the first micro-batch runs alone, and from when user code was
+seen to draw from them: there, or at the end of a step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from ..common.seeds import derive_seed
 
 
 class ForeignStates:
@@ -68,19 +71,72 @@ def foreign_seeded(seed: int) -> Iterator[None]:
         before.put_back()
 
 
-class GeneratorStates:
-    """The states that the generators have now.
-
-    Args:
-        foreign: whether those of Python's and NumPy's are kept, too.
-    """
+class _States:
+    """The states that all generators have now; ``foreign`` is None for those of Python's and NumPy's not to be kept."""
 
     def __init__(self, *, foreign: bool) -> None:
         self._torch = torch.default_generator.get_state()
         self.foreign = ForeignStates() if foreign else None
 
-    def put_back(self, *, foreign: bool = True) -> None:
-        """The generators have these states again; those of Python and NumPy only if they were kept."""
+    def put_back(self) -> None:
         torch.default_generator.set_state(self._torch)
-        if foreign and self.foreign is not None:
+        if self.foreign is not None:
             self.foreign.put_back()
+
+
+class UserGenerators:
+    """See [Note: random numbers of user code]; for the thread that excludes all user code of a step.
+
+    Args:
+        draws_foreign: set when user code has drawn from Python's or NumPy's generator; all steps share it.
+    """
+
+    def __init__(self, draws_foreign: threading.Event) -> None:
+        self._draws_foreign = draws_foreign
+        self._kept: dict[int, _States] = {}  # of micro-batches, by index
+        self.leave()
+
+    def leave(self) -> None:
+        """What the generators are now is what the thread that runs the step goes on with."""
+        self._outer = _States(foreign=False)
+        self._outer_foreign = ForeignStates()
+
+    def come_back(self) -> None:
+        """The generators are as when the thread that runs the step has left them."""
+        self._outer.put_back()
+        if not self._draws_foreign.is_set() and self._outer_foreign.have_moved():
+            self._draws_foreign.set()
+        if self._draws_foreign.is_set():
+            self._outer_foreign.put_back()
+
+    def show(self, index: int, seed: int) -> None:
+        """Micro-batch ``index`` goes on with its random numbers, or begins with them in a step with ``seed``."""
+        kept = self._kept.get(index)
+        if kept is None:
+            torch.default_generator.manual_seed(_seed_for(index, seed))
+        else:
+            kept.put_back()
+        if self._draws_foreign.is_set() and (kept is None or kept.foreign is None):
+            seed_foreign(_seed_for(index, seed))
+
+    def hide(self, index: int) -> None:
+        """Another micro-batch is going to be shown."""
+        self._kept[index] = _States(foreign=self._draws_foreign.is_set())
+
+    @contextlib.contextmanager
+    def watching(self, index: int, seed: int) -> Iterator[None]:
+        """Around a recording of micro-batch ``index``, which is hidden then: afterwards it is known what it draws
+        from."""
+        is_known = self._draws_foreign.is_set()
+        self._draws_foreign.set()
+        yield
+        kept = self._kept.get(index)
+        if not is_known and kept is not None and kept.foreign is not None:
+            seed_foreign(_seed_for(index, seed))
+            if not kept.foreign.have_moved():
+                self._draws_foreign.clear()
+        self._outer_foreign.put_back()
+
+
+def _seed_for(index: int, seed: int) -> int:
+    return derive_seed(seed, index, -1)

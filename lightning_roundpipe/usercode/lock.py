@@ -45,16 +45,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
-from ..common.seeds import derive_seed
 from ..common.thread_locals import AutogradLocal
 from .collected_lists import content, follow
-from .generators import ForeignStates, GeneratorStates, seed_foreign
+from .generators import UserGenerators
 from .outputs import without_graph
 
 _RECHECK_S = 2.0
@@ -91,7 +89,6 @@ class UserCodeState:
         self.index = index
         self.seed = seed
         self.overlay: Attributes = {}
-        self.generators: GeneratorStates | None = None
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
@@ -111,7 +108,7 @@ class UserCodeLock:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
         switches: flags that turned out to be switched on for a while only; all steps share them.
-        draws_foreign: set when user code has drawn from Python's or NumPy's generator; all steps share it.
+        draws_foreign: see :class:`UserGenerators`; all steps share it.
 
     Attributes:
         switches_flags: whether user code has switched ``requires_grad`` of any parameter.
@@ -139,8 +136,7 @@ class UserCodeLock:
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
         self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
-        self._draws_foreign = threading.Event() if draws_foreign is None else draws_foreign
-        self._outer = GeneratorStates(foreign=True)  # of the thread that runs the step
+        self._generators = UserGenerators(threading.Event() if draws_foreign is None else draws_foreign)
 
     # --- who runs ----------------------------------------------------------------------------------------------------
 
@@ -280,13 +276,7 @@ class UserCodeLock:
         self._switch_off()
         for (_, name), (module, value) in state.overlay.items():
             assign(module, name, value)
-        if state.generators is not None:
-            state.generators.put_back()
-        else:
-            seed = derive_seed(state.seed, state.index, -1)
-            torch.default_generator.manual_seed(seed)
-            if self._draws_foreign.is_set():
-                seed_foreign(seed)
+        self._generators.show(state.index, state.seed)
         self._current = state
 
     def _switch_off(self) -> None:
@@ -297,14 +287,19 @@ class UserCodeLock:
         for key, (module, _) in state.overlay.items():
             state.overlay[key] = (module, read(module, key[1]))
             assign(module, key[1], self._baseline[key][1])
-        state.generators = GeneratorStates(foreign=self._draws_foreign.is_set())
+        self._generators.hide(state.index)
 
     def suspend(self) -> None:
         """No micro-batch is current any more: modules and generators are as before the step."""
-        if not self._draws_foreign.is_set() and cast(ForeignStates, self._outer.foreign).have_moved():
-            self._draws_foreign.set()
         self._switch_off()
-        self._outer.put_back(foreign=self._draws_foreign.is_set())
+        self._generators.come_back()
+
+    @contextlib.contextmanager
+    def recording(self, state: UserCodeState) -> Iterator[None]:
+        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from."""
+        with self._generators.watching(state.index, state.seed):
+            yield
+            self._switch_off()
 
     # --- attribute writes --------------------------------------------------------------------------------------------
 
@@ -378,7 +373,7 @@ class UserCodeLock:
                     elif state is not states[-1] and key in state.overlay:
                         follow(state.overlay[key][1], before[key], now)
                 assign(module, key[1], self._baseline[key][1])
-            self._outer = GeneratorStates(foreign=True)
+            self._generators.leave()
 
     def close(self, states: Sequence[UserCodeState], *, keep_writes: bool) -> None:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""

@@ -50,10 +50,6 @@ class DropoutInAndOutsideUnits(L.LightningModule):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.head = nn.Linear(WIDTH, 2)
 
-    def on_train_start(self) -> None:
-        random.seed(1)
-        np.random.seed(1)
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         x = F.dropout(self.stem(x), 0.1)
