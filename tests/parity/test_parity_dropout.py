@@ -56,8 +56,8 @@ class DropoutInAndOutsideUnits(L.LightningModule):
         share = np.random.beta(1.0, 1.0)
         x = share * x + (1 - share) * x[torch.as_tensor(np.random.permutation(len(x)))]
         for block in self.blocks:
-            if torch.rand(()) < 0.8 and random.random() < 0.9:
-                x = block(x) + 0.1 * torch.randn(WIDTH)
+            if torch.rand(()) < 0.8:
+                x = block(x) + 0.1 * random.random() * torch.randn(WIDTH)
         return F.mse_loss(self.head(F.dropout(x, 0.1)), y)
 
 
