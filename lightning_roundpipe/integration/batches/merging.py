@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...common.trees import children_of, rebuild
-from .containers import is_array, is_sequence, rows_of
+from .nodes import is_array, is_sequence, rows_of
 
 
 @dataclass(frozen=True)

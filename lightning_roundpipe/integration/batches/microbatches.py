@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and merge what the micro-batches give back.
+"""Split a batch into micro-batches.
 
 Which parts of a batch are cut, and where, is decided in :mod:`reading`; here they are cut.
 """
@@ -12,25 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.trees import mapped, rebuild
-from .merging import merge_outputs
 from .nodes import Node
-from .reading import (
-    UNKNOWN,
-    BatchSource,
-    BatchSplitError,
-    Reading,
-    Role,
-    read_batch,
-)
-
-__all__ = [
-    "BatchSource",
-    "BatchSplitError",
-    "MicrobatchSplit",
-    "batch_rows",
-    "merge_outputs",
-    "split_batch",
-]
+from .reading import UNKNOWN, BatchSource, BatchSplitError, Reading, Role, read_batch
 
 
 class MicrobatchSplit(NamedTuple):

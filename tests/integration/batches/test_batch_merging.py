@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_roundpipe.integration.batches.microbatches import merge_outputs
+from lightning_roundpipe.integration.batches.merging import merge_outputs
 from tests.support.identical import assert_identical
 
 

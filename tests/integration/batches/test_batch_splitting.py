@@ -18,12 +18,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from lightning_roundpipe.common.trees import children_of
-from lightning_roundpipe.integration.batches.microbatches import (
-    BatchSplitError,
-    MicrobatchSplit,
-    batch_rows,
-    split_batch,
-)
+from lightning_roundpipe.integration.batches.microbatches import MicrobatchSplit, batch_rows, split_batch
+from lightning_roundpipe.integration.batches.reading import BatchSplitError
 from tests.support.identical import assert_identical
 
 
