@@ -52,12 +52,8 @@ def split_batch(
         held: how earlier batches of the same source were read, by path; this one is added.
 
     Raises:
-        ValueError: ``num_microbatches`` or ``min_rows`` is less than 1.
         BatchSplitError: more than one micro-batch is asked for and no reading of the batch is certain.
     """
-    for name, number in (("num_microbatches", num_microbatches), ("min_rows", min_rows)):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number!r}")
     if num_microbatches == 1:
         rows = batch_rows(batch, source)
         return MicrobatchSplit((batch,), (1 if rows is None else rows,), rows)

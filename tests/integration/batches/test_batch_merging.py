@@ -36,15 +36,6 @@ def test_a_single_output_is_returned_unchanged() -> None:
     assert merge_outputs([output], [4], [0.0]) is output
 
 
-@pytest.mark.parametrize(
-    ("outputs", "sizes", "weights"),
-    [([], [], []), ([1, 2], [1], [1.0, 1.0]), ([1, 2], [1, 1], [1.0, -1.0]), ([1, 2], [1, 1], [1.0, float("nan")])],
-)
-def test_bad_merge_arguments(outputs: list[Any], sizes: list[int], weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"must have one entry|must be finite"):
-        merge_outputs(outputs, sizes, weights)
-
-
 def test_rows_are_concatenated_and_scalars_averaged() -> None:
     merged = merge2(
         {"loss": torch.tensor(1.0, dtype=torch.bfloat16), "logits": rows(3, 2), "texts": ["a", "b", "c"], "acc": 0.5},

@@ -99,12 +99,6 @@ def test_sizes_follow_tensor_split() -> None:
         assert torch.equal(part, expected)
 
 
-@pytest.mark.parametrize(("count", "minimum"), [(0, 1), (-1, 1), (2, 0)])
-def test_counts_below_one_are_refused(count: int, minimum: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        split_batch(rows(4), count, min_rows=minimum)
-
-
 def test_one_microbatch_is_the_batch_itself() -> None:
     batch = {"x": rows(4)}
     for split in (split_batch(batch, 1), split_batch(batch, 8, min_rows=3)):
