@@ -310,29 +310,6 @@ def test_callbacks_that_write(compare_modes: Any, hook: str) -> None:
     assert ours.trainer.global_step > len(WRITES)
 
 
-def _averaging() -> list[Any]:
-    return [cb.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
-
-
-CALLBACKS: dict[str, Callable[[], list[Any]]] = {
-    "StochasticWeightAveraging": _averaging,
-    "ModelPruning": lambda: [cb.ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False)],
-}
-if hasattr(cb, "EMAWeightAveraging"):
-    CALLBACKS["EMAWeightAveraging"] = lambda: [cb.EMAWeightAveraging(decay=0.5, update_every_n_steps=1)]
-if hasattr(cb, "WeightAveraging"):
-    CALLBACKS["WeightAveraging"] = lambda: [cb.WeightAveraging()]
-
-
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightning(compare_modes: Any, name: str) -> None:
-    class Learns(Small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    compare_modes(Learns, CALLBACKS[name], max_epochs=3, limit_train_batches=2, limit_val_batches=1)
-
-
 def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     """Every checkpoint file equals the one without overlap, and resuming from one in the middle goes on the same."""
     ends = {}
