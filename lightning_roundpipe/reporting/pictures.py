@@ -48,18 +48,35 @@ _MOST_PIXELS = 2**15  # in height; matplotlib draws less than twice as many
 _LEAST_GAP = 0.7  # points
 
 
+def draw_timeline(
+    timeline: Timeline, path: str | os.PathLike[str], *, partition: Partition | None = None, title: str | None = None
+) -> None:
+    """Draw a timeline into a file.
+
+    Args:
+        timeline: What ran when.
+        path: The file; its suffix picks the format: ``.png``, ``.svg`` or ``.pdf``.
+        partition: The stages that ran; None to take what the labels of the spans say about them.
+        title: Text above the picture, before the figures.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
+        ValueError: If the suffix is none of those above.
+        OSError: If the file cannot be written.
+    """
+    draw_timelines([(title or "", timeline, partition)], path)
+
+
 def draw_timelines(panels: Sequence[tuple[str, Timeline, Partition | None]], path: str | os.PathLike[str]) -> None:
     """Draw several timelines into a file, one above the other over the same time axis.
 
     Args:
-        panels: Title, timeline and partition of each; a partition is the stages that ran, None to take what the labels
-            of the spans say about them.
-        path: The file; its suffix picks the format: ``.png``, ``.svg`` or ``.pdf``.
+        panels: Title, timeline and partition of each, as for `draw_timeline`.
+        path: As for `draw_timeline`.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
-        ValueError: If the suffix is none of those above, or there is nothing to draw.
-        OSError: If the file cannot be written.
+        ModuleNotFoundError, OSError: As `draw_timeline`.
+        ValueError: If the suffix is not known, or there is nothing to draw.
     """
     check_picture(path)
     if not panels:
@@ -92,7 +109,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Check that a picture can be drawn into `path`, before there is one.
 
     Raises:
-        ModuleNotFoundError, ValueError: As `draw_timelines`.
+        ModuleNotFoundError, ValueError: As `draw_timeline`.
     """
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{os.fspath(path)!r} has no suffix of a picture: use {', '.join(FORMATS)}.")
@@ -116,7 +133,7 @@ class _Panel:
 
     Args:
         axes: Where to draw.
-        timeline, partition: As for `draw_timelines`.
+        timeline, partition: As for `draw_timeline`.
         longest_ms: Length of the time axis.
     """
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_roundpipe.planning import Partition, Span, Stage, StageKind, Timeline
 from lightning_roundpipe.reporting import pictures
-from lightning_roundpipe.reporting.pictures import draw_timelines
+from lightning_roundpipe.reporting.pictures import draw_timeline, draw_timelines
 
 pytest.importorskip("matplotlib")
 
@@ -39,10 +39,6 @@ def timeline(labels: tuple[str, ...] = ("", "", "", "")) -> Timeline:
 MOVES = (Span(0, "h2d", 0, 3, 0, -1, "weights"), Span(1, "d2h", 30, 31), Span(1, "wait", 0, 10, 1, 0, "its turn"))
 
 
-def draw(shown: Timeline, path: Path | str, partition: Partition | None = None, title: str = "") -> None:
-    draw_timelines([(title, shown, partition)], path)
-
-
 def words(path: Path) -> list[str]:
     """All text in an SVG file, in order."""
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
@@ -57,7 +53,7 @@ def fills(path: Path) -> set[str]:
 )
 def test_formats(tmp_path: Path, suffix: str, begin: bytes) -> None:
     path = tmp_path / f"picture{suffix}"
-    draw(timeline(), path, PARTITION)
+    draw_timeline(timeline(), path, partition=PARTITION)
     assert path.read_bytes().startswith(begin)
 
 
@@ -66,9 +62,9 @@ def test_kinds_of_stages_have_colours(tmp_path: Path, source: str) -> None:
     """From the partition, or, of a recorded timeline, from the labels of its spans."""
     path = tmp_path / "picture.svg"
     if source == "partition":
-        draw(timeline(), path, PARTITION, title="Small")
+        draw_timeline(timeline(), path, partition=PARTITION, title="Small")
     else:
-        draw(timeline(("F a", "fused b", "B a", "B a")), path, title="Small")
+        draw_timeline(timeline(("F a", "fused b", "B a", "B a")), path, title="Small")
     assert {FORWARD, FUSED, BACKWARD} <= fills(path)
     assert not {UPLOAD, DOWNLOAD} & fills(path)
     text = words(path)
@@ -82,14 +78,14 @@ def test_kinds_of_stages_have_colours(tmp_path: Path, source: str) -> None:
 
 def test_unknown_stages_are_grey(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    draw(timeline(), path)
+    draw_timeline(timeline(), path)
     assert not {FORWARD, FUSED, BACKWARD} & fills(path)
     assert "compute" in words(path)
 
 
 def test_waits_and_transfers(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    draw(Timeline(timeline().spans + MOVES, 2), path, PARTITION)
+    draw_timeline(Timeline(timeline().spans + MOVES, 2), path, partition=PARTITION)
     assert {UPLOAD, DOWNLOAD} <= fills(path)
     assert {"upload (h2d)", "download (d2h)", "waiting"} <= set(words(path))
 
@@ -99,7 +95,7 @@ def test_bars_are_as_wide_as_their_spans_are_long(tmp_path: Path) -> None:
 
     path = tmp_path / "picture.png"
     units = tuple(Span(0, "compute", start, start + 10, 1, 0) for start in (0, 10, 20))  # of one action: one bar
-    draw(Timeline((*units, Span(0, "h2d", 50, 70)), 1), path, PARTITION)
+    draw_timeline(Timeline((*units, Span(0, "h2d", 50, 70)), 1), path, partition=PARTITION)
     pixels = (imread(path)[:, :, :3] * 255).round().astype(int).tolist()
 
     def width_of(colour: str) -> int:
@@ -112,7 +108,7 @@ def test_bars_are_as_wide_as_their_spans_are_long(tmp_path: Path) -> None:
 def test_narrow_bars_have_no_number(tmp_path: Path) -> None:
     spans = tuple(Span(0, "compute", i, i + 1, 0, i) for i in range(400))
     path = tmp_path / "picture.svg"
-    draw(Timeline(spans, 1), path, PARTITION)
+    draw_timeline(Timeline(spans, 1), path, partition=PARTITION)
     assert "micro-batch" not in words(path)
     assert "399" not in words(path)
 
@@ -133,13 +129,13 @@ def test_times_count_from_the_begin(tmp_path: Path) -> None:
     spans = timeline().spans + MOVES
     later = tuple(replace(span, start_ms=span.start_ms + 512, end_ms=span.end_ms + 512) for span in spans)
     for path, shown in zip(paths, (spans, later), strict=True):
-        draw(Timeline(shown, 2), path, PARTITION)
+        draw_timeline(Timeline(shown, 2), path, partition=PARTITION)
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_long_times_have_no_exponent(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    draw(Timeline((Span(0, "compute", 0, 41987.6, 0, 0, "F a"),), 1), path, title="Long")
+    draw_timeline(Timeline((Span(0, "compute", 0, 41987.6, 0, 0, "F a"),), 1), path, title="Long")
     assert "Long: 41988 ms, bubble 0.0% (fill 0.0%, drain 0.0%, inside 0.0%)" in words(path)
 
 
@@ -149,20 +145,20 @@ def test_many_devices_are_drawn_smaller(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(pictures, "_MOST_PIXELS", 400)
     path = tmp_path / "picture.png"
-    draw(Timeline((Span(0, "compute", 0, 1, 0, 0, "F a"),), 20), path)
+    draw_timeline(Timeline((Span(0, "compute", 0, 1, 0, 0, "F a"),), 20), path)
     assert imread(path).shape[0] == pytest.approx(400, abs=1)
 
 
 def test_same_timeline_same_file(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("one.svg", "other.svg")]
     for path in paths:
-        draw(Timeline(timeline().spans + MOVES, 2), path, PARTITION, title="Small")
+        draw_timeline(Timeline(timeline().spans + MOVES, 2), path, partition=PARTITION, title="Small")
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_empty_timeline(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    draw(Timeline((), 3), path)
+    draw_timeline(Timeline((), 3), path)
     assert {"device 0", "device 2", "0 ms, bubble 0.0% (fill 0.0%, drain 0.0%, inside 0.0%)"} <= set(words(path))
 
 
@@ -170,14 +166,14 @@ def test_no_state_of_matplotlib_is_touched(tmp_path: Path) -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    draw(timeline(), tmp_path / "picture.svg")
+    draw_timeline(timeline(), tmp_path / "picture.svg")
     assert dict(matplotlib.rcParams) == before
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'picture.gif' has no suffix of a picture: use \.png, \.svg, \.pdf"):
-        draw(timeline(), "picture.gif")
+        draw_timeline(timeline(), "picture.gif")
     with pytest.raises(ValueError, match="panels is empty"):
         draw_timelines([], tmp_path / "picture.svg")
     with pytest.raises(FileNotFoundError, match="missing"):
-        draw(timeline(), tmp_path / "missing" / "picture.svg")
+        draw_timeline(timeline(), tmp_path / "missing" / "picture.svg")
