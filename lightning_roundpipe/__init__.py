@@ -38,7 +38,7 @@ from .devices.devices import DeviceLostError
 from .devices.memory import DeviceOutOfMemoryError
 from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError
-from .integration.batches.microbatches import BatchSplitError
+from .integration.batches.reading import BatchSplitError
 from .options import VirtualLink
 from .planning.plan import StageMemoryError
 from .reporting.timeline_callback import RoundPipeTimeline

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from .engine.requests import StepResult
 from .engine.runner import Engine
-from .integration.batches.microbatches import merge_outputs
+from .integration.batches.merging import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model
 from .integration.host_strategy import HostStrategy

@@ -37,6 +37,9 @@ from tests.support.rank_runs import hosts
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
 # which the tests of planning and of the commands, the projects and the examples do as it is.
 _TRAINING = ("integration", "compatibility", "parity")
+# Folders of tests whose models are so small that a second thread only costs, and would split sums differently in plain
+# Lightning than on a virtual device.
+_SMALL_MODELS = (*_TRAINING, "reporting")
 # Threads that libraries keep for the life of the process, or end in their own time.
 _LIBRARIES = ("tqdm", "tensorboard", "tensorboardX", "pytest_timeout", "torch._inductor")
 _JOIN_SECONDS = 30.0
@@ -97,11 +100,15 @@ def _is_of_a_library(thread: threading.Thread) -> bool:
     return any(module == name or module.startswith(name + ".") for module in modules for name in _LIBRARIES)
 
 
+def _folder_of(request: pytest.FixtureRequest) -> str:
+    return request.path.relative_to(Path(__file__).parent).parts[0]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(Path(__file__).parent).parts[0] in _TRAINING:
+        if _folder_of(request) in _TRAINING:
             patch.setattr(search, "_NUM_VARIATIONS", 5)
             patch.setattr(search, "_NUM_NEIGHBOURS", 20)
         yield
@@ -181,3 +188,9 @@ def fixed_global_state() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest, fixed_global_state: None) -> None:
+    if _folder_of(request) in _SMALL_MODELS:
+        torch.set_num_threads(1)

@@ -23,7 +23,6 @@ class HostReport:
     """What one ``fit`` needs on the host.
 
     Args:
-        available: gives the bytes that can still be allocated on the host, None if unknown.
         stale: the snapshots that are taken of weights; None if there are none.
         is_mine: whether this process, one of several, updates a weight.
 
@@ -35,13 +34,11 @@ class HostReport:
         self,
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        available: Callable[[], int | None] | None = None,
         stale: StaleWeights | None = None,
         is_mine: Callable[[nn.Parameter], bool] = lambda weight: True,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
-        self._available = available or available_bytes
         self._has_warned = False
         self._num_steps = 0
         self._stale = stale
@@ -49,7 +46,7 @@ class HostReport:
 
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""
-        left = self._available()
+        left = available_bytes()
         allocated = allocated_bytes(self._root, self._optimizers)
         missing = self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
         if self._has_warned or left is None or missing <= left:

@@ -62,16 +62,10 @@ class TraceWriter:
     """Keeps the timelines of some training steps and writes them, see [Note: recording].
 
     Args:
-        path: the trace, for chrome://tracing or Perfetto, as JSON; None for no trace.
-        picture: Gantt charts of the first four of them, one above the other, ``.png``, ``.svg`` or ``.pdf``; None for
-            no picture.
-        first_step: the first training step of a fit that is recorded, counted from 0. Step 0 records the model's calls
-            and the next ones may plan again, so that the default is 2.
-        num_steps: how many steps are recorded; the memory and the files grow with it.
+        path, picture, first_step, num_steps: see :class:`RoundPipeTimeline`.
 
     Raises:
-        ValueError, TypeError: if a file could not be written later, or a number is out of range.
-        ModuleNotFoundError: if a picture is wanted and matplotlib is not installed.
+        ValueError, TypeError, ModuleNotFoundError: as there.
     """
 
     def __init__(

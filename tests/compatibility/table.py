@@ -1,8 +1,7 @@
-"""Makes two files of the marks in the tests: ``python -m tests.compatibility.table``.
+"""Makes a page of the marks in the tests: ``python -m tests.compatibility.table``.
 
-``docs/reference/compatibility.md`` is for users: what works, by kind, and a row for all that is refused, differs or has
-a note. ``tests/compatibility/INDEX.md`` is for developers: the tests of every feature. See [Note: compatibility rows].
-Only sources are read, so that neither depends on what is installed.
+``docs/reference/compatibility.md`` tells users what works, by kind, and has a row for all that is refused, differs or
+has a note. See [Note: compatibility rows]. Only sources are read, so that it does not depend on what is installed.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from tests.support.rows import KINDS, Status, compat, compat_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
-INDEX = ROOT / "tests" / "compatibility" / "INDEX.md"
 COMMAND = "python -m tests.compatibility.table"
 STATUSES: tuple[str, ...] = get_args(Status)
 _COMPLETE = """\
 All arguments, methods and attributes of the Trainer work, all hooks, methods and attributes of LightningModule and
 LightningDataModule, and all hooks of callbacks, but for those above. So do [LightningCLI](../how-to/lightning-cli.md)
 and [checkpoints](../migration/index.md#checkpoints-there-and-back) of other strategies."""
-# Of the other kinds the index has what works: pages of their own tell of LightningCLI and migration.
+# What works of the other kinds is not listed: pages of their own tell of LightningCLI and migration.
 LISTED = ("Callback", "Logger", "Profiler", "Precision", "Plugin", "Library")
 HEADINGS = {"Library": "Other libraries"}
-# Of mistakes whose error needs no more words the index tells alone.
+# Mistakes whose error needs no more words are not listed.
 SAYS_ALL = "The error "
 # Where a name alone would not tell whose it is.
 OWNERS = {
@@ -50,12 +48,6 @@ on virtual devices: no [GPU](../explanation/limits.md#gpus) has run these tests.
 - [What works](#what-works) does what it does in plain Lightning on one device
   ([rule of exactness](../explanation/exactness.md)).
 
-"""
-_INDEX_INTRODUCTION = f"""\
-# Which test shows which feature
-
-Made of the marks in the tests by `{COMMAND}`. Paths are relative to `tests/`. A test that needs a package is skipped
-without it. For users there is `docs/reference/compatibility.md`.
 """
 
 
@@ -259,7 +251,7 @@ def all_marks(tests: Path = ROOT / "tests") -> list[Mark]:
     return marks
 
 
-# --- from marks to the files -------------------------------------------------------------------------------------
+# --- from marks to the page -------------------------------------------------------------------------------------
 
 
 def features_of(marks: Iterable[Mark]) -> list[Feature]:
@@ -310,7 +302,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _works(features: list[Feature]) -> Iterator[str]:
-    """A line for each kind of what works and needs no note; cases of what works are in the index."""
+    """A line for each kind of what works and needs no note; cases of what works are left out."""
     yield _COMPLETE
     yield ""
     for kind in LISTED:
@@ -345,41 +337,17 @@ def page_of(features: list[Feature]) -> str:
         status: [f"| Feature | {title} |", "|---|---|", *_rows_with_notes(features, status)]
         for status, title in (("refused", "What to do, or why"), ("differs", "Difference"), ("equal", "Note"))
     }
-    lines = [f"{_INTRODUCTION}{count_line(features)}. Their tests: `tests/compatibility/INDEX.md`.", ""]
+    lines = [f"{_INTRODUCTION}{count_line(features)}.", ""]
     lines += ["## What does not work", "", *tables["refused"], ""]
     lines += ["## What differs", "", *tables["differs"], ""]
     lines += ["## What works", "", *_works(features), "", *tables["equal"]]
     return "\n".join(lines) + "\n"
 
 
-def _tests_cell(feature: Feature) -> str:
-    tests = sorted(feature.tests, key=lambda test: bool(feature.needs[test]))  # first those that always run
-    shown = []
-    for test in tests:
-        needs = " and ".join(f"`{name}`" for name in feature.needs[test])
-        shown.append(f"`{test}`" + (f" (needs {needs})" if needs else ""))
-    return ", ".join(shown)
-
-
-def index_of(features: list[Feature]) -> str:
-    """The text of ``tests/compatibility/INDEX.md``."""
-    kinds = [kind for kind in KINDS if any(feature.kind == kind for feature in features)]
-    lines = [_INDEX_INTRODUCTION, f"| Kind | {' | '.join(STATUSES)} |", "|---|---|---|---|"]
-    for kind in kinds:
-        counts = [sum(f.kind == kind and f.status == status for f in features) for status in STATUSES]
-        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
-    for kind in kinds:
-        lines += ["", f"## {kind}", "", "| Feature | Status | Tests |", "|---|---|---|"]
-        rows = ((_name_cell(f.name), f.status, _tests_cell(f)) for f in features if f.kind == kind)
-        lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
-    """Writes both files."""
+    """Writes the page."""
     features = features_of(all_marks())
     PAGE.write_text(page_of(features), encoding="utf-8")
-    INDEX.write_text(index_of(features), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {count_line(features)}")
 
 

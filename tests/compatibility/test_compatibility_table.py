@@ -1,25 +1,21 @@
-"""The page of compatible features and the index of their tests are up to date, and complete."""
+"""The page of compatible features is up to date, and complete."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.compatibility.inventory import ONLY_IN, inventory
 from tests.compatibility.table import (
     COMMAND,
-    INDEX,
     PAGE,
     Feature,
     TableError,
     all_marks,
     count_line,
     features_of,
-    index_of,
     marks_of,
     page_of,
 )
@@ -38,10 +34,9 @@ def base(name: str) -> str:
     return name.split(" (")[0]
 
 
-@pytest.mark.parametrize(("path", "made"), [(PAGE, page_of), (INDEX, index_of)], ids=["page", "index"])
-def test_the_file_is_up_to_date(features: list[Feature], path: Path, made: Callable[[list[Feature]], str]) -> None:
-    written = path.read_text(encoding="utf-8")
-    assert written == made(features), f"{path.name} is not what the marks in the tests say: run {COMMAND}"
+def test_the_page_is_up_to_date(features: list[Feature]) -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert written == page_of(features), f"{PAGE.name} is not what the marks in the tests say: run {COMMAND}"
 
 
 def test_kinds_that_the_page_does_not_list_are_held_to_be_complete() -> None:
@@ -231,12 +226,3 @@ def test_the_page(shown: list[Feature]) -> None:
     ]
     assert lines[-1] == "| `B` | n |"
     assert "test_" not in page
-
-
-def test_the_index(shown: list[Feature]) -> None:
-    index = index_of(shown)
-    assert "| `A` | equal | `t.py::test_a`, `t.py::test_b` |" in index
-    assert "| `b\\|c` | refused | `t.py::test_a` |" in index
-    assert "| a phrase | equal | `t.py::test_d`, `t.py::test_c2` (needs `wandb`) |" in index
-    assert "| `Z` | equal | `t.py::test_e` (needs `z`) |" in index
-    assert "| Callback | 2 | 0 | 2 |" in index

@@ -1,4 +1,13 @@
-"""The small model and its trainers, and late updates, for the tests of this folder."""
+"""Late updates, and a folder for what trainers write."""
+
+from pathlib import Path
+
+import pytest
 
 from tests.support.late_updates import compare_modes, late, small_updates  # noqa: F401
-from tests.support.small_fixtures import *  # noqa: F403
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the current one."""
+    monkeypatch.chdir(tmp_path)

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_roundpipe.optimizer.updates import Updates
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 Fit = Callable[..., L.LightningModule]
 pytestmark = pytest.mark.usefixtures("small_updates")
@@ -31,14 +33,10 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     return found
 
 
-@pytest.fixture
-def fit(make_trainer: Callable[..., L.Trainer], make_loader: Callable[..., Any]) -> Fit:
-    def run(module: L.LightningModule, mode: str, **kwargs: Any) -> L.LightningModule:
-        kwargs = {"gradient_clip_val": 0.05, **kwargs}
-        make_trainer(options={"optimizer_overlap": mode}, **kwargs).fit(module, make_loader())
-        return module
-
-    return run
+def fit(module: L.LightningModule, mode: str, **kwargs: Any) -> L.LightningModule:
+    kwargs = {"gradient_clip_val": 0.05, **kwargs}
+    make_trainer(options={"optimizer_overlap": mode}, **kwargs).fit(module, make_loader())
+    return module
 
 
 def assert_equal(ours: nn.Module, expected: nn.Module) -> None:
@@ -52,19 +50,17 @@ def assert_equal(ours: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_weights_and_gradients_are_those_without_overlap(
-    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None], max_norm: float, accumulate: int
+    factors: list[Tensor | None], max_norm: float, accumulate: int
 ) -> None:
     settings = {"gradient_clip_val": max_norm, "accumulate_grad_batches": accumulate}
-    ours = fit(small(), "exact", **settings)
+    ours = fit(Small(), "exact", **settings)
     assert len(factors) == (3 if accumulate == 1 else 2)
     assert all(factor is not None and (factor < 1.0) == (max_norm < 1.0) for factor in factors)
-    assert_equal(ours, fit(small(), "off", **settings))
+    assert_equal(ours, fit(Small(), "off", **settings))
 
 
-def test_code_of_the_user_after_the_clipping_sees_clipped_gradients(
-    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None]
-) -> None:
-    class Own(small):  # type: ignore[misc, valid-type]
+def test_code_of_the_user_after_the_clipping_sees_clipped_gradients(factors: list[Tensor | None]) -> None:
+    class Own(Small):
         def __init__(self) -> None:
             super().__init__()
             self.norms: list[float] = []
@@ -79,9 +75,7 @@ def test_code_of_the_user_after_the_clipping_sees_clipped_gradients(
     assert_equal(ours, fit(Own(), "off"))
 
 
-def test_a_precision_plugin_of_the_user_clips_by_itself(
-    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None]
-) -> None:
+def test_a_precision_plugin_of_the_user_clips_by_itself(factors: list[Tensor | None]) -> None:
     class Own(Precision):
         clipped = 0
 
@@ -89,17 +83,15 @@ def test_a_precision_plugin_of_the_user_clips_by_itself(
             Own.clipped += 1
             super().clip_grad_by_norm(optimizer, clip_val)
 
-    ours = fit(small(), "exact", plugins=[Own()])
+    ours = fit(Small(), "exact", plugins=[Own()])
     assert Own.clipped == 3
     assert factors == [None] * 3
-    assert_equal(ours, fit(small(), "off"))
+    assert_equal(ours, fit(Small(), "off"))
 
 
 @pytest.mark.parametrize("closes_first", [False, True])
-def test_own_optimizer_steps(
-    small: type[L.LightningModule], fit: Fit, factors: list[Tensor | None], closes_first: bool
-) -> None:
-    class Own(small):  # type: ignore[misc, valid-type]
+def test_own_optimizer_steps(factors: list[Tensor | None], closes_first: bool) -> None:
+    class Own(Small):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             if closes_first:
                 optimizer_closure()
@@ -112,6 +104,6 @@ def test_own_optimizer_steps(
     assert_equal(ours, fit(Own(), "off"))
 
 
-def test_nothing_is_left_on_the_plugin(small: type[L.LightningModule], fit: Fit) -> None:
-    module = fit(small(), "exact")
+def test_nothing_is_left_on_the_plugin() -> None:
+    module = fit(Small(), "exact")
     assert "clip_grad_by_norm" not in vars(module.trainer.precision_plugin)

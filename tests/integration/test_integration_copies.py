@@ -10,6 +10,8 @@ import torch
 
 from lightning_roundpipe.weights import events
 from lightning_roundpipe.weights.futures import PendingParameter
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 NUM_LEARNING = 4  # steps in which units are learned, and in which weights are looked at for mistakes of the user
 
@@ -28,9 +30,9 @@ class Converted:
             self.steps.append([])
 
 
-def fit(small: Any, make_trainer: Any, make_loader: Any, mode: str, on_batch_end: Any = None) -> Any:
+def fit(mode: str, on_batch_end: Any = None) -> Any:
     torch.manual_seed(3)
-    module = small()
+    module = Small()
     if on_batch_end is not None:
         module.on_train_batch_end = lambda *_: on_batch_end(module)
     options = {"virtual_copies": True, "optimizer_overlap": mode}
@@ -39,11 +41,9 @@ def fit(small: Any, make_trainer: Any, make_loader: Any, mode: str, on_batch_end
     return module
 
 
-def test_copies_are_made_by_the_updates_alone(
-    small: Any, make_trainer: Any, make_loader: Any, small_updates: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_made_by_the_updates_alone(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     converted = Converted(monkeypatch)
-    fit(small, make_trainer, make_loader, "exact")
+    fit("exact")
     late = [name for step in converted.steps[NUM_LEARNING:-1] for name in step]
     assert late
     assert set(late) == {"roundpipe-optimizer"}, converted.steps
@@ -55,11 +55,9 @@ def _clamped(module: Any) -> None:
 
 
 @pytest.mark.parametrize("on_batch_end", [None, _clamped])
-def test_weights_are_those_of_plain_updates(
-    small: Any, make_trainer: Any, make_loader: Any, small_updates: None, on_batch_end: Any
-) -> None:
+def test_weights_are_those_of_plain_updates(small_updates: None, on_batch_end: Any) -> None:
     """Also where a hook writes a few values of them without a trace."""
-    wanted = fit(small, make_trainer, make_loader, "off", on_batch_end)
-    found = fit(small, make_trainer, make_loader, "exact", on_batch_end)
+    wanted = fit("off", on_batch_end)
+    found = fit("exact", on_batch_end)
     for name, parameter in found.named_parameters():
         assert torch.equal(parameter, wanted.get_parameter(name)), name

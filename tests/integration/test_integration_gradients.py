@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.weights.gradients import GradientStore
+from tests.support.parity import make_loader, make_trainer
+from tests.support.rows import compat
+from tests.support.small import Small
 
 
 class Counts(L.Callback):
@@ -46,15 +49,13 @@ class Asks(L.Callback):
 
 
 @pytest.fixture
-def bytes_left(
-    small: Any, make_trainer: Any, make_loader: Any, small_updates: None, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[float]]:
+def bytes_left(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
     """Trains; what was left of the old gradients in each step, as a part of all."""
 
     def run(kind: Any = None, *, callbacks: tuple[Any, ...] = (), **settings: Any) -> list[float]:
         counts = Counts(monkeypatch)
         trainer = make_trainer(callbacks=[*callbacks, counts], **settings)
-        trainer.fit((kind or small)(), make_loader(40))
+        trainer.fit((kind or Small)(), make_loader(40))
         return [old / new for old, new in zip(counts.old, counts.new, strict=True)]
 
     return run
@@ -66,10 +67,11 @@ def test_old_gradients_are_gone_when_new_ones_have_come(bytes_left: Any, mode: s
     assert bytes_left(options={"optimizer_overlap": mode, "virtual_copies": copies}) == [0.0] * 5
 
 
-def test_training_step_finds_the_old_gradients(small: Any, bytes_left: Any) -> None:
+@compat("LightningModule hook", "training_step (reads gradients)")
+def test_training_step_finds_the_old_gradients(bytes_left: Any) -> None:
     norms: list[list[float]] = []
 
-    class Reads(small):
+    class Reads(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.loss(batch)
             norms.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
@@ -83,38 +85,30 @@ def test_training_step_finds_the_old_gradients(small: Any, bytes_left: Any) -> N
     assert norms == [[]] * 4 + [norm for norm in wanted[:-1] for _ in range(4)]
 
 
-def _zeroes(small: Any) -> Any:
-    class Zeroes(small):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-    return Zeroes
+class Zeroes(Small):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
 
 
-def _hooked(small: Any) -> Any:
-    class Hooked(small):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            assert (self.head.weight.grad is None) == (self.trainer.global_step == 0)
-
-    return Hooked
+class Hooked(Small):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert (self.head.weight.grad is None) == (self.trainer.global_step == 0)
 
 
-def _own_optimizer(small: Any) -> Any:
-    class Keeps(torch.optim.SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            self.kept = [p.grad for group in self.param_groups for p in group["params"]]
-            super().zero_grad(set_to_none)
-
-    class Own(small):
-        def configure_optimizers(self) -> Any:
-            return Keeps(self.parameters(), lr=0.1)
-
-    return Own
+class Keeps(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.kept = [p.grad for group in self.param_groups for p in group["params"]]
+        super().zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("make", [_zeroes, _hooked, _own_optimizer])
-def test_gradients_that_the_user_may_look_at_before_zero_grad_stay(small: Any, bytes_left: Any, make: Any) -> None:
-    assert bytes_left(make(small))[1:] == [1.0] * 4
+class OwnOptimizer(Small):
+    def configure_optimizers(self) -> Any:
+        return Keeps(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Zeroes, Hooked, OwnOptimizer])
+def test_gradients_that_the_user_may_look_at_before_zero_grad_stay(bytes_left: Any, kind: Any) -> None:
+    assert bytes_left(kind)[1:] == [1.0] * 4
 
 
 def test_a_callback_before_zero_grad_finds_them(bytes_left: Any) -> None:

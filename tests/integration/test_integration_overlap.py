@@ -24,6 +24,8 @@ from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
+from tests.support.parity import compare, make_loader, make_trainer
+from tests.support.small import Small
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -42,8 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(small: Any, compare_modes: Any, name: str) -> None:
-    class Learns(small):
+def test_settings(compare_modes: Any, name: str) -> None:
+    class Learns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("loss", loss)
@@ -68,10 +70,10 @@ def _groups(module: Any, **kwargs: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_hooks_of_the_module(small: Any, compare_modes: Any) -> None:
+def test_hooks_of_the_module(compare_modes: Any) -> None:
     """Clipping of one's own, warm-up, ``zero_grad`` to zeros, parameters that come and go, raw weights in user code."""
 
-    class Learns(small):
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[Any] = []
@@ -113,8 +115,8 @@ def _scaling() -> list[Any]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_loss_scaling_with_skipped_steps(small: Any, compare_modes: Any, fused: bool) -> None:
-    class Learns(small):
+def test_loss_scaling_with_skipped_steps(compare_modes: Any, fused: bool) -> None:
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[Any] = []
@@ -180,10 +182,8 @@ def test_manual_optimization_with_two_optimizers(compare_modes: Any, copies: boo
     compare_modes(Gan, options={"virtual_copies": copies})
 
 
-def test_coupled_optimizers_are_not_taken_apart(
-    small: Any, compare_modes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Learns(small):
+def test_coupled_optimizers_are_not_taken_apart(compare_modes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Learns(Small):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
@@ -195,12 +195,10 @@ def test_coupled_optimizers_are_not_taken_apart(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated:DeprecationWarning")
-def test_scripted_modules_do_not_meet_weights_that_are_under_way(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripted_modules_do_not_meet_weights_that_are_under_way(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read weights in C++, where nobody would wait."""
 
-    class Learns(small):
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.head = torch.jit.script(self.head)
@@ -213,10 +211,9 @@ def test_scripted_modules_do_not_meet_weights_that_are_under_way(
     assert "torch.jit.ScriptModule" in message
 
 
-def test_the_same_training_as_plain_lightning(small: Any, fit_both: Any, assert_same_training: Any, late: Late) -> None:
-    plain, ours = fit_both(small, max_epochs=2)
+def test_the_same_training_as_plain_lightning(late: Late) -> None:
+    compare(Small, max_epochs=2)
     assert late.num_buckets > 0
-    assert_same_training(plain, ours)
 
 
 # --- who looks sees finished values ---------------------------------------------------------------------------------
@@ -257,13 +254,13 @@ LOOKS: dict[str, Callable[[L.Trainer, Any], Any]] = {
 }
 
 
-def test_callbacks_that_read(small: Any, compare_modes: Any) -> None:
-    _, ours = compare_modes(small, lambda: [Takes(LOOKS)], max_epochs=3, gradient_clip_val=0.05)
+def test_callbacks_that_read(compare_modes: Any) -> None:
+    _, ours = compare_modes(Small, lambda: [Takes(LOOKS)], max_epochs=3, gradient_clip_val=0.05)
     assert ours.trainer.global_step > len(LOOKS)
 
 
-def test_other_hooks_that_read(small: Any, compare_modes: Any) -> None:
-    class Learns(small):
+def test_other_hooks_that_read(compare_modes: Any) -> None:
+    class Learns(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
@@ -307,45 +304,22 @@ WRITES = [_replace_data, _load, _edit_state, _prune, _forget_state, _new_optimiz
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_callbacks_that_write(small: Any, compare_modes: Any, hook: str) -> None:
+def test_callbacks_that_write(compare_modes: Any, hook: str) -> None:
     writes = {write.__name__: write for write in WRITES}
-    _, ours = compare_modes(small, lambda: [Takes(writes, hook)], max_epochs=2)
+    _, ours = compare_modes(Small, lambda: [Takes(writes, hook)], max_epochs=2)
     assert ours.trainer.global_step > len(WRITES)
 
 
-def _averaging() -> list[Any]:
-    return [cb.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
-
-
-CALLBACKS: dict[str, Callable[[], list[Any]]] = {
-    "StochasticWeightAveraging": _averaging,
-    "ModelPruning": lambda: [cb.ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False)],
-}
-if hasattr(cb, "EMAWeightAveraging"):
-    CALLBACKS["EMAWeightAveraging"] = lambda: [cb.EMAWeightAveraging(decay=0.5, update_every_n_steps=1)]
-if hasattr(cb, "WeightAveraging"):
-    CALLBACKS["WeightAveraging"] = lambda: [cb.WeightAveraging()]
-
-
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightning(small: Any, compare_modes: Any, name: str) -> None:
-    class Learns(small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
-    compare_modes(Learns, CALLBACKS[name], max_epochs=3, limit_train_batches=2, limit_val_batches=1)
-
-
-def test_checkpoints_and_resuming(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
+def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     """Every checkpoint file equals the one without overlap, and resuming from one in the middle goes on the same."""
     ends = {}
     for mode in ("off", "exact"):
         folder = tmp_path / mode
         options = {"optimizer_overlap": mode}
         saving = cb.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        resumed = small()
+        resumed = Small()
         trainer = make_trainer(options=options, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
-        trainer.fit(small(), make_loader(40))
+        trainer.fit(Small(), make_loader(40))
         trainer = make_trainer(options=options, max_epochs=2)
         trainer.fit(resumed, make_loader(40), ckpt_path=folder / "step=6.ckpt")
         files = [torch.load(path, weights_only=False) for path in sorted(folder.iterdir())]
@@ -360,10 +334,10 @@ def test_checkpoints_and_resuming(small: Any, make_trainer: Any, make_loader: An
 # --- ways out ---------------------------------------------------------------------------------------------------------
 
 
-def test_fit_twice(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_fit_twice() -> None:
     ends = []
     for mode in ("off", "exact"):
-        module, trainer = small(), make_trainer(options={"optimizer_overlap": mode})
+        module, trainer = Small(), make_trainer(options={"optimizer_overlap": mode})
         trainer.fit(module, make_loader(40))
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, make_loader(40))
@@ -390,14 +364,12 @@ class Watches(cb.Callback):
         assert sum(p.numel() for p in pl_module.parameters() if p.requires_grad) > 0
 
 
-def test_what_only_watches_losses_does_not_wait(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, tmp_path: Path
-) -> None:
+def test_what_only_watches_losses_does_not_wait(late: Late, tmp_path: Path) -> None:
     """The next step has begun, with everything between the steps done, and nobody has waited for the update."""
     demands_at_start: list[int] = []
     demands_after_step: list[int] = []
 
-    class Learns(small):
+    class Learns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if len(demands_at_start) == len(demands_after_step):
                 demands_at_start.append(len(late.demands))
@@ -437,10 +409,8 @@ def test_what_only_watches_losses_does_not_wait(
     assert demands_at_start[3:] == demands_after_step[2:-1]
 
 
-def test_units_wait_for_their_own_weights_in_the_order_of_the_forward(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late
-) -> None:
-    class Learns(small):
+def test_units_wait_for_their_own_weights_in_the_order_of_the_forward(late: Late) -> None:
+    class Learns(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 4:
                 late.demands.clear()

@@ -19,6 +19,8 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.identical import assert_identical
 from tests.support.late_updates import Late, assert_finished, copied
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 pytestmark = pytest.mark.usefixtures("small_updates")
 
@@ -29,10 +31,8 @@ class Stop(RuntimeError):
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_train_batch_start", "training_step", "after step"])
-def test_weights_are_finished_when_fit_ends_in_an_error(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, error: Any, place: str
-) -> None:
-    class Learns(small):
+def test_weights_are_finished_when_fit_ends_in_an_error(late: Late, error: Any, place: str) -> None:
+    class Learns(Small):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
             self.maybe_stop("after step", 2)
@@ -81,10 +81,10 @@ class Fails(torch.optim.SGD):
         raise ZeroDivisionError("no update")
 
 
-def failing(small: Any, batch_idx: int) -> Any:
+def failing(batch_idx: int) -> Any:
     """The small model, whose update after this batch fails."""
 
-    class Learns(small):
+    class Learns(Small):
         def configure_optimizers(self) -> Any:
             return Fails(self.parameters(), lr=0.1)
 
@@ -96,23 +96,19 @@ def failing(small: Any, batch_idx: int) -> Any:
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(("settings", "failing_batch"), [({}, 2), ({"max_steps": 2}, 1)], ids=["middle", "last step"])
-def test_an_error_in_an_update_ends_the_fit(
-    small: Any, make_trainer: Any, make_loader: Any, settings: Any, failing_batch: int
-) -> None:
+def test_an_error_in_an_update_ends_the_fit(settings: Any, failing_batch: int) -> None:
     """The last update is waited for: what comes is no next step."""
-    module, trainer = failing(small, failing_batch)(), make_trainer(options={"optimizer_overlap": "exact"}, **settings)
+    module, trainer = failing(failing_batch)(), make_trainer(options={"optimizer_overlap": "exact"}, **settings)
     with pytest.raises(ZeroDivisionError, match="no update") as caught:
         trainer.fit(module, make_loader(40))
     assert "cannot" in [entry.name for entry in caught.traceback]
     assert trainer.global_step == (1 if settings else 3)
     assert_finished(trainer, module)
-    make_trainer().fit(small(), make_loader())  # a new fit works
+    make_trainer().fit(Small(), make_loader())  # a new fit works
 
 
 @pytest.mark.parametrize("on_a_thread", [True, False])
-def test_an_error_that_a_callback_swallows_ends_the_fit(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, on_a_thread: bool
-) -> None:
+def test_an_error_that_a_callback_swallows_ends_the_fit(late: Late, on_a_thread: bool) -> None:
     """A monitor that must never end the training looks at the weights first."""
     swallowed: list[str] = []
 
@@ -131,7 +127,7 @@ def test_an_error_that_a_callback_swallows_ends_the_fit(
             thread.start()
             thread.join()
 
-    module = failing(small, 3)()
+    module = failing(3)()
     trainer = make_trainer(options={"optimizer_overlap": "exact"}, callbacks=[Monitor()])
     with pytest.raises(ZeroDivisionError, match="no update"):
         trainer.fit(module, make_loader(40))
@@ -139,9 +135,7 @@ def test_an_error_that_a_callback_swallows_ends_the_fit(
     assert_finished(trainer, module)
 
 
-def test_no_checkpoint_of_weights_after_an_error(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
-) -> None:
+def test_no_checkpoint_of_weights_after_an_error(tmp_path: Path) -> None:
     """Also where the thread of the updates has ended before anything looks."""
 
     class Quick(cb.Callback):
@@ -159,7 +153,7 @@ def test_no_checkpoint_of_weights_after_an_error(
             options={"optimizer_overlap": mode}, callbacks=[Quick(), saves], enable_checkpointing=True
         )
         with pytest.raises(ZeroDivisionError, match="no update"):
-            trainer.fit(failing(small, 3)(), make_loader(40))
+            trainer.fit(failing(3)(), make_loader(40))
         files[mode] = sorted(os.listdir(tmp_path / mode))
     assert files["off"] == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     assert files["exact"] == files["off"]
@@ -167,7 +161,7 @@ def test_no_checkpoint_of_weights_after_an_error(
 
 @pytest.mark.parametrize("fails", [False, True], ids=["the run is fine", "the run fails"])
 def test_an_error_of_the_end_of_a_fit_is_raised_unless_the_run_has_failed(
-    small: Any, make_trainer: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+    monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """Also where the fit is a second try, in the handler of an error that has nothing to do with it."""
     dispose = DevicePool.dispose
@@ -176,7 +170,7 @@ def test_an_error_of_the_end_of_a_fit_is_raised_unless_the_run_has_failed(
         dispose(pool)
         raise ZeroDivisionError("no end")
 
-    class Fit(small):
+    class Fit(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if fails:
                 raise Stop("the run")

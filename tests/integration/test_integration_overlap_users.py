@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.late_updates import Late, copied
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 
 def num_pending(module: nn.Module) -> int:
@@ -44,8 +46,8 @@ class Clips(cb.Callback):
 # With Trainer(gradient_clip_val=0.05), gradients are clipped that have this norm already.
 @pytest.mark.parametrize("clip_val", [None, 0.05])
 @pytest.mark.parametrize("where", ["module", "callback"])
-def test_clipping_in_a_hook(small: Any, compare_modes: Any, clip_val: float | None, where: str) -> None:
-    class Learns(small):
+def test_clipping_in_a_hook(compare_modes: Any, clip_val: float | None, where: str) -> None:
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[Any] = []
@@ -62,10 +64,10 @@ def test_clipping_in_a_hook(small: Any, compare_modes: Any, clip_val: float | No
 
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_weights_in_the_same_memory(small: Any, compare_modes: Any, is_frozen: bool, looks: bool) -> None:
+def test_weights_in_the_same_memory(compare_modes: Any, is_frozen: bool, looks: bool) -> None:
     """Tied by ``data``, or a frozen alias of a trained weight: who has waited for one of them sees both finished."""
 
-    class Learns(small):
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[Any] = []
@@ -83,8 +85,8 @@ def test_weights_in_the_same_memory(small: Any, compare_modes: Any, is_frozen: b
     compare_modes(Learns)
 
 
-def test_weights_that_share_a_part_of_their_memory(small: Any, compare_modes: Any) -> None:
-    class Learns(small):
+def test_weights_that_share_a_part_of_their_memory(compare_modes: Any) -> None:
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             first, last = self.body[0][0].weight, self.body[3][0].weight
@@ -156,12 +158,10 @@ FORMS = {
 @pytest.mark.parametrize(
     ("name", "has_copies"), [*((name, True) for name in FORMS), ("tied", False), ("outside units", False)]
 )
-def test_every_use_of_a_weight_waits_for_its_update(
-    small: Any, compare_modes: Any, name: str, has_copies: bool
-) -> None:
+def test_every_use_of_a_weight_waits_for_its_update(compare_modes: Any, name: str, has_copies: bool) -> None:
     form = FORMS[name]
 
-    class Learns(small):
+    class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             form.change(self)
@@ -184,7 +184,7 @@ def test_every_use_of_a_weight_waits_for_its_update(
 # --- trainers, references, ends --------------------------------------------------------------------------------------
 
 
-def test_another_trainer_in_a_callback(small: Any, make_trainer: Any, make_loader: Any, compare_modes: Any) -> None:
+def test_another_trainer_in_a_callback(compare_modes: Any) -> None:
     pending: list[bool] = []
 
     class Validates(cb.Callback):
@@ -192,7 +192,7 @@ def test_another_trainer_in_a_callback(small: Any, make_trainer: Any, make_loade
             self.seen: list[Any] = []
 
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-            class Judges(small):
+            class Judges(Small):
                 def validation_step(self, batch: Any, batch_idx: int) -> None:
                     self.log("val", self.loss(batch))
 
@@ -201,12 +201,12 @@ def test_another_trainer_in_a_callback(small: Any, make_trainer: Any, make_loade
             pending.append(num_pending(judge) > 0)
             self.seen.append(make_trainer().validate(judge, make_loader(16), verbose=False))
 
-    compare_modes(small, lambda: [Validates()])
+    compare_modes(Small, lambda: [Validates()])
     assert pending[-5:] == [False, True, True, True, False]  # of the run with overlap
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_batch_start"])
-def test_a_reference_to_the_state_sees_all_of_it(small: Any, compare_modes: Any, hook: str) -> None:
+def test_a_reference_to_the_state_sees_all_of_it(compare_modes: Any, hook: str) -> None:
     """Taken before the first step of the optimizer."""
 
     class Watches(cb.Callback):
@@ -222,7 +222,7 @@ def test_a_reference_to_the_state_sees_all_of_it(small: Any, compare_modes: Any,
         def on_train_batch_end(self, *args: Any) -> None:
             self.seen.append(copied([self.state[parameter] for parameter in args[1].parameters()]))
 
-    compare_modes(small, lambda: [Watches()])
+    compare_modes(Small, lambda: [Watches()])
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ def test_a_reference_to_the_state_sees_all_of_it(small: Any, compare_modes: Any,
     ],
 )
 def test_updates_before_something_else_are_waited_for(
-    small: Any, make_trainer: Any, make_loader: Any, late: Late, settings: dict[str, Any], expected: list[int]
+    late: Late, settings: dict[str, Any], expected: list[int]
 ) -> None:
     """After the last batch of an epoch and after the last step come exports, other trainers and new workers."""
     found: list[int] = []
 
-    class Learns(small):
+    class Learns(Small):
         def on_train_batch_end(self, *args: Any) -> None:
             found.append(int(num_pending(self) > 0))
 

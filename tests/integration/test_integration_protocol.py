@@ -17,6 +17,8 @@ from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.weights import futures, low_precision
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.protocol_checker import Event, ProtocolError, UnitState, following
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 JOIN_S = 60.0
 MakeTrainer = Callable[..., L.Trainer]
@@ -104,10 +106,8 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
     ids=["plain", "low", "clipped and accumulated"],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_keeps_the_protocol(
-    way: str, settings: dict[str, Any], small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader
-) -> None:
-    class Validated(small):  # type: ignore[misc]
+def test_a_training_keeps_the_protocol(way: str, settings: dict[str, Any]) -> None:
+    class Validated(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("validated", self.loss(batch))
 
@@ -133,17 +133,10 @@ def test_a_training_keeps_the_protocol(
 @pytest.mark.filterwarnings("ignore:optimizer_overlap='stale'")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_stale_training_keeps_the_protocol(
-    way: str,
-    precision: Any,
-    small: Any,
-    make_trainer: MakeTrainer,
-    make_loader: MakeLoader,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stale_training_keeps_the_protocol(way: str, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are held until a whole forward has run, with snapshots."""
 
-    class Watched(small):  # type: ignore[misc]
+    class Watched(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.loss(batch)
             seen.append({state for weight in self.parameters() for state in checker.states_of(weight)})
@@ -161,12 +154,10 @@ def test_a_stale_training_keeps_the_protocol(
     assert checker.counts[Event.UPDATED] == 3 * len(list(module.parameters()))
 
 
-def test_the_next_forward_begins_before_the_last_update_has_ended(
-    small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_forward_begins_before_the_last_update_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the head is held until the first block of the next forward has run."""
 
-    class Watched(small):  # type: ignore[misc]
+    class Watched(Small):
         def forward(self, x: Tensor) -> Tensor:
             x = self.body[0](x)
             seen.append(UnitState.UPDATING in checker.states_of(self.head.weight))
@@ -176,7 +167,7 @@ def test_the_next_forward_begins_before_the_last_update_has_ended(
             return self.head(x)
 
     seen: list[bool] = []
-    module, plain = Watched(), small()
+    module, plain = Watched(), Small()
     held = Held(monkeypatch, lambda weights: any(weight is module.head.weight for weight in weights))
     with following() as checker:
         make_trainer(callbacks=[LetGo(held, None)], num_microbatches=1).fit(module, make_loader())
@@ -186,23 +177,19 @@ def test_the_next_forward_begins_before_the_last_update_has_ended(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_its_wait_a_pending_weight_is_noticed_by_the_checker(
-    way: str, small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_wait_a_pending_weight_is_noticed_by_the_checker(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_the_wait(monkeypatch)
     held = Held(monkeypatch, lambda weights: True)
     trainer = make_trainer(options={"virtual_copies": WAYS[way]}, callbacks=[LetGo(held, "on_before_backward")])
     what = "uploading it" if way == "lazy" else "running it on a device"
     message = f"unit '.*': {what}, during 'updating': an upload waits for the refresh"
     with pytest.raises(ProtocolError, match=message), following():
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_its_wait_a_pending_weight_changes_the_result(
-    way: str, small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class LettingGo(small):  # type: ignore[misc]
+def test_without_its_wait_a_pending_weight_changes_the_result(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LettingGo(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.loss(batch)
             held.let_go.set()
@@ -223,8 +210,8 @@ def test_without_its_wait_a_pending_weight_changes_the_result(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_failed_step_breaks_no_rule(way: str, small: Any, make_trainer: MakeTrainer, make_loader: MakeLoader) -> None:
-    class Failing(small):  # type: ignore[misc]
+def test_a_failed_step_breaks_no_rule(way: str) -> None:
+    class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             if batch_idx == 1 and self.fails:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.reporting.host_memory import HostMemory
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 _TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 pytestmark = pytest.mark.usefixtures("small_updates")
@@ -27,28 +29,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture
-def delayed(small: Any) -> Callable[..., Any]:
-    """Makes the small model with a raw parameter, an optimizer and a schedule."""
+class Delayed(Small):
+    """With a raw parameter, an optimizer and a schedule."""
 
-    class Delayed(small):
-        def __init__(self, optimizer: str = "SGD", skipped: tuple[int, ...] = ()) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-            self.optimizer, self.skipped = optimizer, skipped
+    def __init__(self, optimizer: str = "SGD", skipped: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.optimizer, self.skipped = optimizer, skipped
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in self.skipped else self.loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.skipped else self.loss(batch)
 
-        def configure_optimizers(self) -> Any:
-            optimizer = OPTIMIZERS[self.optimizer](self.parameters())
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    return Delayed
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def plain_loop(
@@ -106,13 +104,11 @@ CASES: dict[str, dict[str, Any]] = {
     ids=["SGD, aliases", "AdamW, copies", "fused AdamW, aliases"],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_plain_loop_of_delayed_updates(
-    delayed: Any, make_trainer: Any, make_loader: Any, optimizer: str, case: str, copies: bool
-) -> None:
+def test_equals_a_plain_loop_of_delayed_updates(optimizer: str, case: str, copies: bool) -> None:
     settings = CASES[case]
-    expected = plain_loop(delayed(optimizer), make_loader(40, 5), **settings)
-    exact = plain_loop(delayed(optimizer), make_loader(40, 5), **{**settings, "warmup": 100})
-    module = delayed(optimizer)
+    expected = plain_loop(Delayed(optimizer), make_loader(40, 5), **settings)
+    exact = plain_loop(Delayed(optimizer), make_loader(40, 5), **{**settings, "warmup": 100})
+    module = Delayed(optimizer)
     make_trainer(
         options={**STALE, "stale_after_steps": settings.get("warmup", 0), "virtual_copies": copies},
         max_epochs=settings.get("epochs", 1),
@@ -123,36 +119,36 @@ def test_equals_a_plain_loop_of_delayed_updates(
     assert not torch.allclose(module.head.weight, exact[-1]["head.weight"], rtol=1e-4)
 
 
-def test_in_double_precision_nothing_but_rounding_differs(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
-    expected = plain_loop(delayed("AdamW").double(), [(x.double(), y) for x, y in make_loader(40, 5)])
-    module = delayed("AdamW")
+def test_in_double_precision_nothing_but_rounding_differs() -> None:
+    expected = plain_loop(Delayed("AdamW").double(), [(x.double(), y) for x, y in make_loader(40, 5)])
+    module = Delayed("AdamW")
     make_trainer(options=STALE, precision="64-true").fit(module, make_loader(40, 5))
     assert_close(module, expected[-1], rtol=1e-10, atol=1e-12)
 
 
-def test_the_same_every_time(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_the_same_every_time() -> None:
     states = []
     for devices in (1, 3, 3):
-        module = delayed("AdamW")
+        module = Delayed("AdamW")
         make_trainer(options=STALE, devices=devices).fit(module, make_loader(40, 5))
         states.append(module.state_dict())
     for state in states[1:]:
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
 
 
-def test_steps_without_a_loss_change_nothing(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_steps_without_a_loss_change_nothing() -> None:
     skipped = (0, 2, 3, 5)
-    expected = plain_loop(delayed(skipped=skipped), make_loader(40, 5))
-    module = delayed(skipped=skipped)
+    expected = plain_loop(Delayed(skipped=skipped), make_loader(40, 5))
+    module = Delayed(skipped=skipped)
     make_trainer(options=STALE).fit(module, make_loader(40, 5))
     assert_close(module, expected[-1])
 
 
-def test_low_working_copies_are_made_of_the_same_weights(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_low_working_copies_are_made_of_the_same_weights() -> None:
     states = {}
     for overlap in ("stale", "exact"):
         for copies in (False, True):
-            module = delayed("SGD")
+            module = Delayed("SGD")
             options = {"optimizer_overlap": overlap, "virtual_copies": copies}
             make_trainer(options=options, precision="bf16-mixed").fit(module, make_loader(40, 5))
             states[overlap, copies] = module.head.weight.detach()
@@ -170,16 +166,14 @@ class Looks(L.Callback):
         self.seen.append(copy.deepcopy(pl_module.state_dict()))
 
 
-def test_between_steps_everybody_sees_the_newest_weights(
-    delayed: Any, make_trainer: Any, make_loader: Any, tmp_path: Any
-) -> None:
+def test_between_steps_everybody_sees_the_newest_weights(tmp_path: Any) -> None:
     losses: list[float] = []
 
-    class Validates(delayed):
+    class Validates(Delayed):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             losses.append(float(self.loss(batch).detach()))
 
-    expected = plain_loop(delayed(), make_loader(40, 5))
+    expected = plain_loop(Delayed(), make_loader(40, 5))
     looks, module = Looks(), Validates()
     trainer = make_trainer(options=STALE, callbacks=[looks], val_check_interval=1, num_microbatches=1)
     trainer.fit(module, make_loader(40, 5), make_loader(4, 4))
@@ -194,27 +188,25 @@ def test_between_steps_everybody_sees_the_newest_weights(
     torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
 
 
-def test_a_resumed_run_begins_with_the_newest_weights(
-    delayed: Any, make_trainer: Any, make_loader: Any, tmp_path: Any
-) -> None:
+def test_a_resumed_run_begins_with_the_newest_weights(tmp_path: Any) -> None:
     """And does not warm up again: ``stale_after_steps`` counts all steps."""
     path = tmp_path / "half.ckpt"
     options = {**STALE, "stale_after_steps": 3}
     batches: list[Any] = []  # Lightning resumes with the first one of an epoch that is over
 
-    class Notes(delayed):
+    class Notes(Delayed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             batches.append(batch)
             return super().training_step(batch, batch_idx)
 
     first = make_trainer(options=options, max_epochs=-1, max_steps=4)
-    first.fit(delayed(), make_loader(20, 5))
+    first.fit(Delayed(), make_loader(20, 5))
     first.save_checkpoint(path)
     module = Notes()
     second = make_trainer(options=options, num_microbatches=1, max_epochs=-1, max_steps=8)
     second.fit(module, make_loader(20, 5), ckpt_path=path)
     # The same by hand: from the checkpoint, with the state of the optimizer and of the scheduler.
-    reference = delayed()
+    reference = Delayed()
     setup = reference.configure_optimizers()
     saved = torch.load(path, weights_only=True)
     setup["optimizer"].load_state_dict(saved["optimizer_states"][0])
@@ -225,14 +217,14 @@ def test_a_resumed_run_begins_with_the_newest_weights(
     assert_close(module, plain_loop(reference, batches)[-1])
 
 
-def test_training_goes_on_after_an_error_in_a_step(delayed: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Fails(delayed):
+def test_training_goes_on_after_an_error_in_a_step() -> None:
+    class Fails(Delayed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
                 raise ValueError("no step today")
             return super().training_step(batch, batch_idx)
 
-    expected = plain_loop(delayed(), list(make_loader(40, 5))[:3])
+    expected = plain_loop(Delayed(), list(make_loader(40, 5))[:3])
     module = Fails()
     places = [p.data_ptr() for p in module.parameters()]
     with pytest.raises(ValueError, match="no step today"):
@@ -242,14 +234,12 @@ def test_training_goes_on_after_an_error_in_a_step(delayed: Any, make_trainer: A
     assert_close(module, expected[-1])
 
 
-def test_a_step_that_is_run_again_computes_with_the_same_weights(
-    small: Any, make_trainer: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_is_run_again_computes_with_the_same_weights(caplog: pytest.LogCaptureFixture) -> None:
     batches = [batch for rows in (4, 4, 4, 64, 64) for batch in make_loader(rows, rows)]
     states = []
     for limit in (None, 4096):
         caplog.clear()
-        module = small()
+        module = Small()
         options = {**STALE, "virtual_copies": True, "device_memory_limit": limit}
         trainer = make_trainer(options=options, num_microbatches="auto", devices=1)
         with caplog.at_level("INFO"):
@@ -262,41 +252,45 @@ def test_a_step_that_is_run_again_computes_with_the_same_weights(
 # --- what is refused, and said -------------------------------------------------------------------------------------
 
 
-def refused(small: Any) -> Iterator[tuple[str, Any, str]]:
-    class Manual(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    class NoOptimizer(small):
-        def configure_optimizers(self) -> Any:
-            return []
-
-    class Couples(small):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    class Renorms(small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(3, 3, max_norm=1.0)
-
-    yield "manual", Manual, "manual optimization"
-    yield "none", NoOptimizer, "returned 0 optimizers"
-    yield "couples", Couples, "LBFGS is not known to update each parameter by itself"
-    yield "renorms", Renorms, "the embedding 'table' with its max_norm"
+class Manual(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
 
-@pytest.mark.parametrize("name", ["manual", "none", "couples", "renorms"])
-def test_what_cannot_be_stale_is_refused(small: Any, make_trainer: Any, make_loader: Any, name: str) -> None:
-    ((make, why),) = [(make, why) for key, make, why in refused(small) if key == name]
-    words = f"optimizer_overlap='stale' is not possible: .*{re.escape(why)}.* Use optimizer_overlap='exact'"
+class NoOptimizer(Small):
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+class Couples(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Renorms(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 3, max_norm=1.0)
+
+
+REFUSED = {
+    Manual: "manual optimization",
+    NoOptimizer: "returned 0 optimizers",
+    Couples: "LBFGS is not known to update each parameter by itself",
+    Renorms: "the embedding 'table' with its max_norm",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_stale_is_refused(kind: type[Small]) -> None:
+    words = f"optimizer_overlap='stale' is not possible: .*{re.escape(REFUSED[kind])}.* Use optimizer_overlap='exact'"
     with pytest.raises(MisconfigurationException, match=words):
-        make_trainer(options=STALE).fit(make(), make_loader())
+        make_trainer(options=STALE).fit(kind(), make_loader())
 
 
-def test_an_optimizer_that_gets_hooks_later_is_refused_then(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Hooks(small):
+def test_an_optimizer_that_gets_hooks_later_is_refused_then() -> None:
+    class Hooks(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 self.trainer.optimizers[0].register_step_post_hook(lambda *args: None)
@@ -305,8 +299,8 @@ def test_an_optimizer_that_gets_hooks_later_is_refused_then(small: Any, make_tra
         make_trainer(options=STALE).fit(Hooks(), make_loader())
 
 
-def test_a_step_that_changes_a_weight_is_refused(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Writes(small):
+def test_a_step_that_changes_a_weight_is_refused() -> None:
+    class Writes(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             with torch.no_grad():
@@ -331,18 +325,14 @@ def test_wrong_options(options: Any, words: str) -> None:
         RoundPipeStrategy(**options)
 
 
-def test_a_warning_says_what_it_means(
-    small: Any, make_trainer: Any, make_loader: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    make_trainer(options={**STALE, "stale_after_steps": 5}, max_epochs=2).fit(small(), make_loader())
+def test_a_warning_says_what_it_means(recwarn: pytest.WarningsRecorder) -> None:
+    make_trainer(options={**STALE, "stale_after_steps": 5}, max_epochs=2).fit(Small(), make_loader())
     (told,) = [str(w.message) for w in recwarn if "optimizer_overlap='stale'" in str(w.message)]
     assert "another algorithm than plain Lightning. After 5 exact optimizer steps" in told
 
 
-def test_the_host_report_counts_both_snapshots(
-    small: Any, make_trainer: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = small()
+def test_the_host_report_counts_both_snapshots(caplog: pytest.LogCaptureFixture) -> None:
+    module = Small()
     module.body[0].requires_grad_(False)
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     trainer = make_trainer(options=STALE)

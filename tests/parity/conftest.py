@@ -155,12 +155,6 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         assert device.h2d.num_bytes or not device.num_unit_runs, "units ran, and nothing had been copied for them"
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_operator() -> None:
-    """Threads would split sums differently in the reference than in a virtual device, and these models are tiny."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def train() -> Callable[..., Run]:
     """See :func:`_train`."""

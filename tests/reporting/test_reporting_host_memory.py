@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind, StepPlan
+from lightning_roundpipe.reporting import host_report
 from lightning_roundpipe.reporting.host_memory import (
     HostMemory,
     activation_bytes,
@@ -192,32 +194,30 @@ STAGES = Partition(
 PLAN = StepPlan(STAGES, (2, 2, 1), 8, "r=1 to 2: because")
 
 
-class Free:
-    """A host with so much memory left."""
+@pytest.fixture
+def make_report(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], HostReport]:
+    """On a host with so much left: weights of 440 bytes, which are there, gradients and AdamW state of 1320."""
 
-    def __init__(self, num_bytes: int | None) -> None:
-        self.num_bytes = num_bytes
+    def make(num_bytes: int | None) -> HostReport:
+        monkeypatch.setattr(host_report, "available_bytes", lambda: num_bytes)
+        model = nn.Linear(10, 10)
+        return HostReport(model, [torch.optim.AdamW(model.parameters())])
 
-    def __call__(self) -> int | None:
-        return self.num_bytes
-
-
-def make_report(free: Free) -> HostReport:
-    """Weights of 440 bytes, which are there already, gradients and AdamW state of 1320, which are not."""
-    model = nn.Linear(10, 10)
-    return HostReport(model, [torch.optim.AdamW(model.parameters())], free)
+    return make
 
 
-def test_the_host_is_checked_before_it_is_filled(recwarn: pytest.WarningsRecorder) -> None:
-    make_report(Free(1320)).check()
-    make_report(Free(None)).check()
+def test_the_host_is_checked_before_it_is_filled(make_report: Any, recwarn: pytest.WarningsRecorder) -> None:
+    make_report(1320).check()
+    make_report(None).check()
     assert not recwarn
     with pytest.warns(UserWarning, match=r"may need 1\.72 KiB \(optimizer state 880 B, weights 440 B, gradients 440 B"):
-        make_report(Free(1319)).check()
+        make_report(1319).check()
 
 
-def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.WarningsRecorder) -> None:
-    report = make_report(Free(1320 + 5 * 2000))
+def test_the_host_is_checked_again_when_activations_are_known(
+    make_report: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    report = make_report(1320 + 5 * 2000)
     report.check()
     report.note_plan(PLAN, COSTS, 5)
     assert not recwarn
@@ -228,8 +228,8 @@ def test_the_host_is_checked_again_when_activations_are_known(recwarn: pytest.Wa
     assert len(recwarn) == before
 
 
-def test_what_the_host_needs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    report = make_report(Free(0))
+def test_what_the_host_needs_is_reported_once(make_report: Any, caplog: pytest.LogCaptureFixture) -> None:
+    report = make_report(0)
     with caplog.at_level("INFO"):
         for _ in range(5):
             report.note_step(working_copies=220, plan=PLAN)

@@ -15,6 +15,8 @@ from lightning_roundpipe.planning import Partition, Span, Stage, StageKind, Time
 from lightning_roundpipe.reporting import summary
 from lightning_roundpipe.reporting.host_memory import HostMemory
 from lightning_roundpipe.reporting.summary import Summary
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 
 @pytest.fixture
@@ -77,12 +79,10 @@ def test_old_steps_are_forgotten(clock: list[float]) -> None:
     assert rows_of(noted.format(1, are_virtual=True))["step"] == "1.00 s, the median of the last 100"
 
 
-def test_printed_once_after_each_fit(
-    small: Any, make_trainer: Any, make_loader: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_once_after_each_fit(capsys: pytest.CaptureFixture[str]) -> None:
     callback = RoundPipeTimeline(summary=True, tokens_of=len)
     trainer = make_trainer(callbacks=[callback])
-    trainer.fit(small(), make_loader(rows=32))
+    trainer.fit(Small(), make_loader(rows=32))
     printed = capsys.readouterr().out
     assert printed.count("What the steps took:") == 1
     rows = rows_of(printed)
@@ -94,9 +94,9 @@ def test_printed_once_after_each_fit(
     assert rows_of(capsys.readouterr().out)["step"].endswith("the median of the last 3"), "counted anew"
 
 
-def test_summary_logs_nothing(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Any) -> None:
+def test_summary_logs_nothing(tmp_path: Any) -> None:
     logger = CSVLogger(tmp_path)
-    make_trainer(callbacks=[RoundPipeTimeline(summary=True)], logger=logger).fit(small(), make_loader(rows=16))
+    make_trainer(callbacks=[RoundPipeTimeline(summary=True)], logger=logger).fit(Small(), make_loader(rows=16))
     assert logger.experiment.metrics == []
 
 

@@ -33,6 +33,8 @@ from lightning_roundpipe.planning import (
     round_robin,
 )
 from lightning_roundpipe.reporting.tracing import TraceWriter, step_figures
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 M = 3  # micro-batches of the trainers here
 STEPS = 8
@@ -42,7 +44,7 @@ EQUAL_COSTS = {"units": ["Linear"], "cost_profile": CostProfile(tuple(CallCost(n
 
 
 @pytest.fixture
-def loader(make_loader: Any) -> Any:
+def loader() -> Any:
     """Eight batches of eight rows."""
     return make_loader(rows=8 * STEPS)
 
@@ -70,8 +72,8 @@ class Watch(L.Callback):
         self.exists.append(self.path.exists())
 
 
-def watched(small: Any, watch: Watch) -> Any:
-    class Watched(small):
+def watched(watch: Watch) -> Any:
+    class Watched(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if len(watch.traces) == batch_idx:
                 watch.traces.append(self.trainer.strategy.engine.trace)
@@ -81,24 +83,24 @@ def watched(small: Any, watch: Watch) -> Any:
 
 
 @pytest.mark.parametrize("how", ["callback", "option"])
-def test_some_steps_are_recorded(small: Any, make_trainer: Any, loader: Any, tmp_path: Path, how: str) -> None:
+def test_some_steps_are_recorded(loader: Any, tmp_path: Path, how: str) -> None:
     path = tmp_path / "trace.json"
     watch = Watch(path)
     if how == "option":
         trainer = make_trainer(options={"trace": path}, callbacks=[watch])
     else:
         trainer = make_trainer(callbacks=[watch, RoundPipeTimeline(path)])
-    trainer.fit(watched(small, watch), loader)
+    trainer.fit(watched(watch), loader)
     assert steps_in(path) == ["training step 2", "training step 3", "training step 4"]
     assert watch.traces == [step in (2, 3, 4) for step in range(STEPS)]
     assert watch.exists == [step >= 4 for step in range(STEPS)], "written as soon as it is complete, not before"
     assert trainer.strategy.engine.trace is False
 
 
-def test_what_a_trace_shows(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_what_a_trace_shows(loader: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     callback = RoundPipeTimeline(path, first_step=1, num_steps=2)
-    make_trainer(callbacks=[callback], options={"virtual_copies": True, **EQUAL_COSTS}).fit(small(), loader)
+    make_trainer(callbacks=[callback], options={"virtual_copies": True, **EQUAL_COSTS}).fit(Small(), loader)
     timeline, marks = read(path)
     assert timeline.num_devices == 2
     assert {"compute", "h2d", "d2h"} <= {span.kind for span in timeline.spans} <= {"compute", "h2d", "d2h", "wait"}
@@ -145,37 +147,37 @@ def test_steps_follow_each_other_with_their_waits(tmp_path: Path) -> None:
     assert names == ["wait: its turn on the device"] * 2
 
 
-def test_option_and_callback_together(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_option_and_callback_together(loader: Any, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     callback = RoundPipeTimeline(other, first_step=4, num_steps=1)
     watch = Watch(one)
-    make_trainer(options={"trace": one}, callbacks=[callback, watch]).fit(watched(small, watch), loader)
+    make_trainer(options={"trace": one}, callbacks=[callback, watch]).fit(watched(watch), loader)
     assert steps_in(one) == ["training step 2", "training step 3", "training step 4"]
     assert steps_in(other) == ["training step 4"]
     assert watch.traces == [step in (2, 3, 4) for step in range(STEPS)]
 
 
-def test_recording_changes_no_result(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_recording_changes_no_result(loader: Any, tmp_path: Path) -> None:
     states = []
     for callbacks in ([], [RoundPipeTimeline(tmp_path / "t.json", first_step=0, num_steps=STEPS)]):
-        module = small(dropout=0.5)
+        module = Small(dropout=0.5)
         torch.manual_seed(1)
         make_trainer(callbacks=callbacks).fit(module, loader)
         states.append(module.state_dict())
     torch.testing.assert_close(states[0], states[1])
 
 
-def test_without_writers_nothing_is_traced(small: Any, make_trainer: Any, loader: Any) -> None:
+def test_without_writers_nothing_is_traced(loader: Any) -> None:
     watch = Watch(Path("nowhere"))
-    make_trainer().fit(watched(small, watch), loader)
+    make_trainer().fit(watched(watch), loader)
     assert watch.traces == [False] * STEPS
 
 
 @pytest.mark.parametrize(("error", "raised"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)])
 def test_written_when_training_fails(
-    small: Any, make_trainer: Any, loader: Any, tmp_path: Path, error: type[BaseException], raised: type[BaseException]
+    loader: Any, tmp_path: Path, error: type[BaseException], raised: type[BaseException]
 ) -> None:
-    class Fails(small):
+    class Fails(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 4:
                 raise error("no more")
@@ -189,27 +191,27 @@ def test_written_when_training_fails(
     assert trainer.strategy._recordings.writers == []
 
 
-def test_too_short_a_fit_says_so(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_too_short_a_fit_says_so(loader: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trainer = make_trainer(options={"trace": path}, limit_train_batches=2)
     with pytest.warns(UserWarning, match=r"fit has run 2, and recording begins with step 2"):
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
     assert not path.exists()
 
 
-def test_each_fit_is_recorded_anew(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_each_fit_is_recorded_anew(loader: Any, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     trainer = make_trainer(options={"trace": one}, callbacks=[RoundPipeTimeline(other)])
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
         for path in (one, other):
             assert steps_in(path) == ["training step 2", "training step 3", "training step 4"]
             path.unlink()
 
 
-def test_evaluation_records_nothing(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
-    class Validates(small):
+def test_evaluation_records_nothing(loader: Any, tmp_path: Path) -> None:
+    class Validates(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert not self.trainer.strategy.engine.trace
             self.loss(batch)
@@ -223,9 +225,7 @@ def test_evaluation_records_nothing(small: Any, make_trainer: Any, loader: Any, 
         assert steps_in(path) == ["training step 2", "training step 3", "training step 4"]
 
 
-def test_a_full_disk_leaves_no_half_written_file(
-    small: Any, make_trainer: Any, loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_half_written_file(loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Path.write_text
 
     def write(path: Path, text: str, **kwargs: Any) -> int:
@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_no_half_written_file(
         options={"trace": folder / "trace.json", "save_profile": folder / "costs.json"}, limit_train_batches=3
     )
     with pytest.warns(UserWarning, match="could not be written") as caught:
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
     for name, words in {"trace.json": "recorded training steps", "costs.json": "cost profile"}.items():
         expected = rf"the {words} could not be written: .*No space left on device: '.*{name}'"
         assert any(re.match(expected, str(warning.message)) for warning in caught), name
@@ -247,28 +247,24 @@ def test_a_full_disk_leaves_no_half_written_file(
     assert trainer.global_step == 3
 
 
-def test_a_file_that_cannot_be_written_does_not_end_training(
-    small: Any, make_trainer: Any, loader: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_written_does_not_end_training(loader: Any, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     trainer = make_trainer(callbacks=[RoundPipeTimeline(folder / "trace.json")])
     folder.rmdir()
     with pytest.warns(UserWarning, match=r"could not be written: .*trace\.json"):
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
     assert trainer.global_step == STEPS
 
 
-def test_written_where_it_was_asked_for(
-    small: Any, make_trainer: Any, loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_where_it_was_asked_for(loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths count from the folder in which they were given, also if training goes on in another one."""
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     options = {"trace": "one.json", "save_profile": "costs.json"}
     trainer = make_trainer(options=options, callbacks=[RoundPipeTimeline("two.json")])
     monkeypatch.chdir(tmp_path / "other")
-    trainer.fit(small(), loader)
+    trainer.fit(Small(), loader)
     assert {path.name for path in tmp_path.glob("*.json")} == {"one.json", "two.json", "costs.json"}
 
 
@@ -283,27 +279,21 @@ def test_written_where_it_was_asked_for(
     ],
 )
 def test_files_are_not_written_twice(
-    small: Any,
-    make_trainer: Any,
-    loader: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, str],
-    paths: list[str],
+    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], paths: list[str]
 ) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(options=options, callbacks=[RoundPipeTimeline(path) for path in paths])
     for _ in range(2):
         with pytest.raises(MisconfigurationException, match=r"same\.json' would be written twice: give each"):
-            trainer.fit(small(), loader)
+            trainer.fit(Small(), loader)
         assert trainer.strategy._recordings.writers == []
 
 
-def test_picture(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_picture(loader: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "steps.svg"
-    make_trainer(callbacks=[RoundPipeTimeline(picture=path, num_steps=2)]).fit(small(), loader)
+    make_trainer(callbacks=[RoundPipeTimeline(picture=path, num_steps=2)]).fit(Small(), loader)
     text = path.read_text(encoding="utf-8")
     for words in ("training step 2: ", "training step 3: ", "device 1 ", "forward + backward (fused) "):
         assert f"<!-- {words}" in text
@@ -335,10 +325,10 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], messa
         RoundPipeTimeline(**arguments)
 
 
-def test_other_strategies_are_rejected(small: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_other_strategies_are_rejected(loader: Any, tmp_path: Path) -> None:
     trainer = make_trainer("plain", callbacks=[RoundPipeTimeline(tmp_path / "t.json")])
     with pytest.raises(MisconfigurationException, match=r"strategy='roundpipe', .* SingleDeviceStrategy"):
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
 
 
 def test_strategy_with_a_writer_is_pickled(tmp_path: Path) -> None:
@@ -356,8 +346,8 @@ def table(trainer: L.Trainer) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def logging_module(small: Any) -> Any:
-    class Logs(small):
+def logging_module() -> Any:
+    class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.log("loss", loss)
@@ -366,7 +356,7 @@ def logging_module(small: Any) -> Any:
     return Logs
 
 
-def test_logged_figures(logging_module: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_logged_figures(logging_module: Any, loader: Any, tmp_path: Path) -> None:
     tables, metrics = [], []
     for callbacks in ([], [RoundPipeTimeline(log_metrics=True)]):
         settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "options": {"virtual_copies": True}}
@@ -420,19 +410,19 @@ def test_figures_of_a_step() -> None:
     assert step_figures(replace(result, schedule=None, peak_memory_bytes=(None, None))) == known
 
 
-def test_logged_once_per_optimizer_step(logging_module: Any, make_trainer: Any, loader: Any, tmp_path: Path) -> None:
+def test_logged_once_per_optimizer_step(logging_module: Any, loader: Any, tmp_path: Path) -> None:
     settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "accumulate_grad_batches": 4}
     trainer = make_trainer(callbacks=[RoundPipeTimeline(log_metrics=True)], **settings)
     trainer.fit(logging_module(), loader)
     assert [row["step"] for row in table(trainer) if row["roundpipe/bubble"]] == ["0", "1"]
 
 
-def test_logging_needs_a_logger(small: Any, make_trainer: Any, loader: Any) -> None:
-    class Predicts(small):
+def test_logging_needs_a_logger(loader: Any) -> None:
+    class Predicts(Small):
         def predict_step(self, batch: Any) -> Any:
             return self(batch[0])
 
     trainer = make_trainer(callbacks=[RoundPipeTimeline(log_metrics=True)])
     with pytest.raises(MisconfigurationException, match="needs a logger"):
-        trainer.fit(small(), loader)
+        trainer.fit(Small(), loader)
     assert len(trainer.predict(Predicts(), loader)) == STEPS, "only training logs"

@@ -19,6 +19,7 @@ from lightning_roundpipe.optimizer.state import GuardedState
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, State
 from tests.support.identical import assert_identical
+from tests.support.parity import make_loader, make_trainer
 
 _TIMEOUT_S = 60.0
 
@@ -95,7 +96,7 @@ def late(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 @pytest.fixture
-def compare_modes(make_trainer: Any, make_loader: Any, late: Late) -> Callable[..., tuple[Any, Any]]:
+def compare_modes(late: Late) -> Callable[..., tuple[Any, Any]]:
     """Trains the same twice, without overlap and with it, and compares every bit of weights, optimizer state, metrics
     and of what modules and callbacks have noted in ``seen``. Gives both modules."""
 

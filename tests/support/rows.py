@@ -1,9 +1,9 @@
 """Rows of the compatibility table: which feature of Lightning a test shows to work here, or to be refused.
 
 [Note: compatibility rows]
-A test that shows a feature carries ``@compat(kind, name)``, or ``@compat_each``. ``docs/reference/compatibility.md``
-and ``tests/compatibility/INDEX.md`` are made of these marks by ``python -m tests.compatibility.table``, which reads
-them from the sources, so that the arguments must be literals. A feature may have several tests. Whether all of the
+A test that shows a feature carries ``@compat(kind, name)``, or ``@compat_each``. ``docs/reference/compatibility.md`` is
+made of these marks by ``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments
+must be literals. A feature may have several tests. Whether all of the
 installed Lightning has a row is a test of its own. What follows the name in parentheses is a case of a feature, with a
 row of its own: ``precision (plugin object)``. A phrase may be a row as well: ``hooks set on the instance``.
 """

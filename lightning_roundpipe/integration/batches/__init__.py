@@ -2,7 +2,7 @@
 
 - :mod:`nodes`, :mod:`reading`, :mod:`loaders`: which parts of a batch hold rows or samples, and what a loader tells of
   it.
-- :mod:`microbatches`, :mod:`packed`, :mod:`containers`: cutting it, along rows or between packed sequences.
+- :mod:`microbatches`, :mod:`packed`: cutting it, along rows or between packed sequences.
 - :mod:`loss_weight`, :mod:`splitting`: what each micro-batch counts.
 - :mod:`merging`: results put together again.
 """

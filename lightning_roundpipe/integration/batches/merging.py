@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...common.trees import children_of, rebuild
-from .containers import is_array, is_sequence, rows_of
+from .nodes import is_array, is_sequence, rows_of
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,11 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         sizes: rows of each micro-batch.
         weights: weight of each micro-batch in averages; a micro-batch of weight 0 does not count, not even with a NaN.
             If all are 0, all count alike.
-
-    Raises:
-        ValueError: no outputs, arguments of different lengths, or a weight that is negative or not finite.
     """
-    if not outputs or not len(outputs) == len(sizes) == len(weights):
-        lengths = f"{len(outputs)}, {len(sizes)} and {len(weights)}"
-        raise ValueError(f"outputs, sizes and weights must have one entry per micro-batch, got {lengths} entries")
-    numbers = [float(weight) for weight in weights]
-    if any(not math.isfinite(number) or number < 0 for number in numbers):
-        raise ValueError(f"weights must be finite and not negative, got {numbers}")
     if len(outputs) == 1:
         return outputs[0]
-    total = math.fsum(numbers)
-    normalized = tuple(number / total if total else 1 / len(numbers) for number in numbers)
+    total = math.fsum(weights)
+    normalized = tuple(weight / total if total else 1 / len(weights) for weight in weights)
     with torch.no_grad():
         return _merge(list(outputs), _MergeRule(tuple(sizes), normalized))
 

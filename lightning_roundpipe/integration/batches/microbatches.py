@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and merge what the micro-batches give back.
+"""Split a batch into micro-batches.
 
 Which parts of a batch are cut, and where, is decided in :mod:`reading`; here they are cut.
 """
@@ -12,25 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.trees import mapped, rebuild
-from .merging import merge_outputs
 from .nodes import Node
-from .reading import (
-    UNKNOWN,
-    BatchSource,
-    BatchSplitError,
-    Reading,
-    Role,
-    read_batch,
-)
-
-__all__ = [
-    "BatchSource",
-    "BatchSplitError",
-    "MicrobatchSplit",
-    "batch_rows",
-    "merge_outputs",
-    "split_batch",
-]
+from .reading import UNKNOWN, BatchSource, BatchSplitError, Reading, Role, read_batch
 
 
 class MicrobatchSplit(NamedTuple):
@@ -69,12 +52,8 @@ def split_batch(
         held: how earlier batches of the same source were read, by path; this one is added.
 
     Raises:
-        ValueError: ``num_microbatches`` or ``min_rows`` is less than 1.
         BatchSplitError: more than one micro-batch is asked for and no reading of the batch is certain.
     """
-    for name, number in (("num_microbatches", num_microbatches), ("min_rows", min_rows)):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number!r}")
     if num_microbatches == 1:
         rows = batch_rows(batch, source)
         return MicrobatchSplit((batch,), (1 if rows is None else rows,), rows)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ...common.trees import rebuild
-from .containers import is_array, is_replicated, is_sequence
 from .loss_weight import IGNORED_LABEL
-from .microbatches import BatchSplitError
+from .nodes import is_array, is_replicated, is_sequence
+from .reading import BatchSplitError
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _BOUNDARIES = ("cu_seq_len", "cu_seqlen")

@@ -34,8 +34,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .containers import is_array, is_sequence
-from .nodes import Node, are_alike, describe, is_floating, node_of, rows_seen, walk
+from .nodes import (
+    Node,
+    are_alike,
+    describe,
+    is_array,
+    is_floating,
+    is_sequence,
+    node_of,
+    rows_seen,
+    walk,
+)
 
 _WAYS_OUT = (
     "Split such batches yourself with RoundPipeStrategy(split_batch=fn), or with a method "

@@ -17,9 +17,10 @@ from ..steps.modules import ModuleScan
 from ..steps.notices import Notices
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
-from .microbatches import BatchSource, MicrobatchSplit, batch_rows, merge_outputs, split_batch
+from .merging import merge_outputs
+from .microbatches import MicrobatchSplit, batch_rows, split_batch
 from .packed import find_packed, sizes_of, split_packed
-from .reading import Role
+from .reading import BatchSource, Role
 
 Split = Callable[[Any, int], Any]
 

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
-from ..batches.microbatches import merge_outputs
+from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches
 
 _ROUNDING = 0.01  # of a loss in bfloat16

@@ -268,12 +268,12 @@ class _Weights:
 
     def __init__(self, weights: Sequence[nn.Parameter], *, is_sampled: bool) -> None:
         self._weights = weights
-        self._versions = [weight._version for weight in weights]
+        self._versions = Versions(zip(weights, weights, strict=True))
         self.samples = [_sample(weight) for weight in weights] if is_sampled else None
 
     def written(self) -> list[nn.Parameter]:
         """Those with another version now: ``.data`` has none."""
-        return [w for w, version in zip(self._weights, self._versions, strict=True) if w._version != version]
+        return self._versions.written()
 
     def changed(self, *, with_samples: bool = True) -> list[nn.Parameter]:
         """The weights that are different now."""

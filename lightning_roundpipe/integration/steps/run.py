@@ -30,7 +30,7 @@ from ...ranks.group import ALONE, RankGroup
 from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
 from ...reporting.tracing import Recordings
-from ..batches.microbatches import merge_outputs
+from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches, BatchSplitter
 from ..checks import check_modes
 from ..huggingface import training_settings

@@ -95,18 +95,6 @@ def test_batches_from_loaders_to_steps(owner: str) -> None:
     assert both(act)[2] == ("prepare", "fit", "end of fit", "prepare", "predict", "end of predict")
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@compat("LightningDataModule", "from_datasets")
-def test_datamodule_from_datasets() -> None:
-    def act(kind: str) -> Any:
-        module, trainer = Evaluates(), make_trainer(kind)
-        sets = {f"{name}_dataset": make_loader(rows).dataset for name, rows in (("val", 11), ("predict", 7))}
-        data = L.LightningDataModule.from_datasets(None, **sets, batch_size=4)
-        return trainer.validate(module, data, verbose=False), trainer.predict(module, data)
-
-    both(act)
-
-
 # --- models and callbacks that hooks make ------------------------------------------------------------------------
 
 
@@ -252,7 +240,7 @@ class Position(L.LightningDataModule):
 
 @pytest.mark.parametrize("reader", KINDS)
 @compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
-@compat_each("Callback hook", "on_save_checkpoint on_load_checkpoint state_dict load_state_dict")
+@compat_each("Callback hook", "on_save_checkpoint on_load_checkpoint state_dict load_state_dict state_key")
 @compat_each("LightningDataModule", "state_dict load_state_dict")
 def test_what_hooks_put_into_checkpoints(tmp_path: Path, reader: str) -> None:
     """Written here and read by plain Lightning, and the other way round."""
@@ -279,42 +267,3 @@ def test_what_hooks_put_into_checkpoints(tmp_path: Path, reader: str) -> None:
         return counts.num_batches, data.position, counts.norm, run.module.seen, run.results, saved
 
     assert both(act)[:2] == (6, 102)
-
-
-# --- exceptions --------------------------------------------------------------------------------------------------
-
-
-@compat("Callback hook", "on_exception")
-@compat("LightningDataModule", "on_exception")
-def test_on_exception_gets_what_was_raised() -> None:
-    class Fault(Exception):
-        pass
-
-    raised = Fault("in a step")
-
-    class Fails(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1:
-                raise raised
-            return super().training_step(batch, batch_idx)
-
-    def act(kind: str) -> Any:
-        given: list[Any] = []
-
-        class Notes(L.Callback):
-            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-                given.append((exception, trainer.global_step, trainer.state.status))
-
-        class Data(L.LightningDataModule):
-            def train_dataloader(self) -> Any:
-                return make_loader()
-
-            def on_exception(self, exception: BaseException) -> None:
-                given.append(exception)
-
-        with pytest.raises(Fault) as error:
-            make_trainer(kind, callbacks=[Notes()]).fit(Fails(), datamodule=Data())
-        assert error.value is raised
-        return given
-
-    assert len(both(act)) == 2

@@ -168,21 +168,6 @@ def test_micro_batches_without_a_weight_are_not_asked_for_a_loss() -> None:
     assert not fit("roundpipe", make, make_loader(), options={"loss_weight": weight}).moved
 
 
-WRONG_RESULTS: dict[str, Any] = {
-    "None in a dict": (lambda loss: {"loss": None}, MisconfigurationException, "'loss'"),
-    "no graph": (lambda loss: loss.detach(), RuntimeError, "does not require"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WRONG_RESULTS)
-def test_a_loss_that_is_none_is_the_error_of_plain(kind: str, name: str) -> None:
-    result, error, match = WRONG_RESULTS[name]
-    module = with_step(lambda self, batch, batch_idx: result(self.loss(batch)))()
-    with pytest.raises(error, match=match):
-        make_trainer(kind).fit(module, make_loader())
-
-
 # --- what a step can do ------------------------------------------------------------------------------------------
 
 
@@ -261,25 +246,6 @@ def test_entries_that_a_step_puts_into_its_batch() -> None:
     found = both(act)
     assert sorted(found[0]) == ["logits", "loss", "x", "y"]
     assert sorted(found[-1]) == ["logits", "unused", "y"]
-
-
-@compat("LightningModule hook", "training_step (reads gradients)")
-def test_gradients_of_the_step_before() -> None:
-    class Reads(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[float] = []
-            self.in_steps: set[Any] = set()
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.norms.append(-1.0 if self.head.weight.grad is None else self.head.weight.grad.norm().item())
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.in_steps.add((self.global_step > 0, self.head.weight.grad is None))
-            return super().training_step(batch, batch_idx)
-
-    for run in compare(Reads, max_epochs=2, also=lambda run: run.module.norms):
-        assert run.module.in_steps == {(False, True), (True, False)}
 
 
 @compat("LightningModule hook", "training_step (discards gradients)")

@@ -11,13 +11,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
-from tests.support.parity import KINDS, Run, both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -196,31 +195,11 @@ def trained() -> dict[str, Run]:
     return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
 
 
-@compat("LightningModule method", "to_onnx")
-def test_to_onnx(trained: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the exporter of torch is given after a run, which is all that Lightning does; the exporter is not run."""
-    given: list[Any] = []
-
-    def export(module: Any, sample: Any, path: Any, **kwargs: Any) -> None:
-        given.append([type(module).__name__, module.training, module(sample).detach(), str(path), sorted(kwargs)])
-
-    monkeypatch.setattr(lightning_module, "_ONNX_AVAILABLE", True)
-    monkeypatch.setattr(torch.onnx, "export", export)
-
-    def act(kind: str) -> Any:
-        module = trained[kind].module
-        module.example_input_array = torch.ones(2, WIDTH)
-        module.to_onnx(tmp_path / "a.onnx", export_params=True)
-        assert module.training
-        return given.pop()
-
-    both(act)
-
-
-@compat("LightningModule method", "to_torchscript")
+@compat_each("LightningModule method", "to_torchscript to_onnx to_tensorrt")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
+    """A module is as it was after a run, for other exporters as well."""
     sample = torch.ones(2, WIDTH)
 
     def act(kind: str) -> Any:
@@ -231,15 +210,6 @@ def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) ->
         return result
 
     both(act)
-
-
-@compat("LightningModule method", "to_tensorrt", note="The same errors without a GPU and `torch_tensorrt`.")
-@pytest.mark.skipif(not hasattr(L.LightningModule, "to_tensorrt"), reason="Lightning before 2.6 has no to_tensorrt")
-def test_to_tensorrt(trained: dict[str, Run], tmp_path: Path) -> None:
-    def act(kind: str) -> None:
-        trained[kind].module.to_tensorrt(tmp_path / "a.ts", input_sample=torch.ones(2, WIDTH))
-
-    both_refuse(act, Exception, r"TensorRT|tensorrt|CUDA|cuda")
 
 
 class Sized(L.LightningModule):
@@ -355,34 +325,3 @@ def test_init_module(precision: str, dtype: torch.dtype) -> None:
 
     # bfloat16 has 8 bits; a few roundings.
     both(act, **({"rtol": 2**-7, "atol": 2**-7} if precision == "bf16-true" else {}))
-
-
-@compat_each("Callback hook", "state_key state_dict load_state_dict")
-def test_states_of_callbacks_with_keys_of_their_own(tmp_path: Path) -> None:
-    class Counts(L.Callback):
-        def __init__(self, start: int) -> None:
-            self.start = self.count = start
-
-        @property
-        def state_key(self) -> str:
-            return self._generate_state_key(start=self.start)
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.count += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.count = state_dict["count"]
-
-    def act(kind: str) -> Any:
-        trainer = make_trainer(kind, callbacks=[Counts(1), Counts(10)])
-        trainer.fit(Small(), make_loader())
-        trainer.save_checkpoint(tmp_path / kind)
-        again = [Counts(10), Counts(1)]
-        make_trainer(kind, max_epochs=2, callbacks=again).fit(Small(), make_loader(), ckpt_path=tmp_path / kind)
-        saved = torch.load(tmp_path / kind, weights_only=True)["callbacks"]
-        return saved, [callback.count for callback in again]
-
-    assert both(act)[1] == [16, 7]

@@ -1,18 +1,14 @@
 """Loggers get the calls, values and steps of plain Lightning.
 
-The packages of most loggers are not needed to test them: a stand-in is put in the place of the package, so that the
-code of Lightning's logger runs, and what it asks of the package is recorded.
+What a logger makes of its calls is its own: so one that records them stands for those that need packages.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -30,57 +26,6 @@ from tests.support.small import Small
 Calls = list[tuple[str, Any]]
 
 
-class StandIn(ModuleType):
-    """Has every attribute, can be called, indexed and entered, and writes down what is done to it.
-
-    Args:
-        name: how calls are written down; that of a package for its stand-in.
-        calls: what was done, in order.
-        root: folder of the run, which is left out of paths.
-        answers: what some calls give, by name.
-    """
-
-    def __init__(self, name: str, calls: Calls, root: Path, answers: dict[str, Any]) -> None:
-        super().__init__(name)
-        self.__dict__.update(_calls=calls, _root=root, _answers=answers, __path__=[])
-
-    def __getattr__(self, name: str) -> Any:
-        # Lightning calls methods of Comet with names like this one.
-        if name.startswith("__") and not name.startswith("__internal"):
-            raise AttributeError(name)
-        child = self._child(f"{self.__name__}.{name}")
-        self.__dict__[name] = child
-        return child
-
-    def _child(self, name: str) -> Any:
-        if name in self._answers:
-            return self._answers[name]
-        return StandIn(name, self._calls, self._root, self._answers)
-
-    def _note(self, what: str, *details: Any) -> None:
-        self._calls.append((what, plain_of(details, self._root)))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("timestamp", None)
-        self._note(self.__name__, *args, kwargs)
-        return self._child(f"{self.__name__}()")
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._child(f"{self.__name__}[{key}]")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._note(f"{self.__name__}[{key}] =", value)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self._note(f"{self.__name__} left")
-
-    def __repr__(self) -> str:
-        return f"<{self.__name__}>"
-
-
 def plain_of(value: Any, root: Path) -> Any:
     """Something that can be compared between two runs."""
     if isinstance(value, dict):
@@ -96,7 +41,7 @@ def plain_of(value: Any, root: Path) -> Any:
         return "<folder>" if os.path.isabs(text) else text
     if value is None or isinstance(value, (bool, int)):
         return value
-    return repr(value) if isinstance(value, (StandIn, Namespace)) else f"<{type(value).__name__}>"
+    return f"<{type(value).__name__}>"
 
 
 class Recording(loggers.Logger):
@@ -203,6 +148,10 @@ def run_both(tmp_path: Path) -> Callable[..., list[Any]]:
 
 @compat("Logger", "Logger")
 @compat("Logger", "Logger (several at once)")
+@compat("Logger", "WandbLogger", note="The calls that it gets are compared.")
+@compat("Logger", "MLFlowLogger", note="The calls that it gets are compared.")
+@compat("Logger", "CometLogger", note="The calls that it gets are compared.")
+@compat("Logger", "LitLogger", note="The calls that it gets are compared.")
 @compat("Logger", "Logger (values and steps, hyperparameters, graph, save, finalize, after_save_checkpoint)")
 @compat("Trainer argument", "log_every_n_steps")
 @compat("Trainer argument", "logger")
@@ -229,6 +178,19 @@ def test_a_logger_gets_the_same_calls(run_both: Any, every: int, accumulate: int
     steps = [details[1] for what, details in first.calls if what == "log_metrics" and "loss_step" in details[0]]
     assert steps == {(1, 1): [0, 1, 2, 3, 4, 5], (2, 1): [1, 3, 5], (0, 1): [], (1, 2): [0, 1, 2, 3]}[every, accumulate]
     assert any("other/val_epoch" in details[0] for what, details in second.calls if what == "log_metrics")
+
+
+@compat("Trainer argument", "enable_autolog_hparams")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_hyperparameters_are_logged_once(tmp_path: Path, enabled: bool) -> None:
+    need(L.Trainer, "enable_autolog_hparams")
+
+    def act(kind: str) -> Any:
+        logger = Recording(tmp_path)
+        make_trainer(kind, logger=logger, enable_autolog_hparams=enabled).fit(LogsAll(), make_loader())
+        return [details[0] for what, details in logger.calls if what == "log_hyperparams"]
+
+    assert both(act) == ([{"dropout": 0.0, "fails_at": -1}] if enabled else [])
 
 
 @compat("LightningModule method", "log (the name `step` sets the step of loggers)")
@@ -322,143 +284,31 @@ def test_files_of_csv_and_tensorboard(run_both: Any) -> None:
     assert "dropout: 0.0" in hyperparameters[0]
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
-    """Puts a stand-in in the place of a package; ``module`` is where Lightning asks whether it is installed."""
-
-    def put(package: str, submodules: str, root: Path, flag: str | None = None, **answers: Any) -> StandIn:
-        calls: Calls = []
-        named = {name.replace("__", "."): value for name, value in answers.items()}
-        base = StandIn(package, calls, root, named)
-        monkeypatch.setitem(sys.modules, package, base)
-        for name in submodules.split():
-            module: Any = base
-            for part in name.split("."):
-                module = getattr(module, part)
-            monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
-        if flag is not None:
-            monkeypatch.setattr(flag, True)
-        return base
-
-    return put
-
-
-class WandbRun(StandIn):
-    """A run of wandb: ``watch`` puts hooks on parameters and on the model, as the package does."""
-
-    def watch(self, model: nn.Module, log: str, log_freq: int, log_graph: bool) -> None:
-        self._note("watch", type(model).__name__, log, log_freq, log_graph)
-        self.__dict__.update(gradients=[], weights=[])
-        if log in ("gradients", "all"):
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda grad, name=name: self.gradients.append((name, grad.detach().clone())))
-        if log in ("parameters", "all"):
-            model.register_forward_hook(lambda m, i, o: self.weights.append(m.head.weight.detach().clone()))
-
-
-@compat("Logger", "WandbLogger", note="Tested with a stand-in for the package.")
 @compat(
     "Logger",
     "WandbLogger (`watch`)",
     "differs",
     "Parameters are seen once per micro-batch, which `log_freq` counts; gradients once per step.",
 )
-def test_wandb(run_both: Any, stand_in: Any) -> None:
-    runs = []
+def test_hooks_of_a_logger_that_watches() -> None:
+    """As ``watch`` of Weights & Biases puts them on parameters and on the forward of the module."""
+    gradients: list[tuple[str, torch.Tensor]] = []
+    weights: list[torch.Tensor] = []
 
-    def make(root: Path) -> Any:
-        calls: Calls = []
-        run = WandbRun("run", calls, root, {"run.id": "id", "run.name": "name"})
-        wandb = stand_in(
-            "wandb",
-            "sdk sdk.lib wandb_run",
-            root,
-            "lightning.pytorch.loggers.wandb._WANDB_AVAILABLE",
-            **{"wandb__run": None, "wandb__init()": run, "wandb__wandb_run__Run": WandbRun},
-            wandb__sdk__lib__RunDisabled=type("RunDisabled", (), {}),
-        )
-        runs.append((run, wandb))
-        return loggers.WandbLogger(save_dir=root, project="tests", log_model="all", prefix="p")
+    def watched() -> Any:
+        module = LogsAll()
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda grad, name=name: gradients.append((name, grad.detach().clone())))
+        module.register_forward_hook(lambda m, i, o: weights.append(m.head.weight.detach().clone()))
+        return module
 
-    def watch(module: Any, trainer: L.Trainer) -> None:
-        trainer.logger.watch(module, log="all", log_freq=1)
+    def act(kind: str) -> Any:
+        gradients.clear()
+        weights.clear()
+        make_trainer(kind).fit(watched(), make_loader(), make_loader(10, 4))
+        calls = {"plain": 3 + 3, "roundpipe": 3 * 3 + 3 + 3 + 2}[kind]  # of 8, 8 and 4 rows, and of 4, 4 and 2
+        assert len(weights) == calls
+        # Once per step and parameter, in whatever order autograd comes to them.
+        return [dict(sorted(gradients[start : start + 10])) for start in range(0, len(gradients), 10)]
 
-    run_both(make, watch)
-    (plain, plain_wandb), (ours, our_wandb) = runs
-    assert_alike([ours._calls, our_wandb._calls], [plain._calls, plain_wandb._calls])
-    logged = [details[0] for what, details in plain._calls if what == "run.log"]
-    assert [entry["trainer/global_step"] for entry in logged if "p-loss_step" in entry] == [1, 3, 5]
-    assert {"run.config.update", "run.define_metric", "run.log", "run.log_artifact", "watch"} <= {
-        what for what, _ in plain._calls
-    }
-    assert "wandb.Artifact" in {what for what, _ in plain_wandb._calls}
-    # Once per step and parameter, in whatever order autograd comes to them.
-    num_parameters = len({name for name, _ in plain.gradients})
-    assert len(plain.gradients) == len(ours.gradients) == 6 * num_parameters
-    for start in range(0, len(plain.gradients), num_parameters):
-        left, right = (dict(run.gradients[start : start + num_parameters]) for run in (ours, plain))
-        assert_alike({name: left[name] for name in right}, right)
-    batches = [8, 8, 4, 4, 4, 2] * 2 + [4, 4, 2]  # rows: two epochs with validation, then the test
-    assert len(plain.weights) == len(batches)
-    assert len(ours.weights) == sum(min(rows, 3) for rows in batches)
-
-
-def fixed_version(module: Any, trainer: L.Trainer) -> None:
-    """Else the time of day."""
-    trainer.logger._version = "v"  # type: ignore[union-attr]
-
-
-# By package: its parts, where Lightning asks whether it is installed, how the logger is made, what is done before the
-# run, and calls that the package must have seen.
-STAND_INS: dict[str, tuple[str, str | None, Callable[[Path], Any], Callable[[Any, Any], None], set[str]]] = {
-    "mlflow": (
-        "tracking tracking.context entities utils utils.mlflow_tags",
-        "lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE",
-        lambda root: loggers.MLFlowLogger("tests", run_name="a", tracking_uri=f"file:{root}", log_model="all"),
-        nothing,
-        {f"mlflow.tracking.MlflowClient().{name}" for name in ("log_batch", "log_artifact", "set_terminated")}
-        | {"mlflow.entities.Metric", "mlflow.entities.Param"},
-    ),
-    "comet_ml": (
-        "",
-        "lightning.pytorch.loggers.comet._COMET_AVAILABLE",
-        lambda root: loggers.CometLogger(project="tests", online=False, prefix="p"),
-        nothing,
-        {f"comet_ml.start().__internal_api__{name}__" for name in ("log_metrics", "log_parameters", "set_model_graph")}
-        | {"comet_ml.start().flush"},
-    ),
-    "litlogger": (
-        "generator",
-        None,
-        lambda root: loggers.LitLogger(root_dir=root, name="tests", log_model=True),
-        fixed_version,
-        {f"litlogger.Experiment(){name}" for name in ("[loss_step].append", "[val_epoch].append", ".finalize")}
-        | {"litlogger.Model"},
-    ),
-}
-
-
-@compat("Logger", "MLFlowLogger", note="Tested with a stand-in for the package.")
-@compat("Logger", "CometLogger", note="Tested with a stand-in for the package.")
-@compat("Logger", "LitLogger", note="Tested with a stand-in for the package.")
-@pytest.mark.filterwarnings("ignore:LitLogger does not support")
-@pytest.mark.parametrize("package", STAND_INS)
-def test_packages_are_asked_for_the_same(
-    run_both: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    if package == "litlogger" and not hasattr(loggers, "LitLogger"):
-        pytest.skip("LitLogger is in Lightning from 2.6 on")
-    if package == "comet_ml":
-        need(loggers.CometLogger, "project")
-    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")  # the logger of Comet sets it; this puts it back
-    parts, flag, make_logger, before, expected = STAND_INS[package]
-    packages: list[Any] = []
-
-    def make(root: Path) -> Any:
-        packages.append(stand_in(package, parts, root, flag))
-        return make_logger(root)
-
-    run_both(make, before)
-    plain, ours = packages
-    assert_alike(ours._calls, plain._calls)
-    assert expected <= {what for what, _ in plain._calls}
+    assert len(both(act)) == 3

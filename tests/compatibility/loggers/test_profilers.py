@@ -16,7 +16,6 @@ from lightning.pytorch.profilers import (
     Profiler,
     PyTorchProfiler,
     SimpleProfiler,
-    XLAProfiler,
 )
 from torch import Tensor
 
@@ -189,16 +188,6 @@ def test_no_profiler_is_left_alone() -> None:
     module = profiled("roundpipe", None)
     assert type(module.trainer.profiler) is PassThroughProfiler
     assert not {"start", "stop"} & vars(module.trainer.profiler).keys()
-
-
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*Profiler.__del__")
-@compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without `torch_xla`.")
-def test_the_profiler_of_xla_needs_xla() -> None:
-    for kind in KINDS:
-        with pytest.raises(ModuleNotFoundError, match="torch_xla"):
-            make_trainer(kind, profiler="xla")
-    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
-        XLAProfiler()
 
 
 # --- the adapter ------------------------------------------------------------------------------------------------------

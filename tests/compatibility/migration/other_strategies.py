@@ -18,15 +18,14 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor
 
+from tests.support.loaders import Resumable
 from tests.support.rank_runs.script import free_port, variables
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -70,31 +69,12 @@ class Sharded(Migrating):
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-class Rows:
-    """Batches of the data, or the share of one process in them; remembers its place, as resuming demands."""
-
-    def __init__(self, share: slice = slice(None)) -> None:
-        generator = torch.Generator().manual_seed(ROWS)
-        x = torch.randn(ROWS, WIDTH, generator=generator)
-        y = torch.randint(CLASSES, (ROWS,), generator=generator)
-        starts = range(0, ROWS, BATCH)
-        self.batches: list[list[Tensor]] = [[x[i : i + BATCH][share], y[i : i + BATCH][share]] for i in starts]
-        self.position = self.loaded = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        self.position, self.loaded = self.loaded % len(self), 0
-        while self.position < len(self):
-            self.position += 1
-            yield self.batches[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state["position"]
+def rows(share: slice = slice(None)) -> Resumable:
+    """Batches of the data, or the share of one process in them."""
+    generator = torch.Generator().manual_seed(ROWS)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    y = torch.randint(CLASSES, (ROWS,), generator=generator)
+    return Resumable([[x[i : i + BATCH][share], y[i : i + BATCH][share]] for i in range(0, ROWS, BATCH)])
 
 
 class SavesAfter(L.Callback):
@@ -143,7 +123,7 @@ def fit(module: Migrating, strategy: Strategy, patterns: list[str], rank: int, b
         callbacks=[SavesAfter(pattern, (2, 3) if begun is None else (6,)) for pattern in patterns],
     )
     share = BATCH // PROCESSES
-    trainer.fit(module, Rows(slice(rank * share, (rank + 1) * share)), ckpt_path=begun)
+    trainer.fit(module, rows(slice(rank * share, (rank + 1) * share)), ckpt_path=begun)
 
 
 def process(rank: int, folder: str, port: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.compatibility.migration.other_strategies import Migrating, Rows, SavesAfter
+from tests.compatibility.migration.other_strategies import Migrating, SavesAfter, rows
 from tests.compatibility.versions import need
 from tests.support.forks import Forks
 from tests.support.parity import KINDS, assert_alike, make_trainer
@@ -35,7 +35,7 @@ def written(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for head_first in (True, False):
         saves = SavesAfter(f"{folder}/begun-{head_first}.ckpt", (2,))
-        make_trainer(callbacks=[saves]).fit(Migrating(head_first=head_first), Rows())
+        make_trainer(callbacks=[saves]).fit(Migrating(head_first=head_first), rows())
     forks.run(ROOT / "tests" / "compatibility" / "migration" / "other_strategies.py", str(folder), folder=folder)
     return folder
 
@@ -45,7 +45,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of a plain run on one device, after 2, 3 and all 6 steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     trainer = make_trainer("plain", max_epochs=EPOCHS, callbacks=[SavesAfter(f"{folder}/{{}}.ckpt", (2, 3))])
-    trainer.fit(Migrating(), Rows())
+    trainer.fit(Migrating(), rows())
     assert trainer.global_step == STEPS
     trainer.save_checkpoint(folder / "end.ckpt")
     return folder
@@ -81,7 +81,7 @@ def assert_goes_on(uninterrupted: Path, tmp_path: Path) -> Callable[..., L.Train
         steps: list[int] = []
         module = module or Migrating()
         module.on_train_batch_start = lambda batch, batch_idx: steps.append(trainer.global_step)
-        trainer.fit(module, Rows(), ckpt_path=path, **settings)
+        trainer.fit(module, rows(), ckpt_path=path, **settings)
         assert steps == list(range(STEPS))[-len(steps) :] != list(range(STEPS)), "it must go on, not start anew"
         del module.on_train_batch_start
         trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -136,7 +136,7 @@ def test_folders_of_several_processes(written: Path, assert_goes_on: Any, consol
     """The error names two commands: the first is for FSDPStrategy, the second for ModelParallelStrategy."""
     folder = written / f"{name}-2"
     with pytest.raises(IsADirectoryError, match=r"parts of several processes.*consolidate_checkpoint") as caught:
-        make_trainer(max_epochs=EPOCHS).fit(Migrating(), Rows(), ckpt_path=folder)
+        make_trainer(max_epochs=EPOCHS).fit(Migrating(), rows(), ckpt_path=folder)
     message = str(caught.value)
     file = consolidate(message if name == "fsdp" else message[message.index("or with") :])
     assert str(file) in message
@@ -164,12 +164,12 @@ def test_files_of_deepspeed(uninterrupted: Path, tmp_path: Path, prefix: str) ->
     original = content(uninterrupted / "3.ckpt")
     torch.save(as_converted_by_deepspeed(original, prefix), path)
     module = Migrating()
-    (ours,) = make_trainer().validate(module, Rows(), ckpt_path=path, verbose=False)
-    (plain,) = make_trainer("plain").validate(Migrating(), Rows(), ckpt_path=uninterrupted / "3.ckpt", verbose=False)
+    (ours,) = make_trainer().validate(module, rows(), ckpt_path=path, verbose=False)
+    (plain,) = make_trainer("plain").validate(Migrating(), rows(), ckpt_path=uninterrupted / "3.ckpt", verbose=False)
     assert_alike(ours, plain)
     assert_alike(dict(module.state_dict()), dict(original["state_dict"]), rtol=0, atol=0)
     with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="no optimizer state") as caught:
-        make_trainer(max_epochs=EPOCHS).fit(Migrating(), Rows(), ckpt_path=path)
+        make_trainer(max_epochs=EPOCHS).fit(Migrating(), rows(), ckpt_path=path)
     assert str(path) in str(caught.value)
 
 
@@ -187,7 +187,7 @@ def test_folder_of_deepspeed(tmp_path: Path) -> None:
         if has_tag:
             (folder / "latest").write_text("checkpoint")
         with pytest.raises(IsADirectoryError, match=r"convert_zero_checkpoint_to_fp32_state_dict\('.*run\.ckpt'"):
-            make_trainer().fit(Migrating(), Rows(), ckpt_path=folder)
+            make_trainer().fit(Migrating(), rows(), ckpt_path=folder)
 
 
 @compat(
@@ -210,8 +210,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "nothing.ckpt", FileNotFoundError, "nothing.ckpt"),
     ):
         with pytest.raises(error, match=message):
-            make_trainer().fit(Migrating(), Rows(), ckpt_path=path)
-    (found,) = make_trainer().validate(Migrating(), Rows(), ckpt_path=tmp_path / "only.ckpt", verbose=False)
+            make_trainer().fit(Migrating(), rows(), ckpt_path=path)
+    (found,) = make_trainer().validate(Migrating(), rows(), ckpt_path=tmp_path / "only.ckpt", verbose=False)
     assert found["val"] > 0
 
 
@@ -222,7 +222,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_there_and_back(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path, step: int) -> None:
     pattern = str(tmp_path / "ours-{}.ckpt")
     begun = make_trainer(max_epochs=1, callbacks=[SavesAfter(pattern)])
-    begun.fit(Migrating(), Rows())
+    begun.fit(Migrating(), rows())
     ours = Path(pattern.format(step))
     assert_alike(training_of(ours), training_of(uninterrupted / f"{step}.ckpt"))
     assert content(ours).keys() == content(uninterrupted / f"{step}.ckpt").keys()
@@ -264,7 +264,7 @@ def test_loops_and_callbacks(tmp_path: Path) -> None:
 
 def rows_loader() -> DataLoader[Any]:
     """The same rows, with Lightning's own resuming."""
-    x, y = (torch.cat(column) for column in zip(*Rows().batches, strict=True))
+    x, y = (torch.cat(column) for column in zip(*rows().batches, strict=True))
     return DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 
 
@@ -276,14 +276,14 @@ def test_weights_only_and_hyper_parameters(uninterrupted: Path, assert_goes_on: 
     path = tmp_path / "ours.ckpt"
     trainer = make_trainer()
     module = Migrating(lr=0.03)
-    trainer.fit(module, Rows())
+    trainer.fit(module, rows())
     trainer.save_checkpoint(path)
     assert content(path)["hyper_parameters"] == {"lr": 0.03, "gamma": 0.8, "head_first": True}
     loaded = Migrating.load_from_checkpoint(path, weights_only=True, gamma=0.5)
     assert dict(loaded.hparams) == {"lr": 0.03, "gamma": 0.5, "head_first": True}
     assert_alike(dict(loaded.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
     fresh = Migrating()
-    make_trainer().validate(fresh, Rows(), ckpt_path=path, weights_only=True, verbose=False)
+    make_trainer().validate(fresh, rows(), ckpt_path=path, weights_only=True, verbose=False)
     assert_alike(dict(fresh.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
     assert_goes_on(uninterrupted / "2.ckpt", weights_only=True)
 
@@ -325,10 +325,10 @@ def test_strict_and_not(uninterrupted: Path, tmp_path: Path) -> None:
     found = []
     for kind in KINDS:
         with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias.*\n.*Unexpected key.*gone\.weight") as caught:
-            make_trainer(kind).validate(Migrating(), Rows(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
+            make_trainer(kind).validate(Migrating(), rows(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
         module = Migrating()
         module.strict_loading = False
-        (metrics,) = make_trainer(kind).validate(module, Rows(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
+        (metrics,) = make_trainer(kind).validate(module, rows(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
         assert torch.equal(module.head.bias, Migrating().head.bias)
         assert torch.equal(module.head.weight, saved["state_dict"]["head.weight"])
         found.append((str(caught.value), pytest.approx(metrics["val"], rel=1e-5)))
@@ -355,7 +355,7 @@ def test_optimizer_state_by_name(uninterrupted: Path, assert_goes_on: Any, tmp_p
     saved["optimizer_states"] = [named(optimizer, Migrating(), lambda names: [*names[1:], "other"])]
     torch.save(saved, tmp_path / "other.ckpt")
     with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="other parameters than the one"):
-        make_trainer(max_epochs=EPOCHS).fit(Migrating(), Rows(), ckpt_path=tmp_path / "other.ckpt")
+        make_trainer(max_epochs=EPOCHS).fit(Migrating(), rows(), ckpt_path=tmp_path / "other.ckpt")
 
 
 def test_plugins_may_read_folders(tmp_path: Path, uninterrupted: Path) -> None:
@@ -371,5 +371,5 @@ def test_plugins_may_read_folders(tmp_path: Path, uninterrupted: Path) -> None:
         def remove_checkpoint(self, path: Any) -> None:
             raise AssertionError("nothing is removed")
 
-    (found,) = make_trainer(plugins=[Folders()]).validate(Migrating(), Rows(), ckpt_path=uninterrupted, verbose=False)
+    (found,) = make_trainer(plugins=[Folders()]).validate(Migrating(), rows(), ckpt_path=uninterrupted, verbose=False)
     assert found["val"] > 0

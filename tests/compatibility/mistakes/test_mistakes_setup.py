@@ -334,30 +334,6 @@ def test_senseless_devices(settings: dict[str, Any]) -> None:
     assert any(word in str(caught.value) for word in words)
 
 
-@compat(
-    "Misuse",
-    "options of a wrong type, or that contradict each other",
-    status="refused",
-    note="The error comes with the strategy.",
-)
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"num_microbatches": "4"}, "num_microbatches='4': use a positive integer or 'auto'"),
-        ({"num_microbatches": True}, "num_microbatches=True"),
-        ({"units": nn.Linear}, "units=.*non-empty list of module classes"),
-        ({"loss_weight": "tokens"}, "loss_weight='tokens': use one of 'auto', 'samples'"),
-        ({"device_memory_limit": 24}, "24 bytes, on which nothing can run.*'24GiB'"),
-        ({"compile_units": {"mode": "default", "options": {"a": 1}}}, "either mode or options"),
-        ({"precision": 16}, "unexpected keyword argument 'precision'"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_options(wrong: dict[str, Any], match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
-        RoundPipeStrategy(**wrong)
-
-
 @compat("Misuse", "`deepcopy` of a Trainer that has run")
 @compat("Misuse", "`pickle` of a Trainer")
 @pytest.mark.parametrize("has_run", [False, True])

@@ -1,6 +1,6 @@
 """Precision: every value of ``Trainer(precision=...)``, Lightning's plugins given as objects, plugins of the user.
 
-How close mixed precision is to plain Lightning is shown in tests/parity/test_parity_precision.py.
+What mixed precision is equal to is shown in tests/parity/test_parity_precision.py.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
     XLAEnvironment,
 )
+from lightning.pytorch.profilers import XLAProfiler
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,7 +42,6 @@ from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.versions import known
-from tests.support.identical import assert_identical
 from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -94,15 +94,6 @@ def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -
     assert {call[0] for call in both(act)[0]} == {"save", "load", "remove", "teardown"}
 
 
-@compat("Plugin", "TorchCheckpointIO")
-def test_the_default_checkpoint_io(tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt"
-    trainer, module = make_trainer(plugins=[TorchCheckpointIO()]), Small()
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(path)
-    assert_identical(Small.load_from_checkpoint(path, weights_only=False).state_dict(), module.state_dict())
-
-
 class Late(TorchCheckpointIO):
     """Writes nothing before it is allowed to: training goes on meanwhile."""
 
@@ -116,6 +107,7 @@ class Late(TorchCheckpointIO):
 
 
 @compat("Plugin", "AsyncCheckpointIO")
+@compat("Plugin", "TorchCheckpointIO")
 def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
     """Steps that are made before the file is written do not change what is in it."""
 
@@ -139,12 +131,6 @@ def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
         return [[c["state_dict"], c["optimizer_states"], c["global_step"]] for c in checkpoints]
 
     both(act)
-
-
-@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without `torch_xla`.")
-def test_the_checkpoint_io_of_xla_needs_xla() -> None:
-    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
-        XLACheckpointIO()
 
 
 # --- synchronization of layers ----------------------------------------------------------------------------------------
@@ -355,10 +341,13 @@ def test_processes_that_do_not_agree_are_refused(
 
 @compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without `mpi4py`.")
 @compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without `torch_xla`.")
-@pytest.mark.parametrize(("environment", "package"), [(MPIEnvironment, "mpi4py"), (XLAEnvironment, "torch_xla")])
-def test_environments_that_need_a_package(environment: type[ClusterEnvironment], package: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=package):
-        environment()
+@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without `torch_xla`.")
+@compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without `torch_xla`.")
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*Profiler.__del__")
+@pytest.mark.parametrize("kind", [MPIEnvironment, XLAEnvironment, XLACheckpointIO, XLAProfiler])
+def test_what_needs_a_package(kind: type) -> None:
+    with pytest.raises(ModuleNotFoundError, match="mpi4py" if kind is MPIEnvironment else "torch_xla"):
+        kind()
 
 
 @compat("Library", "Jupyter")

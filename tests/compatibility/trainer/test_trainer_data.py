@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_roundpipe import BatchSplitError
-from tests.support.parity import Run, both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.parity import Run, both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat, compat_each
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -183,20 +182,3 @@ def test_loaders_of_different_batch_sizes_are_refused() -> None:
 @compat("Library", "DataLoader with worker processes")
 def test_loaders_with_worker_processes() -> None:
     compare(Learner, make_loader(20, num_workers=1, persistent_workers=True), also=shown, max_epochs=2)
-
-
-def test_loaders_of_a_datamodule() -> None:
-    class Data(L.LightningDataModule):
-        """Several loaders for training and for validation."""
-
-        def train_dataloader(self) -> Any:
-            return {"a": make_loader(24), "b": make_loader(16)}
-
-        def val_dataloader(self) -> Any:
-            return [make_loader(12), make_loader(10, 4)]
-
-    def act(kind: str) -> Any:
-        run = fit(kind, Learner, fit_options={"datamodule": Data()})
-        return run.results, shown(run)
-
-    assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= set(both(act)[0]["metrics"])

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
@@ -87,35 +87,6 @@ def test_accelerators_that_are_not_there(accelerator: str) -> None:
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
-
-
-class Hyperparameters(Logger):
-    """Keeps those that it is given. What else loggers are given: loggers/test_loggers.py."""
-
-    name, version = "hyperparameters", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[Any] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        pass
-
-    def log_hyperparams(self, params: Any) -> None:
-        self.given.append(dict(params))
-
-
-@compat("Trainer argument", "enable_autolog_hparams")
-@pytest.mark.parametrize("enabled", [True, False])
-def test_hyperparameters_are_logged_once(enabled: bool) -> None:
-    need(L.Trainer, "enable_autolog_hparams")
-
-    def act(kind: str) -> Any:
-        logger = Hyperparameters()
-        make_trainer(kind, logger=logger, enable_autolog_hparams=enabled).fit(Learner(width=6), make_loader())
-        return logger.given
-
-    assert both(act) == ([{"width": 6}] if enabled else [])
 
 
 @compat("Trainer argument", "default_root_dir")

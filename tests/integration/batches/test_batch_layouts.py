@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,14 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from tests.support.loaders import Loader
+from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    y: Tensor
-    scale: float = 1.0
+from tests.support.small import Small
 
 
 class Opaque:
@@ -29,55 +23,8 @@ class Opaque:
         self.x, self.y = x, y
 
 
-# name: (build a batch from x and y, take x and y out of it)
-LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Any, Any]]]] = {
-    "nested": (
-        lambda x, y: {"in": [{"x": x}, None, 3], "out": ((y,), "text")},
-        lambda b: (b["in"][0]["x"] * (b["in"][2] / 3), b["out"][0][0]),
-    ),
-    "dataclass": (lambda x, y: Sample(x, y, 2.0), lambda b: (b.x * b.scale, b.y)),
-    "strings": (
-        lambda x, y: {"x": x, "y": [f"class {k}" for k in y.tolist()]},
-        lambda b: (b["x"], torch.tensor([int(text.split()[1]) for text in b["y"]])),
-    ),
-    "list of dicts": (
-        lambda x, y: {"x": x, "targets": [{"y": k, "boxes": torch.ones(i, 4)} for i, k in enumerate(y)]},
-        lambda b: (b["x"], torch.stack([target["y"] for target in b["targets"]])),
-    ),
-    "scalars and None": (
-        lambda x, y: {"x": x, "y": y, "step": 5, "scale": torch.tensor(2.0), "mask": None, "flag": True, "id": "a"},
-        lambda b: (b["x"] * b["scale"] * (b["step"] / 5) if b["mask"] is None and b["flag"] else None, b["y"]),
-    ),
-    "shared row": (
-        lambda x, y: {"x": x, "y": y, "bias": torch.linspace(0, 1, x.shape[1])[None]},
-        lambda b: (b["x"] + b["bias"], b["y"]),
-    ),
-}
-
-
 def batches_of(loader: Any, build: Callable[[Tensor, Tensor], Any]) -> Loader:
     return Loader([build(x, y) for x, y in loader])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(small: Any, fit_alike: Any, make_loader: Any, layout: str) -> None:
-    build, take = LAYOUTS[layout]
-
-    sizes: list[int] = []
-
-    class Takes(small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = take(batch)
-            sizes.append(len(x))
-            return self.loss((x, y))
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            rows = len(take(batch)[0])
-            assert rows in (8, 4), "hooks see the whole batch"
-
-    fit_alike(Takes, batches_of(make_loader(), build))
-    assert sizes[:3] == [8, 8, 4]
-    assert sorted(sizes[3:]) == sorted([3, 3, 2] * 2 + [2, 1, 1])
 
 
 def _samples(loader: Any) -> list[tuple[Tensor, Tensor]]:
@@ -117,14 +64,12 @@ PREMADE: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PREMADE)
-def test_samples_and_batches_that_the_loader_does_not_make(
-    small: Any, fit_alike: Any, make_loader: Any, assert_alike: Any, name: str
-) -> None:
+def test_samples_and_batches_that_the_loader_does_not_make(name: str) -> None:
     """Entries of a data set as they are, be they samples without a batch dimension, or whole batches; in training, and
     in two loaders of the evaluation after each other."""
     make, num_microbatches = PREMADE[name]
 
-    class Takes(small):
+    class Takes(Small):
         def take(self, batch: Any) -> Tensor:
             x, y = batch.values() if isinstance(batch, dict) else batch
             return F.cross_entropy(self(x), y)
@@ -139,18 +84,15 @@ def test_samples_and_batches_that_the_loader_does_not_make(
             counts.append(getattr(self.trainer.strategy, "last_step", None))
 
     counts: list[Any] = []
-    plain, ours = fit_alike(Takes, make(make_loader()), val_loader=[make(make_loader(12)), make(make_loader(24))])
-    assert_alike(dict(ours.trainer.callback_metrics), dict(plain.trainer.callback_metrics))
+    plain, _ = compare(Takes, make(make_loader()), val=[make(make_loader(12)), make(make_loader(24))])
     assert len(plain.trainer.callback_metrics) == 2
     assert {step.num_microbatches for step in counts if step is not None} == {num_microbatches}
 
 
 @pytest.mark.parametrize("run", ["validate", "test", "predict"])
 @pytest.mark.parametrize("sequence", [tuple, list], ids=["tuple", "list"])
-def test_loaders_of_single_rows_after_each_other(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, sequence: Callable[[Any], Any], run: str
-) -> None:
-    class Takes(small):
+def test_loaders_of_single_rows_after_each_other(sequence: Callable[[Any], Any], run: str) -> None:
+    class Takes(Small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
             assert batch[0].shape == ((6,) if dataloader_idx == 2 else (1, 6))
             self.log("loss", self.loss(batch) + dataloader_idx + batch_idx, batch_size=1)
@@ -160,13 +102,11 @@ def test_loaders_of_single_rows_after_each_other(
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
             return self(batch[0]) + dataloader_idx + batch_idx
 
-    results = []
-    for kind in ("plain", "roundpipe"):
+    def act(kind: str) -> Any:
         loaders = sequence([make_loader(3, 1), make_loader(2, 1), Loader(_samples(make_loader()))])
-        trainer, quiet = make_trainer(kind), {} if run == "predict" else {"verbose": False}
-        results.append(getattr(trainer, run)(Takes(), loaders, **quiet))
-    assert [len(result) for result in results[0]] == ([3, 2, 5] if run == "predict" else [1, 1, 1])
-    assert_alike(results[1], results[0])
+        return getattr(make_trainer(kind), run)(Takes(), loaders, **({} if run == "predict" else {"verbose": False}))
+
+    assert [len(result) for result in both(act)] == ([3, 2, 5] if run == "predict" else [1, 1, 1])
 
 
 def split_opaque(batch: Opaque, num_microbatches: int) -> list[Opaque]:
@@ -190,43 +130,26 @@ class TakesOpaque:
         return self.loss((batch.x, batch.y))
 
 
-# Micro-batches whose rows the engine cannot know are of equal size here: 8 rows in 2.
-def test_way_out_by_option(small: Any, fit_alike: Any, make_loader: Any) -> None:
-    class Takes(TakesOpaque, small):
-        pass
-
-    loader = batches_of(make_loader(16), Opaque)
-    _, ours = fit_alike(Takes, loader, ours={"num_microbatches": 2, "options": {"split_batch": split_opaque}})
-    assert list(ours.module.sizes) == [4, 4] * 2
-
-
-def test_way_out_by_hook(small: Any, fit_alike: Any, make_loader: Any) -> None:
-    class Takes(TakesOpaque, small):
+def test_way_out_by_hook() -> None:
+    class Takes(TakesOpaque, Small):
         def roundpipe_split_batch(self, batch: Any, num_microbatches: int) -> Any:
             return split_opaque(batch, num_microbatches)
 
     loader = batches_of(make_loader(16), Opaque)
-    _, ours = fit_alike(Takes, loader, ours={"num_microbatches": 2})
+    _, ours = compare(Takes, loader, ours={"num_microbatches": 2})
     assert list(ours.module.sizes) == [4, 4] * 2
 
 
-def test_way_out_with_unequal_parts(small: Any, fit_alike: Any, make_loader: Any) -> None:
+def test_way_out_with_unequal_parts() -> None:
     """Rows that can be read from the micro-batches weigh them; a function weighs those that cannot."""
     by_rows = {"split_batch": lambda batch, n: [tuple(part[:1] for part in batch), tuple(part[1:] for part in batch)]}
-    fit_alike(small, ours={"options": by_rows})
+    compare(Small, ours={"options": by_rows})
 
-    class Takes(TakesOpaque, small):
+    class Takes(TakesOpaque, Small):
         pass
 
     weighed = {"split_batch": split_opaque, "loss_weight": lambda batch: len(batch.x)}
-    fit_alike(Takes, batches_of(make_loader(), Opaque), ours={"options": weighed})
-
-
-def test_one_microbatch_takes_any_batch(small: Any, fit_alike: Any, make_loader: Any) -> None:
-    class Takes(TakesOpaque, small):
-        pass
-
-    fit_alike(Takes, batches_of(make_loader(), Opaque), ours={"num_microbatches": 1})
+    compare(Takes, batches_of(make_loader(), Opaque), ours={"options": weighed})
 
 
 @pytest.mark.parametrize(
@@ -240,19 +163,17 @@ def test_one_microbatch_takes_any_batch(small: Any, fit_alike: Any, make_loader:
         (3, r"returned 3 \(int\)"),
     ],
 )
-def test_what_is_no_list_of_microbatches_is_an_error(
-    small: Any, make_trainer: Any, make_loader: Any, result: Any, words: str
-) -> None:
+def test_what_is_no_list_of_microbatches_is_an_error(result: Any, words: str) -> None:
     def my_split(batch: Any, num_microbatches: int) -> Any:
         return result
 
     trainer = make_trainer(options={"split_batch": my_split})
     with pytest.raises((TypeError, ValueError), match=rf"my_split {words}.*return a list of micro-batches"):
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
 
 
-def test_rows_that_cannot_be_told_are_warned_of(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Takes(TakesOpaque, small):
+def test_rows_that_cannot_be_told_are_warned_of() -> None:
+    class Takes(TakesOpaque, Small):
         pass
 
     trainer = make_trainer(options={"split_batch": split_opaque}, num_microbatches=2)
@@ -264,8 +185,8 @@ def test_rows_that_cannot_be_told_are_warned_of(small: Any, make_trainer: Any, m
 
 
 @compat("LightningModule hook", "training_step")
-def test_dict_with_more_than_the_loss(small: Any, fit_alike: Any, assert_alike: Any) -> None:
-    class Returns(small):
+def test_dict_with_more_than_the_loss() -> None:
+    class Returns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.given: list[Any] = []
@@ -285,9 +206,8 @@ def test_dict_with_more_than_the_loss(small: Any, fit_alike: Any, assert_alike: 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.given.append({name: outputs[name] for name in sorted(outputs)})
 
-    plain, ours = fit_alike(Returns)
+    plain, _ = compare(Returns, also=lambda run: run.module.given)
     assert plain.module.given[0]["logits"].shape == (8, 3)
-    assert_alike(ours.module.given, plain.module.given)
 
 
 WRONG_RETURNS: dict[str, Callable[[Tensor], Any]] = {
@@ -309,12 +229,10 @@ WRONG_MANUAL_RETURNS = [name for name in WRONG_RETURNS if name.split()[0] not in
     ("is_automatic", "kind"),
     [*((True, kind) for kind in WRONG_RETURNS), *((False, kind) for kind in WRONG_MANUAL_RETURNS)],
 )
-def test_wrong_returns_raise_as_in_plain(
-    small: Any, make_trainer: Any, make_loader: Any, kind: str, is_automatic: bool
-) -> None:
+def test_wrong_returns_raise_as_in_plain(kind: str, is_automatic: bool) -> None:
     """The same error with the same words."""
 
-    class Returns(small):
+    class Returns(Small):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = is_automatic
@@ -322,19 +240,16 @@ def test_wrong_returns_raise_as_in_plain(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return WRONG_RETURNS[kind](self.loss(batch).detach())
 
-    said = []
-    for trainer in (make_trainer("plain"), make_trainer()):
-        with pytest.raises(MisconfigurationException, match="training_step") as raised:
-            trainer.fit(Returns(), make_loader(8))
-        said.append(str(raised.value))
-    assert said[0] == said[1]
+    both_refuse(
+        lambda trainer: make_trainer(trainer).fit(Returns(), make_loader(8)), MisconfigurationException, "training_step"
+    )
 
 
-def test_loss_of_one_element(small: Any, fit_alike: Any) -> None:
+def test_loss_of_one_element() -> None:
     """Plain Lightning takes a loss of shape [1]."""
 
-    class Returns(small):
+    class Returns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch).reshape(1)
 
-    fit_alike(Returns)
+    compare(Returns, but_for=["losses"])  # of one element as well

@@ -12,19 +12,31 @@ from torch.nn import functional as F
 from lightning_roundpipe.integration.batches.loss_weight import LossWeights
 from lightning_roundpipe.integration.steps.notices import Notices
 from tests.support.loaders import Loader
+from tests.support.parity import assert_alike, compare, make_loader, make_trainer
+from tests.support.small import Small
 
 
-class Tokens:
-    """Mixed into the small model: a loss over labelled positions only."""
+class Tokens(Small):
+    """A loss over labelled positions only."""
 
     def token_loss(self, batch: Any) -> Tensor:
-        logits = self(batch["x"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.token_loss(batch)
-        self.log("loss", loss, batch_size=len(batch["x"]))
+        self.log("loss", loss)
         return loss
+
+
+class Causal(Tokens):
+    def token_loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class Divided(Tokens):
+    def token_loss(self, batch: Any) -> Tensor:
+        logits = self(batch["x"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["num_items_in_batch"]
 
 
 @pytest.fixture
@@ -41,124 +53,87 @@ def token_loader() -> Loader:
     return Loader(batches)
 
 
-@pytest.mark.parametrize("num_microbatches", [3, 8])
-def test_label_tokens(small: Any, fit_alike: Any, token_loader: Loader, num_microbatches: int) -> None:
-    """With 8 micro-batches of one row the first has no label at all: its loss is NaN and weighs nothing."""
-
-    class Learns(Tokens, small):
-        pass
-
-    fit_alike(
-        Learns, token_loader, ours={"num_microbatches": num_microbatches, "options": {"loss_weight": "label_tokens"}}
-    )
+def num_labels(batch: Any) -> int:
+    return int((batch["labels"] >= 0).sum())
 
 
-def test_causal_label_tokens(small: Any, fit_alike: Any, token_loader: Loader) -> None:
-    class Learns(Tokens, small):
-        def token_loss(self, batch: Any) -> Tensor:
-            logits = self(batch["x"])[:, :-1]
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    fit_alike(Learns, token_loader, ours={"options": {"loss_weight": "causal_label_tokens"}})
-
-
-def test_weights_by_a_function(small: Any, fit_alike: Any, token_loader: Loader) -> None:
-    class Learns(Tokens, small):
-        pass
-
-    def count(batch: Any) -> int:
-        return int((batch["labels"] >= 0).sum())
-
-    fit_alike(Learns, token_loader, ours={"options": {"loss_weight": count}})
+# name: (module, micro-batches, rule). Of 8 micro-batches of one row the first has no label: its loss is NaN.
+RULES: dict[str, tuple[type[Tokens], int, Any]] = {
+    "label tokens": (Tokens, 3, "label_tokens"),
+    "label tokens, by rows": (Tokens, 8, "label_tokens"),
+    "causal": (Causal, 3, "causal_label_tokens"),
+    "function": (Tokens, 3, num_labels),
+    "divided by the items of the batch": (Divided, 3, "auto"),
+}
 
 
-def test_weights_matter(small: Any, fit_both: Any, token_loader: Loader, assert_same_training: Any) -> None:
+@pytest.mark.parametrize("name", RULES)
+def test_rules(token_loader: Loader, name: str) -> None:
+    module, num_microbatches, rule = RULES[name]
+    if module is Divided:
+        for batch in token_loader.batches:
+            batch["num_items_in_batch"] = num_labels(batch)
+    ours = {"num_microbatches": num_microbatches, "options": {"loss_weight": rule}}
+    # The mean of losses that are sums is not their sum.
+    compare(module, token_loader, ours=ours, but_for=["logged", "metrics"] if module is Divided else [])
+
+
+def test_weights_matter(token_loader: Loader) -> None:
     """The tests above can fail: samples are the wrong weight for a mean over tokens."""
 
-    class Learns(Tokens, small):
-        pass
-
-    plain, ours = fit_both(Learns, token_loader, ours={"options": {"loss_weight": "samples"}})
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_training(plain, ours)
+        compare(Tokens, token_loader, ours={"options": {"loss_weight": "samples"}})
 
 
-def test_labels_are_demanded(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_labels_are_demanded() -> None:
     with pytest.raises(ValueError, match=r"loss_weight='label_tokens' needs a tensor 'labels'.*loss_weight='samples'"):
-        make_trainer(options={"loss_weight": "label_tokens"}).fit(small(), make_loader())
+        make_trainer(options={"loss_weight": "label_tokens"}).fit(Small(), make_loader())
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
-def test_impossible_weights(small: Any, make_trainer: Any, make_loader: Any, weight: float) -> None:
+def test_impossible_weights(weight: float) -> None:
     with pytest.raises(ValueError, match="weights must be numbers >= 0"):
-        make_trainer(options={"loss_weight": lambda batch: weight}).fit(small(), make_loader())
+        make_trainer(options={"loss_weight": lambda batch: weight}).fit(Small(), make_loader())
 
 
 @pytest.mark.parametrize("num_microbatches", [3, 8])
-def test_auto_counts_labels_where_some_are_ignored(
-    small: Any, fit_alike: Any, token_loader: Loader, caplog: Any, num_microbatches: int
-) -> None:
-    class Learns(Tokens, small):
-        pass
-
+def test_auto_counts_labels_where_some_are_ignored(token_loader: Loader, caplog: Any, num_microbatches: int) -> None:
     with caplog.at_level("INFO"):
-        fit_alike(Learns, token_loader, ours={"num_microbatches": num_microbatches})
+        compare(Tokens, token_loader, ours={"num_microbatches": num_microbatches})
     said = [record.message for record in caplog.records if "loss_weight=" in record.message]
     assert len(said) == 1
     assert "loss_weight='label_tokens'" in said[0]
     assert "labels have another shape than input_ids" in said[0]
 
 
-def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(
-    small: Any, fit_alike: Any, token_loader: Loader
-) -> None:
-    class Learns(Tokens, small):
-        def token_loss(self, batch: Any) -> Tensor:
-            logits = self(batch["x"])[:, :-1]
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
+def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(token_loader: Loader) -> None:
     for batch in token_loader.batches:
         batch["input_ids"] = batch["labels"].clamp(min=0)
     with pytest.warns(UserWarning, match=r"without the first of each row \(loss_weight='causal_label_tokens'\)"):
-        fit_alike(Learns, token_loader)
+        compare(Causal, token_loader)
 
 
-def test_auto_counts_samples_where_no_label_is_ignored(
-    small: Any, fit_alike: Any, make_loader: Any, caplog: Any
-) -> None:
-    class Learns(small):
+def test_auto_counts_samples_where_no_label_is_ignored(caplog: Any) -> None:
+    class Learns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((batch["x"], batch["labels"]))
 
     loader = Loader([{"x": x, "labels": y} for x, y in make_loader()])
     with caplog.at_level("INFO"):
-        fit_alike(Learns, loader)
+        compare(Learns, loader)
     assert "loss_weight" not in caplog.text
 
 
-def test_auto_adds_up_losses_that_are_divided_by_the_items_of_the_batch(
-    small: Any, fit_alike: Any, token_loader: Loader
-) -> None:
-    class Learns(Tokens, small):
-        def token_loss(self, batch: Any) -> Tensor:
-            logits = self(batch["x"]).flatten(0, 1)
-            return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["num_items_in_batch"]
-
-    for batch in token_loader.batches:
-        batch["num_items_in_batch"] = int((batch["labels"] >= 0).sum())
-    fit_alike(Learns, token_loader)
-
-
-def test_a_function_that_gives_zero_everywhere_is_an_error(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_a_function_that_gives_zero_everywhere_is_an_error() -> None:
     def nothing(batch: Any) -> int:
         return 0
 
     with pytest.raises(ValueError, match=r"nothing gave 0 for all 3 micro-batches"):
-        make_trainer(options={"loss_weight": nothing}).fit(small(), make_loader())
+        make_trainer(options={"loss_weight": nothing}).fit(Small(), make_loader())
 
 
-def test_ignored_labels_in_another_place_are_warned_of(small: Any, make_trainer: Any, token_loader: Loader) -> None:
-    class Learns(Tokens, small):
+def test_ignored_labels_in_another_place_are_warned_of(token_loader: Loader) -> None:
+    class Learns(Tokens):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
@@ -203,8 +178,8 @@ def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
     assert given[-1][0] in found.why
 
 
-def test_a_batch_size_that_is_logged_may_be_that_of_the_batch(small: Any, fit_both: Any, assert_alike: Any) -> None:
-    class Logs(small):
+def test_a_batch_size_that_is_logged_may_be_that_of_the_batch() -> None:
+    class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("constant", loss, batch_size=8, on_step=False, on_epoch=True)
@@ -212,6 +187,6 @@ def test_a_batch_size_that_is_logged_may_be_that_of_the_batch(small: Any, fit_bo
             self.log("rows", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True)
             return loss
 
-    plain, ours = fit_both(Logs)
+    plain, ours = compare(Logs)
     assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
     assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_roundpipe.integration.batches.microbatches import BatchSource, BatchSplitError, split_batch
+from lightning_roundpipe.integration.batches.microbatches import split_batch
+from lightning_roundpipe.integration.batches.reading import BatchSource, BatchSplitError
 from tests.support.identical import assert_identical
 
 Pair = namedtuple("Pair", "x y")

@@ -18,12 +18,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from lightning_roundpipe.common.trees import children_of
-from lightning_roundpipe.integration.batches.microbatches import (
-    BatchSplitError,
-    MicrobatchSplit,
-    batch_rows,
-    split_batch,
-)
+from lightning_roundpipe.integration.batches.microbatches import MicrobatchSplit, batch_rows, split_batch
+from lightning_roundpipe.integration.batches.reading import BatchSplitError
 from tests.support.identical import assert_identical
 
 
@@ -101,12 +97,6 @@ def test_sizes_follow_tensor_split() -> None:
     assert split.sizes == (3, 3, 2, 2)
     for part, expected in zip(split.microbatches, torch.tensor_split(rows(10), 4), strict=True):
         assert torch.equal(part, expected)
-
-
-@pytest.mark.parametrize(("count", "minimum"), [(0, 1), (-1, 1), (2, 0)])
-def test_counts_below_one_are_refused(count: int, minimum: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        split_batch(rows(4), count, min_rows=minimum)
 
 
 def test_one_microbatch_is_the_batch_itself() -> None:

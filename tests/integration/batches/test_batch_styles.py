@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
+from lightning_roundpipe import BatchSplitError
 from lightning_roundpipe.integration.batches.loaders import Readings
 from lightning_roundpipe.integration.batches.packed import find_packed, sizes_of, split_packed
 from tests.support.huggingface import causal
 from tests.support.loaders import Loader
+from tests.support.parity import assert_alike, compare, make_loader, make_trainer
+from tests.support.small import Small
 
 WIDTH = 6
 Loss = Callable[[Any, Any], Tensor]
@@ -31,10 +33,6 @@ def vectors(seed: int, *shape: int) -> Tensor:
 
 def tokens(seed: int, length: int) -> Tensor:
     return torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(rows: list[Tensor], value: int) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
 # --- samples, how they are collated, and the loss of a batch of them ---------------------------------------------
@@ -61,64 +59,14 @@ def boxes_and_images(module: Any, images: Any, targets: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def maskformer(samples: list[Any]) -> Any:
-    return {
-        "pixel_values": torch.stack([s["image"] for s in samples]),
-        "mask_labels": [s["target"]["boxes"] for s in samples],
-        "class_labels": [torch.arange(len(s["target"]["boxes"])) % 3 for s in samples],
-    }
-
-
-def masks(module: Any, batch: Any) -> Tensor:
-    pairs = zip(batch["mask_labels"], batch["class_labels"], strict=True)
-    losses = torch.stack([F.cross_entropy(module(mask), classes) for mask, classes in pairs])
-    return (losses + module(batch["pixel_values"]).square().mean((1, 2))).mean()
-
-
-def speech(index: int) -> dict[str, Any]:
-    return {"input_features": vectors(index, 5), "labels": tokens(index, 1 + index % 5)}
-
-
-def whisper(samples: list[Any]) -> Any:
-    labels = padded([*(s["labels"] for s in samples), torch.zeros(5)], -100)[:-1].long()
-    return {"input_features": torch.stack([s["input_features"] for s in samples]), "labels": labels}
-
-
-def labelled_features(module: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(module(batch["input_features"]).flatten(0, 1), batch["labels"].flatten())
-
-
-def caption(index: int) -> dict[str, Any]:
-    return {"image": vectors(index, 1), "input_ids": tokens(index, 3 + index % 4)}
-
-
-def llava(samples: list[Any]) -> Any:
-    ids = padded([s["input_ids"] for s in samples], 0)
-    labels = padded([s["input_ids"] for s in samples], -100)
-    return {
-        "input_ids": ids,
-        "attention_mask": (labels != -100).long(),
-        "pixel_values": torch.stack([s["image"] for s in samples]),
-        "labels": labels,
-    }
-
-
-def next_tokens(module: Any, batch: Any) -> Tensor:
-    inputs = F.one_hot(batch["input_ids"], WIDTH).float() + batch["pixel_values"]
-    return F.cross_entropy(module(inputs)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
 STYLES: dict[str, tuple[Callable[[int], Any], Any, Loss]] = {
     "DETR": (detection, detr, lambda m, b: boxes_and_images(m, b["pixel_values"], b["labels"])),
     "torchvision": (detection, torchvision, lambda m, b: boxes_and_images(m, *b)),
-    "MaskFormer": (detection, maskformer, masks),
     "identity": (
         detection,
         list,
         lambda m, b: boxes_and_images(m, [s["image"] for s in b], [s["target"] for s in b]),
     ),
-    "Whisper": (speech, whisper, labelled_features),
-    "LLaVA": (caption, llava, next_tokens),
     "pairs of texts": (
         lambda index: (f"{index}", f"{index % 3}"),
         None,
@@ -126,7 +74,6 @@ STYLES: dict[str, tuple[Callable[[int], Any], Any, Loss]] = {
             m(torch.stack([vectors(int(text)) for text in b[0]])), torch.tensor([int(text) for text in b[1]])
         ),
     ),
-    "one tensor": (lambda index: (vectors(index),), None, lambda m, b: m(b[0]).square().mean()),
     "pairs of tensors": (
         lambda index: (vectors(index), vectors(index + 50)),
         None,
@@ -137,19 +84,17 @@ STYLES: dict[str, tuple[Callable[[int], Any], Any, Loss]] = {
 
 @pytest.mark.parametrize("batch_size", [2, 3, 4])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_style_trains_as_in_plain_lightning_or_is_refused(
-    small: Any, fit_alike: Any, style: str, batch_size: int
-) -> None:
+def test_a_style_trains_as_in_plain_lightning_or_is_refused(style: str, batch_size: int) -> None:
     """Batches as large as a sample has boxes, channels or columns are the ones that can be mistaken."""
     sample, collate, loss = STYLES[style]
 
-    class Learns(small):
+    class Learns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return loss(self, batch)
 
     data = [sample(index) for index in range(2 * batch_size + 1)]
     loader: Any = DataLoader(data, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
-    fit_alike(Learns, loader)
+    compare(Learns, loader)
 
 
 def graphs(samples: list[Any]) -> Any:
@@ -179,10 +124,10 @@ REFUSED: dict[str, tuple[DataLoader[Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_batch_without_a_certain_reading_is_refused_before_any_step(small: Any, make_trainer: Any, kind: str) -> None:
+def test_a_batch_without_a_certain_reading_is_refused_before_any_step(kind: str) -> None:
     loader, words = REFUSED[kind]
 
-    class Never(small):
+    class Never(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise AssertionError("the step must not run")
 
@@ -192,10 +137,10 @@ def test_a_batch_without_a_certain_reading_is_refused_before_any_step(small: Any
         assert way_out in str(caught.value)
 
 
-def test_a_later_batch_that_reads_otherwise_names_the_leaf(small: Any, make_trainer: Any) -> None:
+def test_a_later_batch_that_reads_otherwise_names_the_leaf() -> None:
     """Class weights, as many as samples in all batches but the last."""
 
-    class Weighs(small):
+    class Weighs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch["x"]).square().mean()
 
@@ -239,8 +184,8 @@ def packed_loader(lengths: list[int], batch_size: int) -> Any:
 LENGTHS = [5, 3, 7, 2, 4, 6, 3, 8]
 
 
-def test_packed_rows_run_whole_with_one_warning(fit_alike: Any, recwarn: Any) -> None:
-    fit_alike(Packed, packed_loader(LENGTHS, 4), max_epochs=2)
+def test_packed_rows_run_whole_with_one_warning(recwarn: Any) -> None:
+    compare(Packed, packed_loader(LENGTHS, 4), max_epochs=2)
     said = [str(w.message) for w in recwarn.list if "packed sequences" in str(w.message)]
     assert len(said) == 1
     assert "one row of 4 packed sequences" in said[0]
@@ -248,9 +193,9 @@ def test_packed_rows_run_whole_with_one_warning(fit_alike: Any, recwarn: Any) ->
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 3, 8])
-def test_packed_rows_are_cut_between_sequences(fit_alike: Any, assert_alike: Any, num_microbatches: int) -> None:
+def test_packed_rows_are_cut_between_sequences(num_microbatches: int) -> None:
     ours_only = {"num_microbatches": num_microbatches, "options": {"split_batch": "packed"}}
-    plain, ours = fit_alike(Packed, packed_loader(LENGTHS, 4), ours=ours_only)
+    plain, ours = compare(Packed, packed_loader(LENGTHS, 4), ours=ours_only)
     assert_alike(ours.module.losses, plain.module.losses)
     assert len(plain.module.losses) == 2
 
@@ -279,12 +224,10 @@ def test_parts_of_a_packed_row_are_what_the_collator_makes_of_their_sequences(le
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3)])
 @pytest.mark.parametrize("split", [None, "packed"])
-def test_boundaries_may_have_a_dimension_for_the_batch(
-    small: Any, fit_alike: Any, shape: tuple[int, ...], split: Any
-) -> None:
+def test_boundaries_may_have_a_dimension_for_the_batch(shape: tuple[int, ...], split: Any) -> None:
     """And without labels every token weighs."""
 
-    class Learns(small):
+    class Learns(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x = F.one_hot(batch["input_ids"], WIDTH).float()
             return F.cross_entropy(self(x).flatten(0, 1), batch["targets"].flatten())
@@ -295,10 +238,10 @@ def test_boundaries_may_have_a_dimension_for_the_batch(
         "cu_seqlens": torch.tensor([0, 7, 9]).reshape(shape),
     }
     loader: Any = DataLoader([batch] * 2, batch_size=None)  # type: ignore[arg-type]
-    fit_alike(Learns, loader, ours={"options": {"split_batch": split}})
+    compare(Learns, loader, ours={"options": {"split_batch": split}})
 
 
-def test_a_label_that_crosses_a_cut_is_refused(make_trainer: Any) -> None:
+def test_a_label_that_crosses_a_cut_is_refused() -> None:
     batch = {"input_ids": torch.arange(3, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     batch["labels"] = batch["input_ids"].clone()
     trainer = make_trainer(options={"split_batch": "packed"})
@@ -306,7 +249,7 @@ def test_a_label_that_crosses_a_cut_is_refused(make_trainer: Any) -> None:
         trainer.fit(Packed(), DataLoader([batch], batch_size=None))
 
 
-def test_an_entry_that_fits_no_cut_is_named(make_trainer: Any) -> None:
+def test_an_entry_that_fits_no_cut_is_named() -> None:
     batch = {"input_ids": torch.arange(3, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     trainer = make_trainer(options={"split_batch": "packed"})
     with pytest.raises(BatchSplitError, match=r"batch\['extra'\] of shape \(5,\) fits neither the 6 tokens nor the 2"):
@@ -347,11 +290,11 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]], bool]] = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> None:
+def test_what_is_known_of_a_loader(kind: str) -> None:
     make, sizes, is_collated = LOADERS[kind]
     seen = []
 
-    class Looks(small):
+    class Looks(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen.append(Readings(self).of("training_step", batch, (batch_idx,))[0])
             return self(vectors(0, 2)).sum()
@@ -363,8 +306,8 @@ def test_what_is_known_of_a_loader(small: Any, make_trainer: Any, kind: str) -> 
     assert seen[0].is_item is (kind in ("of whole batches", "of no class of torch"))
 
 
-def test_loaders_may_become_more_between_epochs(small: Any, make_trainer: Any, make_loader: Any) -> None:
-    class Grows(small):
+def test_loaders_may_become_more_between_epochs() -> None:
+    class Grows(Small):
         def train_dataloader(self) -> Any:
             loaders = {"a": make_loader()}
             return loaders if self.trainer.current_epoch == 0 else {**loaders, "b": make_loader()}
@@ -377,10 +320,10 @@ def test_loaders_may_become_more_between_epochs(small: Any, make_trainer: Any, m
     assert trainer.global_step == 6
 
 
-def test_evaluation_knows_its_own_loaders(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_evaluation_knows_its_own_loaders() -> None:
     seen = []
 
-    class Looks(small):
+    class Looks(Small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
             seen.append(
                 (dataloader_idx, Readings(self).of("validation_step", batch, (batch_idx, dataloader_idx))[0].sizes)
@@ -408,32 +351,22 @@ class Augments:
         return sum((k + 1) * self(x).square().mean() for k, x in enumerate((batch[0], *batch[1])))
 
 
-def test_a_transfer_hook_that_keeps_the_layout_keeps_the_reading(
-    small: Any, fit_both: Any, assert_same_training: Any
-) -> None:
+def test_a_transfer_hook_that_keeps_the_layout_keeps_the_reading() -> None:
     """Two columns of two views of two samples: whatever could be mistaken is."""
 
-    class Learns(Augments, small):
+    class Learns(Augments, Small):
         pass
 
     data = [(vectors(i), [vectors(i + 9), vectors(i + 20)]) for i in range(5)]
-    plain, ours = fit_both(Learns, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
-    assert_same_training(plain, ours)
+    compare(Learns, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
 
 
-def test_a_transfer_hook_may_change_what_the_collate_function_made(small: Any, fit_alike: Any) -> None:
-    class Stacks(small):
+def test_a_transfer_hook_may_change_what_the_collate_function_made() -> None:
+    class Stacks(Small):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return {"x": list(batch[0]), "y": batch[1]}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss((torch.stack(batch["x"]), batch["y"]))
 
-    fit_alike(Stacks)
-
-
-@pytest.mark.parametrize("given", ["rows", 3])
-def test_split_batch_is_a_function_or_packed(given: Any) -> None:
-    assert RoundPipeStrategy(split_batch="packed").options.split_batch == "packed"
-    with pytest.raises(TypeError, match=rf"split_batch={given!r} .*or 'packed'"):
-        RoundPipeStrategy(split_batch=given)
+    compare(Stacks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+
+from tests.support.loaders import Resumable
+from tests.support.parity import assert_alike, both, make_loader, make_trainer
+from tests.support.small import Small
 
 
 class SavesAt(L.Callback):
@@ -24,79 +28,39 @@ class SavesAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-class Resumable:
-    """A loader that remembers its place, as Lightning demands for resuming in the middle of an epoch."""
-
-    def __init__(self, loader: Any) -> None:
-        self.batches = list(loader)
-        self.position = 0
-        self.loaded = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.position, self.loaded = self.loaded % len(self.batches), 0
-        while self.position < len(self.batches):
-            self.position += 1
-            yield self.batches[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state["position"]
+def resumable() -> Resumable:
+    """20 rows in batches of 8."""
+    return Resumable(list(make_loader()))
 
 
-@pytest.fixture
-def resumable(make_loader: Any) -> Callable[[], Resumable]:
-    """Makes a loader of 20 rows in batches of 8 that remembers its place."""
-    return lambda: Resumable(make_loader())
-
-
-@pytest.fixture
-def weights() -> Any:
-    """Copies of a module's state and its first optimizer's."""
-
-    def take(module: Any, trainer: L.Trainer) -> dict[str, Any]:
-        return {"module": dict(module.state_dict()), "optimizer": trainer.optimizers[0].state_dict()}
-
-    return take
+def weights(module: Any, trainer: L.Trainer) -> dict[str, Any]:
+    """A module's state and its first optimizer's."""
+    return {"module": dict(module.state_dict()), "optimizer": trainer.optimizers[0].state_dict()}
 
 
 @pytest.mark.parametrize("step", [2, 3, 4], ids=["mid-epoch", "epoch-end", "second-epoch"])
-def test_resumed_equals_uninterrupted(
-    small: Any,
-    make_trainer: Any,
-    resumable: Any,
-    weights: Any,
-    assert_alike: Any,
-    tmp_path: Path,
-    step: int,
-) -> None:
+def test_resumed_equals_uninterrupted(tmp_path: Path, step: int) -> None:
     """With dropout, from the same seed, wherever the generator stands. Up to the order of sums: the first step of
     a process runs its first micro-batch alone."""
     path = tmp_path / "at.ckpt"
     L.seed_everything(3, verbose=False)
-    module, trainer = small(0.4), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
+    module, trainer = Small(0.4), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
     trainer.fit(module, resumable())
 
     L.seed_everything(3, verbose=False)
     torch.rand(17)  # what else draws between start and resume must not matter
-    resumed, again = small(0.4), make_trainer(max_epochs=2)
+    resumed, again = Small(0.4), make_trainer(max_epochs=2)
     again.fit(resumed, resumable(), ckpt_path=path)
     assert again.global_step == trainer.global_step == 6
     assert_alike(weights(resumed, again), weights(module, trainer), rtol=1e-5, atol=1e-7)
 
 
-def test_random_numbers_of_a_step_without_batch_idx(
-    small: Any, make_trainer: Any, resumable: Any, tmp_path: Path
-) -> None:
+def test_random_numbers_of_a_step_without_batch_idx(tmp_path: Path) -> None:
     """``training_step(self, batch)`` is allowed: every step has its own numbers, and a resumed run has the same."""
     path = tmp_path / "at.ckpt"
     drawn: dict[int, set[float]] = {}
 
-    class Draws(small):
+    class Draws(Small):
         def training_step(self, batch: Any) -> Any:
             drawn.setdefault(self.global_step, set()).add(float(torch.rand(())))
             return self.loss(batch)
@@ -128,10 +92,10 @@ class Remembers(L.Callback):
 
 
 @pytest.fixture
-def checkpoint_path(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Path:
+def checkpoint_path(tmp_path: Path) -> Path:
     """A checkpoint of a run with a callback that has a state."""
     trainer = make_trainer("plain", callbacks=[Remembers()])
-    trainer.fit(small(), make_loader())
+    trainer.fit(Small(), make_loader())
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     return tmp_path / "trained.ckpt"
 
@@ -146,18 +110,10 @@ RUNS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("is_connected", [False, True], ids=["by the trainer", "by hand first"])
 @pytest.mark.parametrize("run", RUNS)
-def test_callbacks_are_restored_in_every_run(
-    small: Any,
-    make_trainer: Any,
-    make_loader: Any,
-    assert_alike: Any,
-    checkpoint_path: Path,
-    run: str,
-    is_connected: bool,
-) -> None:
+def test_callbacks_are_restored_in_every_run(checkpoint_path: Path, run: str, is_connected: bool) -> None:
     """Also where a module was connected, and restored, before it has a trainer: experiment managers do that."""
 
-    class Evaluates(small):
+    class Evaluates(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("loss", self.loss(batch))
 
@@ -166,8 +122,7 @@ def test_callbacks_are_restored_in_every_run(
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch[0])
 
-    seen, results, states = [], [], []
-    for kind in ("plain", "roundpipe"):
+    def act(kind: str) -> Any:
         module, callback = Evaluates(), Remembers()
         trainer = make_trainer(kind, callbacks=[callback], max_epochs=2, profiler="simple")
         if is_connected:
@@ -178,10 +133,7 @@ def test_callbacks_are_restored_in_every_run(
             connector.restore_model()
             connector.restore_callbacks()
             connector.resume_end()
-        results.append(RUNS[run](trainer, module, make_loader(), ckpt_path=checkpoint_path))
-        seen.append(callback.seen)
-        states.append(dict(module.state_dict()))
-    assert {"number": 5} in seen[0] or run != "fit"
-    assert seen[1] == seen[0]
-    assert_alike(results[1], results[0])
-    assert_alike(states[1], states[0])
+        result = RUNS[run](trainer, module, make_loader(), ckpt_path=checkpoint_path)
+        return callback.seen, result, dict(module.state_dict())
+
+    assert {"number": 5} in both(act)[0] or run != "fit"

@@ -10,6 +10,8 @@ import torch
 import torch._dynamo
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.parity import compare, make_loader, make_trainer
+from tests.support.small import Small
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +21,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("virtual_copies", [False, True])
-def test_compiled_units_train_like_plain_lightning(small: Any, fit_alike: Any, virtual_copies: bool) -> None:
+def test_compiled_units_train_like_plain_lightning(virtual_copies: bool) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
@@ -27,7 +29,7 @@ def test_compiled_units_train_like_plain_lightning(small: Any, fit_alike: Any, v
         return graph
 
     options = {"compile_units": {"backend": backend}, "virtual_copies": virtual_copies}
-    fit_alike(small, ours={"options": options})
+    compare(Small, ours={"options": options})
     assert graphs
 
 
@@ -38,7 +40,7 @@ def test_arguments_of_torch_compile() -> None:
     assert RoundPipeStrategy(compile_units=given).options.compile_arguments == given
 
 
-def test_an_unknown_backend_is_an_error(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_an_unknown_backend_is_an_error() -> None:
     trainer = make_trainer(options={"compile_units": {"backend": "nonsense"}})
     with pytest.raises(RuntimeError, match="nonsense"):
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator
 from lightning_roundpipe.devices import gpu_driver
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 
 @pytest.fixture
@@ -49,10 +51,9 @@ def test_devices_that_are_not_there(devices: Any) -> None:
 
 @pytest.mark.parametrize(("gpu_type", "is_said"), [("xpu", True), ("cuda", False), (None, False)])
 def test_gpus_that_lightning_does_not_look_for_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small: Any, make_trainer: Any, make_loader: Any,
-    gpu_type: str | None, is_said: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu_type: str | None, is_said: bool
+) -> None:
     monkeypatch.setattr("lightning_roundpipe.integration.checks.gpu_type", lambda: gpu_type)
     with caplog.at_level("INFO"):
-        make_trainer(max_steps=1).fit(small(), make_loader())
+        make_trainer(max_steps=1).fit(Small(), make_loader())
     assert ("accelerators of type 'xpu'" in caplog.text) is is_said

@@ -10,6 +10,8 @@ import pytest
 from lightning_roundpipe import VirtualLink
 from lightning_roundpipe.integration.links import Links, added_bytes_per_ms, describe
 from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 measure = Links.measure
 GB_PER_S = 1e6  # bytes per ms
@@ -17,13 +19,12 @@ GB_PER_S = 1e6  # bytes per ms
 
 @pytest.mark.parametrize("copies", [False, True, VirtualLink(1000.0)])
 def test_links_of_virtual_devices_are_not_measured(
-    small: Any, make_trainer: Any, make_loader: Any, copies: Any, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    copies: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Links, "measure", measure)
     with caplog.at_level("INFO"):
         trainer = make_trainer(options={"virtual_copies": copies})
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
     assert "links:" not in caplog.text
     assert trainer.strategy._links.of(trainer.strategy.pool) is None
 

@@ -12,6 +12,8 @@ import pytest
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.planning import CallCost, CostProfile, Machine, plan_training
+from tests.support.parity import compare, make_loader, make_trainer
+from tests.support.small import Small
 
 NAMES = ["body.0.0", "body.1.0", "body.2.0", "body.3.0", "head"]
 
@@ -24,16 +26,16 @@ def profile_of(*forward_ms: float) -> CostProfile:
 
 
 @pytest.fixture
-def saved(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> Path:
+def saved(tmp_path: Path) -> Path:
     path = tmp_path / "costs.json"
-    make_trainer(options={**LINEAR, "save_profile": path}, max_epochs=2).fit(small(), make_loader())
+    make_trainer(options={**LINEAR, "save_profile": path}, max_epochs=2).fit(Small(), make_loader())
     return path
 
 
-def test_saved_after_fit(saved: Path, small: Any) -> None:
+def test_saved_after_fit(saved: Path) -> None:
     profile = CostProfile.load(saved)
     assert [call.name for call in profile.calls] == NAMES
-    modules = dict(small().named_modules())
+    modules = dict(Small().named_modules())
     for call in profile.calls:
         assert call.forward_ms > 0
         weights = sum(p.numel() * p.element_size() for p in modules[call.name].parameters())
@@ -41,12 +43,10 @@ def test_saved_after_fit(saved: Path, small: Any) -> None:
     assert max(call.backward_ms for call in profile.calls) > 0
 
 
-def test_the_machine_is_saved_beside_the_costs(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_machine_is_saved_beside_the_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, link = tmp_path / "costs.json", VirtualLink(1000.0, 3.0)
     options = {**LINEAR, "save_profile": path, "virtual_copies": link, "device_memory_limit": "1MiB"}
-    make_trainer(options=options).fit(small(), make_loader())
+    make_trainer(options=options).fit(Small(), make_loader())
     arguments = ["--devices", "2", "--microbatches", "3", "--json"]
     assert main(["plan", "--profile", str(path), "--machine", str(path), *arguments]) == 0
     machine = json.loads(capsys.readouterr().out)["machine"]
@@ -54,33 +54,33 @@ def test_the_machine_is_saved_beside_the_costs(
     assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (link.bytes_per_ms, link.latency_ms)
 
 
-def test_saved_profile_is_planned_by(saved: Path, small: Any, fit_alike: Any) -> None:
-    _, ours = fit_alike(small, ours={"options": {**LINEAR, "cost_profile": str(saved)}}, max_epochs=2)
+def test_saved_profile_is_planned_by(saved: Path) -> None:
+    _, ours = compare(Small, ours={"options": {**LINEAR, "cost_profile": str(saved)}}, max_epochs=2)
     assert ours.trainer.strategy.options.cost_profile == CostProfile.load(saved)
 
 
 @pytest.mark.parametrize("kind", ["profile", "path", "string"])
-def test_plans_are_made_from_it(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, kind: str) -> None:
+def test_plans_are_made_from_it(tmp_path: Path, kind: str) -> None:
     """Twelve steps with measured costs, which would give other plans, change nothing."""
     for costs in [(1, 1, 5, 1, 1), (1, 1, 1, 5, 5)]:
         profile = profile_of(*costs)
         profile.save(tmp_path / "costs.json")
         given = {"profile": profile, "path": tmp_path / "costs.json", "string": str(tmp_path / "costs.json")}[kind]
         trainer = make_trainer(options={**LINEAR, "cost_profile": given}, max_epochs=4)
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
         expected = plan_training(profile, Machine(2), num_microbatches=3, round_size=4).partition
         assert len({stage.kind for stage in expected.stages}) == 3
         assert trainer.strategy.last_step.partition == expected
 
 
-def test_profile_of_another_model(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_profile_of_another_model() -> None:
     profile = profile_of(1, 1, 1, 1, 1)
     short = CostProfile(profile.calls[1:])
     with pytest.raises(ValueError, match=r"has 4 calls and a micro-batch made 5: call 0 is 'body.0.0'"):
-        make_trainer(options={**LINEAR, "cost_profile": short}).fit(small(), make_loader())
+        make_trainer(options={**LINEAR, "cost_profile": short}).fit(Small(), make_loader())
     other = CostProfile((*profile.calls[:4], replace(profile.calls[4], name="tail")))
     with pytest.raises(ValueError, match=r"call 4 is 'head', the profile has 'tail'"):
-        make_trainer(options={**LINEAR, "cost_profile": other}).fit(small(), make_loader())
+        make_trainer(options={**LINEAR, "cost_profile": other}).fit(Small(), make_loader())
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,9 @@ def test_bad_files_fail_at_once(tmp_path: Path, text: str | None, message: str) 
 @pytest.mark.parametrize(("error", "raised"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)])
 @pytest.mark.parametrize("step", [0, 2])
 def test_saved_when_training_fails(
-    small: Any,
-    make_trainer: Any,
-    make_loader: Any,
-    tmp_path: Path,
-    error: type[BaseException],
-    raised: type[BaseException],
-    step: int,
+    tmp_path: Path, error: type[BaseException], raised: type[BaseException], step: int
 ) -> None:
-    class Fails(small):
+    class Fails(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == step:
                 raise error("no more")
@@ -127,8 +121,8 @@ def test_saved_when_training_fails(
         assert [call.name for call in CostProfile.load(path).calls] == NAMES
 
 
-def test_evaluation_saves_nothing(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path) -> None:
-    class Validates(small):
+def test_evaluation_saves_nothing(tmp_path: Path) -> None:
+    class Validates(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.loss(batch)
 
@@ -137,13 +131,11 @@ def test_evaluation_saves_nothing(small: Any, make_trainer: Any, make_loader: An
     assert not path.exists()
 
 
-def test_a_file_that_cannot_be_written_does_not_end_training(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     trainer = make_trainer(options={"save_profile": folder / "costs.json"})
     folder.rmdir()
     with pytest.warns(UserWarning, match=r"could not be written: .*costs\.json"):
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
     assert trainer.global_step == 3

@@ -15,6 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy
 from lightning_roundpipe.planning import CostProfile
+from tests.support.parity import compare, make_loader, make_trainer
+from tests.support.rows import compat
+from tests.support.small import Small
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -31,12 +34,12 @@ def test_registered() -> None:
     assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
 
 
-def test_accelerator_alone_is_rejected(small: Any, make_loader: Any) -> None:
+def test_accelerator_alone_is_rejected() -> None:
     """``accelerator="roundpipe"`` leaves the choice of the strategy to Lightning, which knows nothing of pipelines."""
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
     with pytest.raises(MisconfigurationException, match="strategy='roundpipe'"):
-        L.Trainer(accelerator="roundpipe", devices=1, **QUIET).fit(small(), make_loader())
+        L.Trainer(accelerator="roundpipe", devices=1, **QUIET).fit(Small(), make_loader())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -52,14 +55,15 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("num_microbatches", -3, ValueError, ("-3", "positive integer")),
     ("num_microbatches", 2.5, ValueError, ("2.5", "positive integer")),
     ("num_microbatches", True, ValueError, ("True", "positive integer")),
-    ("num_microbatches", "many", ValueError, ("'many'", "'auto'")),
+    ("num_microbatches", "4", ValueError, ("'4'", "'auto'")),
     ("round_size", 0, ValueError, ("0", "None")),
     ("threads_per_device", 0, ValueError, ("0", "None")),
     ("threads_per_device", "all", ValueError, ("'all'", "positive integer")),
     ("threads_per_device", 100000, ValueError, ("100000", "use at most", "None", "cores")),
     ("loss_weight", "tokens", ValueError, ("'tokens'", "'samples'", "'label_tokens'", "function")),
     ("loss_weight", None, ValueError, ("None", "'samples'")),
-    ("split_batch", "rows", TypeError, ("'rows'", "function")),
+    ("split_batch", "rows", TypeError, ("'rows'", "function", "or 'packed'")),
+    ("split_batch", 3, TypeError, ("3", "function", "or 'packed'")),
     ("units", "Linear", TypeError, ("'Linear'", "list")),
     ("units", [], TypeError, ("[]", "non-empty")),
     ("units", [torch.nn.Linear(1, 1)], TypeError, ("Linear(", "class")),
@@ -88,6 +92,12 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
 ]
 
 
+@compat(
+    "Misuse",
+    "options of a wrong type, or that contradict each other",
+    status="refused",
+    note="The error comes with the strategy.",
+)
 @pytest.mark.parametrize(("option", "value", "kind", "parts"), WRONG_OPTIONS)
 def test_wrong_options_name_option_value_and_remedy(
     option: str, value: Any, kind: type[Exception], parts: tuple[str, ...]
@@ -118,10 +128,8 @@ class Linears(torch.nn.Linear):
     ids=lambda value: str(value) if isinstance(value, list) else "",
 )
 @pytest.mark.parametrize("run", ["fit", "validate"])
-def test_unknown_unit_classes_are_found_before_the_run(
-    small: Any, make_trainer: Any, make_loader: Any, units: Any, match: str, run: str
-) -> None:
-    class Counts(small):  # type: ignore[misc]
+def test_unknown_unit_classes_are_found_before_the_run(units: Any, match: str, run: str) -> None:
+    class Counts(Small):
         num_hooks = 0
 
         def on_fit_start(self) -> None:
@@ -137,8 +145,8 @@ def test_unknown_unit_classes_are_found_before_the_run(
 
 
 @pytest.mark.parametrize("units", [["Linear"], [torch.nn.Linear], [torch.nn.Sequential]])
-def test_chosen_units(small: Any, fit_alike: Any, units: Any) -> None:
-    fit_alike(small, ours={"options": {"units": units}})
+def test_chosen_units(units: Any) -> None:
+    compare(Small, ours={"options": {"units": units}})
 
 
 def test_fp16_on_gpus_keeps_the_scaler_of_the_user() -> None:

@@ -14,12 +14,14 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor, device_stats_monitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.support.parity import make_loader, make_trainer
+from tests.support.small import Small
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
 PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
 
 
-def fit(make_trainer: Any, module: Any, loader: Any, tmp_path: Path, **kwargs: Any) -> list[dict[str, str]]:
+def fit(module: Any, loader: Any, tmp_path: Path, **kwargs: Any) -> list[dict[str, str]]:
     """Trains with the monitor, and returns what the logger has got at the ends of batches."""
     trainer = make_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=1, options={"virtual_copies": True}, **kwargs)
     trainer.fit(module, loader)
@@ -33,12 +35,12 @@ def fit(make_trainer: Any, module: Any, loader: Any, tmp_path: Path, **kwargs: A
 
 
 @pytest.mark.parametrize("accelerator", ["roundpipe", "cpu", "auto"])
-def test_figures_of_the_pool(small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, accelerator: str) -> None:
+def test_figures_of_the_pool(tmp_path: Path, accelerator: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: accelerators roundpipe and auto would take it")
     pytest.importorskip("psutil")
     callbacks = [DeviceStatsMonitor()]
-    rows = fit(make_trainer, small(), make_loader(), tmp_path, accelerator=accelerator, callbacks=callbacks)
+    rows = fit(Small(), make_loader(), tmp_path, accelerator=accelerator, callbacks=callbacks)
     assert len(rows) == 3
     for name in NAMES:
         for device in (0, 1):
@@ -48,13 +50,11 @@ def test_figures_of_the_pool(small: Any, make_trainer: Any, make_loader: Any, tm
     assert all(0 <= float(row["cpu_percent"]) <= 100 for row in rows)
 
 
-def test_without_psutil(
-    small: Any, make_trainer: Any, make_loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's monitor asks for psutil unless it is told to show the host's figures."""
     monkeypatch.setattr(lightning.pytorch.accelerators.cpu, "_PSUTIL_AVAILABLE", False)
     callbacks = [DeviceStatsMonitor(cpu_stats=True)]
-    rows = fit(make_trainer, small(), make_loader(), tmp_path, callbacks=callbacks)
+    rows = fit(Small(), make_loader(), tmp_path, callbacks=callbacks)
     assert {f"device{device}.{name}" for device in (0, 1) for name in NAMES + PEAKS} == set(rows[-1])
 
 
@@ -70,13 +70,13 @@ def test_with_an_accelerator_that_knows_gpus_only(monkeypatch: pytest.MonkeyPatc
     assert accelerator.get_device_stats(gpu) == {"asked": gpu}, "about a GPU it answers as ever"
 
 
-def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_the_accelerator_outlives_the_strategy() -> None:
     """An accelerator object of the user's own shows the pool during a run only."""
     pytest.importorskip("psutil")
     accelerator = CPUAccelerator()
     seen: list[dict[str, Any]] = []
 
-    class Asks(small):
+    class Asks(Small):
         def on_train_batch_end(self, *args: Any) -> None:
             seen.append(self.trainer.accelerator.get_device_stats("cpu"))
 
@@ -88,12 +88,7 @@ def test_the_accelerator_outlives_the_strategy(small: Any, make_trainer: Any, ma
 
 @pytest.mark.parametrize("cpu_stats", [None, True, False])
 def test_the_host_is_asked_as_plain_lightning_asks_it(
-    small: Any,
-    make_trainer: Any,
-    make_loader: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cpu_stats: bool | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_stats: bool | None
 ) -> None:
     """As often, and by the function that users may have replaced."""
     asked: list[str] = []
@@ -113,7 +108,7 @@ def test_the_host_is_asked_as_plain_lightning_asks_it(
     for asked_by in ("plain", "roundpipe"):
         callbacks = [DeviceStatsMonitor(cpu_stats=cpu_stats)]
         trainer = make_trainer(asked_by, logger=Logger(tmp_path), log_every_n_steps=1, callbacks=callbacks)
-        trainer.fit(small(), make_loader())
+        trainer.fit(Small(), make_loader())
     assert asked.count("plain") == (0 if cpu_stats is False else 6)
     assert asked.count("roundpipe") == asked.count("plain")
     assert logged["roundpipe"] == logged["plain"]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.parity import both, compare, make_loader, make_trainer
 from tests.support.rows import compat
+from tests.support.small import Small
 
 Scores = namedtuple("Scores", ["logits", "best"])
 
@@ -32,28 +34,24 @@ OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
 @compat("LightningModule hook", "predict_step")
 @pytest.mark.parametrize("shape", OUTPUTS)
 @pytest.mark.parametrize("num_microbatches", [3, 16])
-def test_predictions(
-    small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, shape: str, num_microbatches: int
-) -> None:
-    class Predicts(small):
+def test_predictions(shape: str, num_microbatches: int) -> None:
+    class Predicts(Small):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return OUTPUTS[shape](self, batch[0])
 
-    loader = make_loader()
-    plain = make_trainer("plain").predict(Predicts(), loader)
-    ours = make_trainer(num_microbatches=num_microbatches).predict(Predicts(), loader)
-    assert len(plain) == 3
-    assert [type(result) for result in ours] == [type(result) for result in plain]
-    assert_alike(ours, plain)
+    def act(kind: str) -> Any:
+        results = make_trainer(kind, num_microbatches=num_microbatches).predict(Predicts(), make_loader())
+        return results, [type(result).__name__ for result in results]
+
+    assert len(both(act)[0]) == 3
 
 
-def test_default_predict_step(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any) -> None:
-    class Forward(small):
+def test_default_predict_step() -> None:
+    class Forward(Small):
         def forward(self, batch: Any) -> Any:
             return super().forward(batch[0])
 
-    results = [make_trainer(kind).predict(Forward(), make_loader()) for kind in ("roundpipe", "plain")]
-    assert_alike(*results)
+    both(lambda kind: make_trainer(kind).predict(Forward(), make_loader()))
 
 
 class Collecting:
@@ -91,8 +89,8 @@ APPENDED: dict[str, Callable[[Any, Any, Any, int], Any]] = {
 
 
 @pytest.mark.parametrize("what", APPENDED)
-def test_list_of_step_outputs(small: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, what: str) -> None:
-    class Collects(Collecting, small):
+def test_list_of_step_outputs(what: str) -> None:
+    class Collects(Collecting, Small):
         collect = APPENDED[what]
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -101,15 +99,13 @@ def test_list_of_step_outputs(small: Any, make_trainer: Any, make_loader: Any, a
         def on_validation_epoch_end(self) -> None:
             self._end()
 
-    modules = []
-    for kind in ("roundpipe", "plain"):
+    def act(kind: str) -> Any:
         module, trainer = Collects(), make_trainer(kind)
         trainer.validate(module, make_loader(), verbose=False)
         trainer.validate(module, make_loader(), verbose=False)
-        modules.append(module)
-    assert len(modules[1].epochs) == 2
-    assert len(modules[1].epochs[0]) == 3
-    assert_alike(modules[0].epochs, modules[1].epochs)
+        return module.epochs
+
+    assert [len(epoch) for epoch in both(act)] == [3, 3]
 
 
 # Not: one item appended for each micro-batch of one row, which is read as one of the whole batch.
@@ -117,10 +113,8 @@ def test_list_of_step_outputs(small: Any, make_trainer: Any, make_loader: Any, a
     ("how", "rows", "num_microbatches"),
     [("extend", 6, 3), ("extend", 6, 4), ("extend", 6, 6), ("+=", 6, 3), ("+=", 6, 6), ("append", 6, 3)],
 )
-def test_lists_of_samples(
-    small: Any, make_trainer: Any, make_loader: Any, how: str, rows: int, num_microbatches: int
-) -> None:
-    class Collects(small):
+def test_lists_of_samples(how: str, rows: int, num_microbatches: int) -> None:
+    class Collects(Small):
         def __init__(self) -> None:
             super().__init__()
             self.texts, self.lists, self.numbers = [], [], []
@@ -141,17 +135,17 @@ def test_lists_of_samples(
                     self.lists.append([batch_idx, y])
                     self.numbers.append(number)
 
-    modules = [Collects(), Collects()]
-    for module, kind in zip(modules, ("plain", "roundpipe"), strict=True):
+    def act(kind: str) -> Any:
+        module = Collects()
         trainer = make_trainer(kind, num_microbatches=num_microbatches)
         trainer.validate(module, make_loader(2 * rows, rows), verbose=False)
-    for name in ("texts", "lists", "numbers"):
-        assert getattr(modules[0], name) == getattr(modules[1], name), name
-    assert len(modules[0].texts) == 2 * rows
+        return module.texts, module.lists, module.numbers
+
+    assert len(both(act)[0]) == 2 * rows
 
 
-def test_list_of_training_outputs(small: Any, fit_both: Any, assert_alike: Any) -> None:
-    class Collects(Collecting, small):
+def test_list_of_training_outputs() -> None:
+    class Collects(Collecting, Small):
         collect = APPENDED["dict"]
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -160,5 +154,4 @@ def test_list_of_training_outputs(small: Any, fit_both: Any, assert_alike: Any) 
         def on_train_epoch_end(self) -> None:
             self._end()
 
-    plain, ours = fit_both(Collects, max_epochs=2)
-    assert_alike(ours.module.epochs, plain.module.epochs)
+    compare(Collects, max_epochs=2, also=lambda run: run.module.epochs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import signal
 import threading
 import traceback
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.engine.gate import Gate
+from tests.support.parity import assert_alike, make_trainer
 from tests.support.rows import compat
 
 ROWS, BATCH, MICROBATCHES = 15, 5, 5
@@ -126,33 +128,25 @@ def assert_clean(module: Any) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.fixture(scope="module")
-def fresh_weights() -> dict[str, dict[str, Tensor]]:
-    """Filled by the first test that needs it: the weights of a plain run that nothing has disturbed."""
-    return {}
+@functools.cache
+def fresh_weights() -> dict[str, Tensor]:
+    """Of a plain run that nothing has disturbed."""
+    reference = Trapped(Trap())
+    make_trainer("plain").fit(reference, loader())
+    return dict(reference.state_dict())
 
 
-@pytest.fixture
-def assert_next_fit_is_fresh(make_trainer: Any, fresh_weights: dict[str, dict[str, Tensor]]) -> Callable[[Any], None]:
+def assert_next_fit_is_fresh(failed: Any) -> None:
     """A later fit, of the module that failed and of a new one, equals plain Lightning's."""
-
-    def check(failed: Any) -> None:
-        assert_clean(failed)
-        failed.trap.place = "nowhere"
-        if not fresh_weights:
-            reference = Trapped(Trap())
-            make_trainer("plain").fit(reference, loader())
-            fresh_weights["module"] = reference.state_dict()
-        again, new = Trapped(Trap()), Trapped(Trap())
-        again.load_state_dict(failed.state_dict())
-        make_trainer("plain").fit(again, loader())
-        for module, expected in ((failed, again.state_dict()), (new, fresh_weights["module"])):
-            make_trainer(num_microbatches=MICROBATCHES).fit(module, loader())
-            for name, value in expected.items():
-                torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
-        assert_clean(failed)
-
-    return check
+    assert_clean(failed)
+    failed.trap.place = "nowhere"
+    again, new = Trapped(Trap()), Trapped(Trap())
+    again.load_state_dict(failed.state_dict())
+    make_trainer("plain").fit(again, loader())
+    for module, expected in ((failed, again.state_dict()), (new, fresh_weights())):
+        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader())
+        assert_alike(dict(module.state_dict()), dict(expected))
+    assert_clean(failed)
 
 
 PLACES = {
@@ -167,9 +161,7 @@ PLACES = {
 # The first micro-batch of the first step runs alone; others run by a plan.
 @pytest.mark.parametrize(("step", "microbatch"), [(0, 0), (0, 4), (1, 2)], ids=["alone", "beside", "second-step"])
 @pytest.mark.parametrize("place", PLACES)
-def test_exceptions_in_training(
-    make_trainer: Any, assert_next_fit_is_fresh: Any, place: str, step: int, microbatch: int
-) -> None:
+def test_exceptions_in_training(place: str, step: int, microbatch: int) -> None:
     data = loader(step * BATCH + microbatch)
     plain, ours = Trapped(Trap(place)), Trapped(Trap(place))
     with pytest.raises(Injected):
@@ -184,13 +176,12 @@ def test_exceptions_in_training(
     assert frames[-1] == "spring"
     assert trainer.interrupted
     assert trainer.global_step == step
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    assert_alike(dict(ours.state_dict()), dict(plain.state_dict()))
     assert_next_fit_is_fresh(ours)
 
 
 @pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
-def test_exceptions_with_real_copies(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+def test_exceptions_with_real_copies(place: str) -> None:
     module = Trapped(Trap(place))
     trainer = make_trainer(num_microbatches=MICROBATCHES, devices=3, options={"virtual_copies": True})
     with pytest.raises(Injected, match=f"in {place}"):
@@ -199,7 +190,7 @@ def test_exceptions_with_real_copies(make_trainer: Any, assert_next_fit_is_fresh
 
 
 @pytest.mark.parametrize("place", ["unit forward", "unit backward", "user code after"])
-def test_every_microbatch_raises(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+def test_every_microbatch_raises(place: str) -> None:
     module = Trapped(Trap(place))
     with pytest.raises(Injected, match=f"in {place}"):
         make_trainer(num_microbatches=MICROBATCHES).fit(module, loader(*range(5, 10)))
@@ -210,9 +201,7 @@ def test_every_microbatch_raises(make_trainer: Any, assert_next_fit_is_fresh: An
     ("place", "entry", "microbatch"),
     [("validation", "fit", 0), ("unit forward", "fit", 4), ("validation", "validate", 2)],
 )
-def test_exceptions_in_validation(
-    make_trainer: Any, assert_next_fit_is_fresh: Any, place: str, entry: str, microbatch: int
-) -> None:
+def test_exceptions_in_validation(place: str, entry: str, microbatch: int) -> None:
     module = Trapped(Trap(place))
     trainer = make_trainer(num_microbatches=MICROBATCHES)
     marked = loader(BATCH + microbatch)
@@ -223,7 +212,7 @@ def test_exceptions_in_validation(
     assert_next_fit_is_fresh(module)
 
 
-def test_exceptions_in_configure_optimizers(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+def test_exceptions_in_configure_optimizers() -> None:
     module = Trapped(Trap("configure"))
     with pytest.raises(Injected, match="in configure"):
         make_trainer().fit(module, loader())
@@ -235,7 +224,7 @@ HOOKS = ("configure_model", "on_fit_start", "on_train_batch_start", "on_before_b
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_exceptions_in_hooks(make_trainer: Any, assert_next_fit_is_fresh: Any, hook: str) -> None:
+def test_exceptions_in_hooks(hook: str) -> None:
     def fail(*args: Any) -> None:
         if module.trap.place == "hook":
             raise Injected(hook)
@@ -248,7 +237,7 @@ def test_exceptions_in_hooks(make_trainer: Any, assert_next_fit_is_fresh: Any, h
 
 
 @compat("Callback hook", "on_exception")
-def test_cause_and_callback(make_trainer: Any) -> None:
+def test_cause_and_callback() -> None:
     """The exception object itself arrives, its cause with it, and ``on_exception`` sees it once."""
 
     def action() -> None:
@@ -270,28 +259,27 @@ def test_cause_and_callback(make_trainer: Any) -> None:
     assert heard == [caught.value]
 
 
-def test_same_trainer_after_an_exception(make_trainer: Any) -> None:
+def test_same_trainer_after_an_exception() -> None:
     modules = []
     for kind in ("roundpipe", "plain"):
-        trainer = make_trainer(kind, **({"num_microbatches": MICROBATCHES} if kind == "roundpipe" else {}))
+        trainer = make_trainer(kind, num_microbatches=MICROBATCHES)
         with pytest.raises(Injected):
             trainer.fit(Trapped(Trap("unit forward")), loader(2))
         module = Trapped(Trap())
         trainer.fit(module, loader())
         modules.append((module, trainer.global_step))
     assert modules[0][1] == modules[1][1]
-    for name, value in modules[1][0].state_dict().items():
-        torch.testing.assert_close(modules[0][0].state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    assert_alike(dict(modules[0][0].state_dict()), dict(modules[1][0].state_dict()))
 
 
-def test_stop_iteration_ends_the_epoch_as_in_plain(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+def test_stop_iteration_ends_the_epoch_as_in_plain() -> None:
     def action() -> None:
         raise StopIteration
 
     found = []
     for kind in ("plain", "roundpipe"):
         module = Trapped(Trap("user code before", action))
-        trainer = make_trainer(kind, max_epochs=2, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
+        trainer = make_trainer(kind, max_epochs=2, num_microbatches=5)
         trainer.fit(module, loader(7))
         found.append((trainer.global_step, trainer.current_epoch, module.state_dict()))
     assert found[0][:2] == found[1][:2] == (2, 2)
@@ -301,13 +289,13 @@ def test_stop_iteration_ends_the_epoch_as_in_plain(make_trainer: Any, assert_nex
 
 
 @pytest.mark.parametrize("place", ["unit forward", "loss", "unit backward", "validation"])
-def test_system_exit(make_trainer: Any, assert_next_fit_is_fresh: Any, place: str) -> None:
+def test_system_exit(place: str) -> None:
     def action() -> None:
         raise SystemExit(7)
 
     for kind in ("plain", "roundpipe"):
         module = Trapped(Trap(place, action))
-        trainer = make_trainer(kind, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
+        trainer = make_trainer(kind, num_microbatches=5)
         with pytest.raises(SystemExit) as caught:
             trainer.fit(module, loader(7), loader(7))
         assert caught.value.code == 7
@@ -338,14 +326,7 @@ INTERRUPTS: dict[str, Callable[[], None]] = {
         *(("pthread_kill", place, row) for place in ("unit backward", "loss") for row in (0, 7)),
     ],
 )
-def test_ctrl_c_while_a_step_runs(
-    make_trainer: Any,
-    assert_next_fit_is_fresh: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
-    place: str,
-    row: int,
-) -> None:
+def test_ctrl_c_while_a_step_runs(monkeypatch: pytest.MonkeyPatch, how: str, place: str, row: int) -> None:
     noticed = threading.Event()
     abort = Gate.abort
 
@@ -380,7 +361,7 @@ def test_ctrl_c_while_a_step_runs(
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_keyboard_interrupt_raised_by_user_code(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
+def test_keyboard_interrupt_raised_by_user_code() -> None:
     def action() -> None:
         raise KeyboardInterrupt
 
@@ -390,37 +371,3 @@ def test_keyboard_interrupt_raised_by_user_code(make_trainer: Any, assert_next_f
             make_trainer(kind).fit(module, loader(7))
         assert caught.value.code == 1
     assert_next_fit_is_fresh(module)
-
-
-@compat("Trainer argument", "detect_anomaly")
-def test_anomaly_detection_names_the_operator(make_trainer: Any, assert_next_fit_is_fresh: Any) -> None:
-    class NotANumber(Trapped):
-        def user_loss(self, batch: Any) -> Tensor:
-            loss = super().user_loss(batch)
-            return torch.sqrt(loss * 0 - 1) if self.trap.place == "loss" and batch[0][0, 0] == MARK else loss
-
-    trap = Trap("loss", lambda: None)
-    for kind in ("plain", "roundpipe"):
-        module = NotANumber(trap)
-        trainer = make_trainer(kind, detect_anomaly=True, **({"num_microbatches": 5} if kind == "roundpipe" else {}))
-        with pytest.raises(RuntimeError, match=r"SqrtBackward0.*returned nan"):
-            trainer.fit(module, loader(5))
-    assert not torch.is_anomaly_enabled()
-    trap.place = "nowhere"
-    assert_next_fit_is_fresh(module)
-
-
-WRONG_MODULES: dict[str, tuple[Callable[[Trapped, Any], Any], type[Exception], str]] = {
-    "detached loss": (lambda m, b: m.user_loss(b).detach(), RuntimeError, "does not require a gradient"),
-    "vector loss": (lambda m, b: m.user_code(b[0])[:, 0].repeat(2), ValueError, r"shape \(2,\).*scalar"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG_MODULES)
-def test_impossible_losses(make_trainer: Any, kind: str) -> None:
-    step, error, message = WRONG_MODULES[kind]
-    module = Trapped(Trap())
-    module.training_step = lambda batch, batch_idx: step(module, batch)
-    with pytest.raises(error, match=message):
-        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader())
-    assert_clean(module)

@@ -13,23 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.parity import make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
 WORDS = {"norms": "the batch norm ", "losses": "the loss of micro-batch ", "encoders": "the encoder "}
 
 
-@pytest.fixture
-def hints_of() -> Callable[..., list[str]]:
+def hints_of(kind: str, run: Callable[[], Any]) -> list[str]:
     """Runs something and gives the warnings of one kind, each as often as it was given."""
-
-    def gather(kind: str, run: Callable[[], Any]) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run()
-        return [str(warning.message) for warning in caught if str(warning.message).startswith(WORDS[kind])]
-
-    return gather
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if str(warning.message).startswith(WORDS[kind])]
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
@@ -71,7 +67,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
     note="Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.parametrize("case", NORMS)
-def test_batch_norms(hints_of: Any, make_trainer: Any, make_loader: Any, case: str) -> None:
+def test_batch_norms(case: str) -> None:
     make_module, settings, expected = NORMS[case]
     module = make_module()
     for _ in range(2):  # once per fit, not once per process
@@ -85,7 +81,7 @@ def test_batch_norms(hints_of: Any, make_trainer: Any, make_loader: Any, case: s
             assert "GroupNorm" in hint
 
 
-def test_batch_norms_in_evaluation(hints_of: Any, make_trainer: Any, make_loader: Any) -> None:
+def test_batch_norms_in_evaluation() -> None:
     assert not hints_of("norms", lambda: make_trainer().validate(Normalizes(), make_loader(), verbose=False))
 
 
@@ -126,7 +122,7 @@ LOSSES: dict[str, tuple[DataLoader[Any], dict[str, Any], int]] = {
     note="The loss of the batch is NaN, with a warning that names the ways out.",
 )
 @pytest.mark.parametrize("case", LOSSES)
-def test_losses_that_are_nan(hints_of: Any, make_trainer: Any, case: str) -> None:
+def test_losses_that_are_nan(case: str) -> None:
     loader, settings, expected = LOSSES[case]
     for _ in range(2):
         trainer = make_trainer(max_epochs=2, **settings)
@@ -190,7 +186,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     note="On GPUs padded positions are not zero, with a warning: leave them out, or use `enable_nested_tensor=False`.",
 )
 @pytest.mark.parametrize("case", ENCODERS)
-def test_padding_masks(hints_of: Any, make_trainer: Any, padded: Any, case: str) -> None:
+def test_padding_masks(padded: Any, case: str) -> None:
     arguments, options, expected, is_equal = ENCODERS[case]
     plain = make_trainer("plain").validate(Encodes(**arguments), padded, verbose=False)[0]["val"]
     trainer = make_trainer(options=options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -24,6 +23,8 @@ from lightning_roundpipe.integration.pool import machine_of, make_pool
 from lightning_roundpipe.options import RoundPipeOptions
 from lightning_roundpipe.planning import Machine
 from lightning_roundpipe.reporting import host_report
+from tests.support.parity import assert_alike, make_loader, make_trainer
+from tests.support.small import Small
 
 HOST = torch.device("cpu")
 GIB = 2**30
@@ -150,20 +151,15 @@ def make_rows(rows: int = 3 * ROWS, batch_size: int = ROWS) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.randint(3, (rows,), generator=generator)), batch_size=batch_size)
 
 
-@pytest.fixture
-def train(make_trainer: Any) -> Callable[..., tuple[Any, L.Trainer]]:
+def train(module: Any, limit: int | None, num_microbatches: Any = "auto", loader: Any = None, **kwargs: Any) -> Any:
     """Trains on two virtual devices with a memory of their own: "auto" begins with 4 micro-batches of 8 rows."""
-
-    def run(module: Any, limit: int | None, num_microbatches: Any = "auto", loader: Any = None, **kwargs: Any) -> Any:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        options = {"virtual_copies": True, "device_memory_limit": limit}
-        trainer = make_trainer(num_microbatches=num_microbatches, options=options, **kwargs)
-        trainer.fit(module, loader or make_rows())
-        return module, trainer
-
-    return run
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    options = {"virtual_copies": True, "device_memory_limit": limit}
+    trainer = make_trainer(num_microbatches=num_microbatches, options=options, **kwargs)
+    trainer.fit(module, loader or make_rows())
+    return module, trainer
 
 
 def assert_equal_runs(ours: tuple[Any, L.Trainer], expected: tuple[Any, L.Trainer], rtol: float = 0.0) -> None:
@@ -180,14 +176,14 @@ def assert_equal_runs(ours: tuple[Any, L.Trainer], expected: tuple[Any, L.Traine
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
-def test_auto_finds_a_number_that_fits_and_nothing_is_lost(train: Any, norm: bool) -> None:
+def test_auto_finds_a_number_that_fits_and_nothing_is_lost(norm: bool) -> None:
     ours = train(Watched(norm), FITS_4_ROWS)
     assert ours[1].strategy.last_step.num_microbatches == 8
     assert ours[0].calls.num > 3 * 8, "the first attempt has called the step as well"
     assert_equal_runs(ours, train(Watched(norm), None, 8), rtol=1e-5)  # which has larger rounds
 
 
-def test_the_peak_is_below_the_limit(train: Any) -> None:
+def test_the_peak_is_below_the_limit() -> None:
     _, trainer = train(Watched(), FITS_4_ROWS)
     for device in trainer.strategy.pool.devices:
         assert 0 < device.peak_memory_bytes <= FITS_4_ROWS
@@ -195,14 +191,14 @@ def test_the_peak_is_below_the_limit(train: Any) -> None:
     assert trainer.strategy.last_step.peak_memory_bytes == tuple(d.memory.peak for d in trainer.strategy.pool.devices)
 
 
-def test_enough_memory_changes_nothing(train: Any) -> None:
+def test_enough_memory_changes_nothing() -> None:
     ours = train(Watched(), FITS_8_ROWS)
     assert ours[1].strategy.last_step.num_microbatches == 4
     assert ours[0].calls.num == 3 * 4
     assert_equal_runs(ours, train(Watched(), None, 4))
 
 
-def test_gradients_that_wait_are_not_lost(train: Any) -> None:
+def test_gradients_that_wait_are_not_lost() -> None:
     """A later, larger batch does not fit: gradients accumulated before it, momentum and metrics must survive."""
     batches = [range(16), range(26, 90), range(64, 80), range(70, 90)]
     loaders = [DataLoader(make_rows().dataset, batch_sampler=[list(rows) for rows in batches]) for _ in range(2)]
@@ -217,7 +213,7 @@ def test_gradients_that_wait_are_not_lost(train: Any) -> None:
     assert_equal_runs(ours, train(reference, None, 4, loaders[1], **settings), rtol=1e-4)
 
 
-def test_training_goes_on_after_the_error(train: Any) -> None:
+def test_training_goes_on_after_the_error() -> None:
     module = Watched()
     with pytest.raises(TOO_LITTLE):
         train(module, FITS_4_ROWS, 1)
@@ -228,7 +224,7 @@ def test_training_goes_on_after_the_error(train: Any) -> None:
     assert_equal_runs(train(module, None, 8), train(fresh, None, 8))
 
 
-def test_what_can_never_fit_says_what_takes_the_memory(train: Any) -> None:
+def test_what_can_never_fit_says_what_takes_the_memory() -> None:
     with pytest.raises(TOO_LITTLE) as caught:
         train(Watched(), 2048)
     text = str(caught.value)
@@ -236,7 +232,7 @@ def test_what_can_never_fit_says_what_takes_the_memory(train: Any) -> None:
         assert part in text
 
 
-def test_evaluation_is_run_again_as_well(train: Any, make_trainer: Any) -> None:
+def test_evaluation_is_run_again_as_well() -> None:
     options = {"virtual_copies": True, "device_memory_limit": STATES // 2 + 6 * 4 * WIDTH * (2 + 2)}
     found = []
     for given, number in ((options, "auto"), ({}, 8)):
@@ -257,7 +253,7 @@ class Bulge(L.LightningModule):
         return self.layers(batch)  # type: ignore[no-any-return]
 
 
-def test_what_was_learned_from_larger_micro_batches_is_forgotten(make_trainer: Any) -> None:
+def test_what_was_learned_from_larger_micro_batches_is_forgotten() -> None:
     module, rows = Bulge(), torch.randn(256, 4)
     options = {"virtual_copies": True, "device_memory_limit": "64KiB"}
     trainer = make_trainer(num_microbatches="auto", options=options)
@@ -266,7 +262,7 @@ def test_what_was_learned_from_larger_micro_batches_is_forgotten(make_trainer: A
     torch.testing.assert_close(found, module.layers(rows).detach())
 
 
-def test_larger_batches_than_the_first_one_are_on_the_books(make_trainer: Any) -> None:
+def test_larger_batches_than_the_first_one_are_on_the_books() -> None:
     peaks = []
     for sizes in ([8, 256], [256]):
         trainer = make_trainer(devices=1, num_microbatches=2, options={"virtual_copies": True})
@@ -303,7 +299,7 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_blocks_that_are_too_large_are_divided(make_trainer: Any, assert_alike: Any) -> None:
+def test_blocks_that_are_too_large_are_divided() -> None:
     # The layer in front gives rows of 512 numbers: one and its gradient, and those of four micro-batches that wait.
     options = {"virtual_copies": True, "device_memory_limit": LAYER + 4 * (WIDE + 4) * (2 + 4)}
     modules = []
@@ -316,39 +312,35 @@ def test_blocks_that_are_too_large_are_divided(make_trainer: Any, assert_alike: 
     assert trainer.strategy.last_step.partition.num_calls == 4
 
 
-def test_units_that_the_user_has_chosen_stay_whole(make_trainer: Any) -> None:
+def test_units_that_the_user_has_chosen_stay_whole() -> None:
     options = {"virtual_copies": True, "device_memory_limit": LAYER, "units": ["Block"]}
     with pytest.raises(TOO_LITTLE, match="does not fit"):
         make_trainer(options=options, num_microbatches=8).fit(Wide(), make_rows())
 
 
-def test_a_link_of_given_speed_changes_no_result(make_trainer: Any, small: Any, make_loader: Any) -> None:
+def test_a_link_of_given_speed_changes_no_result() -> None:
     """But the order of sums: with a link, on how many devices a stage is follows measured costs."""
     states = []
     for copies in (True, VirtualLink(gb_per_s=10.0, latency_us=20.0)):
-        module = small()
+        module = Small()
         make_trainer(options={"virtual_copies": copies}).fit(module, make_loader())
         states.append(module.state_dict())
     torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-7)
 
 
-def test_the_run_reports_what_the_host_needs(
-    make_trainer: Any, small: Any, make_loader: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_run_reports_what_the_host_needs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        make_trainer(max_epochs=2).fit(small(), make_loader())
+        make_trainer(max_epochs=2).fit(Small(), make_loader())
     reports = [record.message for record in caplog.records if "on the host" in record.message]
     assert len(reports) == 1
     for part in ("activations", "weights", "gradients", "optimizer state"):
         assert part in reports[0]
 
 
-def test_the_run_warns_before_the_host_is_full(
-    make_trainer: Any, small: Any, make_loader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_warns_before_the_host_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_report, "available_bytes", lambda: 100)
     with pytest.warns(UserWarning, match=r"this run may need .* on the host.* 100 B are available"):
-        make_trainer().fit(small(), make_loader())
+        make_trainer().fit(Small(), make_loader())
 
 
 @pytest.mark.parametrize(("sizes", "are_alike"), [((100, 105), True), ((100, 150), False)])

@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from tests.support.parity import assert_alike, make_loader, make_trainer
+from tests.support.small import Small
+
 CLASSES = 3
 
 
@@ -58,56 +61,52 @@ def elsewhere(tensor: Tensor) -> Tensor:
     return Elsewhere(tensor.detach())
 
 
-@pytest.fixture
-def make(small: Any) -> Callable[..., Any]:
+class Logging(Small):
     """Makes modules whose predictions are ``here`` or ``elsewhere``."""
 
-    class Logging(small):  # type: ignore[misc]
-        def __init__(self, place: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.place = place
-            self.train_accuracy = MulticlassAccuracy(CLASSES, average="micro")
-            self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
-            self.several = MetricCollection(
-                {"f1": MulticlassF1Score(CLASSES), "accuracy": MulticlassAccuracy(CLASSES)}, compute_groups=False
-            )
-            self.mean = MeanMetric()
-            self.collected: list[Tensor] = []
+    def __init__(self, place: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.place = place
+        self.train_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.several = MetricCollection(
+            {"f1": MulticlassF1Score(CLASSES), "accuracy": MulticlassAccuracy(CLASSES)}, compute_groups=False
+        )
+        self.mean = MeanMetric()
+        self.collected: list[Tensor] = []
 
-        def shared_step(self, batch: Any, stage: str) -> tuple[Tensor, Tensor]:
-            x, y = batch
-            logits = self(x)
-            predicted = self.place(logits)
-            accuracy = self.train_accuracy if stage == "train" else self.val_accuracy
-            accuracy(predicted, y)
-            self.log(f"{stage}_accuracy", accuracy, on_step=True, on_epoch=True)
-            self.several.update(predicted, y)
-            self.mean.update(predicted.mean(), weight=len(x))
-            self.log(f"{stage}_mean", predicted.mean(), on_epoch=True)
-            self.log(f"{stage}_largest", predicted.max(), reduce_fx="max", on_epoch=True)
-            return F.cross_entropy(logits, y), predicted
+    def shared_step(self, batch: Any, stage: str) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        logits = self(x)
+        predicted = self.place(logits)
+        accuracy = self.train_accuracy if stage == "train" else self.val_accuracy
+        accuracy(predicted, y)
+        self.log(f"{stage}_accuracy", accuracy, on_step=True, on_epoch=True)
+        self.several.update(predicted, y)
+        self.mean.update(predicted.mean(), weight=len(x))
+        self.log(f"{stage}_mean", predicted.mean(), on_epoch=True)
+        self.log(f"{stage}_largest", predicted.max(), reduce_fx="max", on_epoch=True)
+        return F.cross_entropy(logits, y), predicted
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, predicted = self.shared_step(batch, "train")
-            return {"loss": loss, "predicted": predicted, "nested": {"most": predicted.argmax(-1)}}
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, predicted = self.shared_step(batch, "train")
+        return {"loss": loss, "predicted": predicted, "nested": {"most": predicted.argmax(-1)}}
 
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, predicted = self.shared_step(batch, "val")
-            self.collected.append(predicted)
-            return {"loss": loss, "predicted": predicted}
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, predicted = self.shared_step(batch, "val")
+        self.collected.append(predicted)
+        return {"loss": loss, "predicted": predicted}
 
-        def on_validation_epoch_end(self) -> None:
-            self.log("collected", torch.cat(self.collected).mean())
-            self.collected.clear()
+    def on_validation_epoch_end(self) -> None:
+        self.log("collected", torch.cat(self.collected).mean())
+        self.collected.clear()
 
-        def on_train_epoch_end(self) -> None:
-            self.log_dict(self.several.compute())
-            self.log("computed_mean", self.mean.compute())
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.several.compute())
+        self.log("computed_mean", self.mean.compute())
 
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.place(self(batch[0]))
-
-    return Logging
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.place(self(batch[0]))
 
 
 class Outputs(L.Callback):
@@ -122,14 +121,12 @@ class Outputs(L.Callback):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_results_metrics_and_logs(
-    make: Any, make_trainer: Any, make_loader: Any, assert_alike: Any, num_microbatches: int
-) -> None:
+def test_results_metrics_and_logs(num_microbatches: int) -> None:
     runs = []
     for kind, place in (("plain", here), ("roundpipe", elsewhere)):
         torch.manual_seed(0)
         outputs = Outputs()
-        module = make(place)
+        module = Logging(place)
         trainer = make_trainer(kind, num_microbatches=num_microbatches, callbacks=[outputs])
         trainer.fit(module, make_loader(), make_loader())
         logged = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
@@ -141,8 +138,8 @@ def test_results_metrics_and_logs(
     assert_alike([*ours], [*plain])
 
 
-def test_metrics_of_a_collection_share_what_was_brought(make: Any, make_trainer: Any, make_loader: Any) -> None:
-    module = make(elsewhere)
+def test_metrics_of_a_collection_share_what_was_brought() -> None:
+    module = Logging(elsewhere)
     trainer = make_trainer(num_microbatches=1, logger=False)
     before = Elsewhere.num_brought
     trainer.fit(module, make_loader(rows=4, batch_size=4), make_loader(rows=4, batch_size=4))
@@ -151,8 +148,8 @@ def test_metrics_of_a_collection_share_what_was_brought(make: Any, make_trainer:
     assert Elsewhere.num_brought - before == 2 * (1 + 1 + 2) + 2 + 2
 
 
-def test_metrics_are_as_before_after_a_step(make: Any, make_trainer: Any, make_loader: Any) -> None:
-    module = make(here)
+def test_metrics_are_as_before_after_a_step() -> None:
+    module = Logging(here)
     updates = {name: metric.update for name, metric in module.named_modules() if hasattr(metric, "update")}
     make_trainer().fit(module, make_loader(), make_loader())
     assert {name: metric.update for name, metric in module.named_modules() if hasattr(metric, "update")} == updates
