@@ -9,7 +9,7 @@ GPU. So whatever a call draws comes from a stream that is seeded with the identi
     nowhere                        a dispatch mode counts    nothing
     on a GPU                       and                       the GPU's generator is seeded before, restored after
     on the host                    redirects draws           a dispatch mode gives each draw a private generator
-    with ``random`` or NumPy       states are compared       an exclusive section, generators seeded and restored
+    with ``random`` or NumPy       an exclusive section, generators seeded and restored, in both
 
 A GPU computes one unit at a time, so its generator is free to be seeded, in turn with what user code draws there (see
 [Note: generators of GPUs] in :mod:`usercode.gpu_draws`). On the host several units compute at a time. To seed the
@@ -43,9 +43,10 @@ class Draws:
 
     host: bool = False
     gpu: bool = False
+    foreign: bool = False  # from Python's or NumPy's global generator
 
     def __bool__(self) -> bool:
-        return self.host or self.gpu
+        return self.host or self.gpu or self.foreign
 
 
 def _takes_generator(func: torch._ops.OpOverload) -> bool:

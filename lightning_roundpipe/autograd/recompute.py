@@ -159,8 +159,7 @@ class Facts:
     Attributes:
         flagged: slots whose tensor requires a gradient.
         slots: all slots of the result.
-        draws: where torch drew random numbers.
-        foreign: whether Python's or NumPy's global generator was used.
+        draws: from where it drew random numbers.
         buffers: buffers that were written: (master module, name).
         writes: whether other attributes of modules were written.
         graph_bytes: what the local graph held, besides parameters, arguments and results.
@@ -173,7 +172,6 @@ class Facts:
     flagged: frozenset[Slot]
     slots: frozenset[Slot]
     draws: Draws
-    foreign: bool
     buffers: tuple[tuple[nn.Module, str], ...]
     writes: bool
     graph_bytes: int

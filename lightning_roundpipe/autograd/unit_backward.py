@@ -113,8 +113,7 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
     try:
         with autocast_as(context.autocast_device, call.autocast):
             enter(call, leaves, context.anchor)
-            facts = call.facts
-            result = run_unit(context, call, replica, leaves, foreign=facts.foreign)
+            result = run_unit(context, call, replica, leaves)
             return add_changed(call, result, leaves)
     finally:
         torch._C._set_grad_enabled(before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..common.attributes import UnitWrites, assign, read
 from ..common.graphs import has_saved_tensor_hooks
 from ..common.seeds import derive_seed
 from ..devices.offload import TravellingActivations
-from ..usercode.generators import foreign_seeded
+from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.low_precision import WorkingCopies
@@ -30,7 +30,7 @@ from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
-_EVERYWHERE = Draws(host=True, gpu=True)
+_EVERYWHERE = Draws(host=True, gpu=True, foreign=True)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -42,8 +42,7 @@ class UnitResult:
         leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
         slots: every tensor that left the unit, by slot.
         written: plain attributes that the unit wrote: (copy or other module, name, value).
-        draws: where torch drew random numbers, as far as that was watched.
-        draws_foreign: whether Python's or NumPy's global generator was used.
+        draws: from where it drew random numbers, as far as that was watched.
         was_compiled: whether the unit was compiled in this run, which took most of the time.
     """
 
@@ -52,7 +51,6 @@ class UnitResult:
     slots: dict[Slot, Tensor]
     written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     draws: Draws = field(default_factory=Draws)
-    draws_foreign: bool = False
     was_compiled: bool = False
 
 
@@ -113,19 +111,11 @@ class InsideUnit:
             self.written = [one for one in self._writes.take_back() if not _is_list_of_weights(*one[:2])]
 
 
-def run_unit(
-    context: UnitContext,
-    call: Call,
-    replica: Replica,
-    leaves: list[Any],
-    *,
-    foreign: bool = False,
-) -> UnitResult:
+def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> UnitResult:
     """Calls the unit's forward on ``replica``, in the caller's grad mode; the caller holds the compute lane.
 
     Args:
         leaves: arguments, then the values of ``call.side``.
-        foreign: whether Python's and NumPy's global generators must be private as well.
 
     Raises:
         RuntimeError: if the unit puts something into a list or dict that it was given.
@@ -144,7 +134,7 @@ def run_unit(
     inside.is_recomputing = relays is not None
     try:
         with inside, _gpu_draws_seeded(context, call, replica) if draws.gpu else _NOTHING:
-            result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws, foreign)
+            result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws)
             if call.facts is None:
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
     finally:
@@ -184,14 +174,14 @@ def _seed(context: UnitContext, call: Call) -> int:
 
 
 def _forward(
-    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws
 ) -> tuple[Any, Draws, bool]:
     """The unit's forward: (result, where it drew, whether it was compiled now)."""
     compiler = context.compiler
-    if draws.host or foreign or has_saved_tensor_hooks():
+    if draws.host or draws.foreign or has_saved_tensor_hooks():
         call.is_compiled = False
         with _NOTHING if compiler is None else context.lock.unit_running():
-            return *_forward_watched(context, call, replica, args, kwargs, draws, foreign), False
+            return *_forward_watched(context, call, replica, args, kwargs, draws), False
     if compiler is not None:
         result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock)
         return result, draws, was_compiled
@@ -214,7 +204,7 @@ def without_weights(slots: dict[Slot, Tensor], replica: Replica) -> dict[Slot, T
 
 
 def _forward_watched(
-    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws, foreign: bool
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws
 ) -> tuple[Any, Draws]:
     """The unit's forward, with what it draws on the host redirected: (result, where it drew); see
     [Note: private randomness] in :mod:`autograd.randomness`."""
@@ -224,13 +214,14 @@ def _forward_watched(
             # kept instead must not lead to the graph: a node that keeps its own result would never be freed.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity))
         seed = _seed(context, call)
-        if foreign:
+        seeded, watch = ForeignSeeded(seed), None
+        if draws.foreign:
             stack.enter_context(context.lock.exclusive())
-            stack.enter_context(foreign_seeded(seed))
-        if not draws.host:
-            return replica.module.forward(*args, **kwargs), draws
-        watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
-        return replica.module.forward(*args, **kwargs), watch.draws
+            stack.enter_context(seeded)
+        if draws.host:
+            watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
+        result = replica.module.forward(*args, **kwargs)
+    return result, draws if watch is None else replace(watch.draws, foreign=seeded.have_moved)
 
 
 def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:

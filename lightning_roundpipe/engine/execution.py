@@ -37,7 +37,6 @@ from ..common.sizes import num_bytes_of
 from ..devices.devices import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
-from ..usercode.generators import ForeignStates
 from ..usercode.loose_gradients import leaves_behind, node_of
 from ..usercode.moves import moved
 from ..weights.parameters import Replica
@@ -78,8 +77,7 @@ def run_forward(
 ) -> ForwardResult:
     """Runs the unit on ``leaves`` (tensors anywhere). A recorded call keeps in ``call`` what its backward needs.
 
-    If the unit returns other tensors than its facts promise, or draws foreign random numbers for the first time, it is
-    run once more.
+    If the unit returns other tensors than its facts promise, it is run once more.
 
     Args:
         records: whether the call may get a backward.
@@ -96,9 +94,6 @@ def run_forward(
         before = buffers_of(replica)
         done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is None:
-        if done.unit.draws_foreign:
-            put_back(before)
-            done = _run_with_room(context, call, replica, leaves, records, before, foreign=True)
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
@@ -133,8 +128,6 @@ def _run_with_room(
     leaves: list[Any],
     records: bool,
     before: Buffers,
-    *,
-    foreign: bool = False,
 ) -> ForwardResult:
     """Runs the unit; a second time if there was no room: see [Note: a unit that does not fit].
 
@@ -142,12 +135,12 @@ def _run_with_room(
         before: what is put back for that.
     """
     relays = call.relays
-    done = _attempt(context, call, replica, leaves, records, foreign=foreign)
+    done = _attempt(context, call, replica, leaves, records)
     if done is None:  # the traceback, which held tensors of the attempt, is gone
         put_back(before)
         call.relays = relays
         replica.device.make_room()
-        done = _attempt(context, call, replica, leaves, records, foreign=foreign, is_last=True)
+        done = _attempt(context, call, replica, leaves, records, is_last=True)
         assert done is not None
     return done
 
@@ -159,7 +152,6 @@ def _attempt(
     leaves: list[Any],
     records: bool,
     *,
-    foreign: bool = False,
     is_last: bool = False,
 ) -> ForwardResult | None:
     """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home.
@@ -189,11 +181,8 @@ def _attempt(
     try:
         if graph:
             enter(call, given, context.anchor)
-        if facts is None:
-            result = _run_watched(context, call, replica, given, foreign)
-        else:
-            result = run_unit(context, call, replica, given, foreign=foreign or facts.foreign)
-            result.draws_foreign = foreign or facts.foreign
+        run = _run_watched if facts is None else run_unit
+        result = run(context, call, replica, given)
     except torch.OutOfMemoryError:
         is_changed = any([version_of(arrived[i]) != version for i, version in versions.items()])
         if is_last or is_changed or has_run_hooks(call, relays) or replica.device.aliases_host:
@@ -221,15 +210,13 @@ def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:
                 leaves[i].copy_(arrived[i])
 
 
-def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any], foreign: bool) -> UnitResult:
-    """A run from which facts are learned: what it draws, and in which dtypes it uses its weights."""
-    watched = None if foreign else ForeignStates()
+def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any]) -> UnitResult:
+    """A run from which it is also learned in which dtypes the unit uses its weights."""
     travels = not replica.device.aliases_host
     with context.weights.learning(call.autocast, call.unit, replica.module, replica.leaves, travels=travels) as casts:
-        result = run_unit(context, call, replica, given, foreign=foreign)
+        result = run_unit(context, call, replica, given)
         if casts is not None:
             casts.note_results(result.slots.values())
-    result.draws_foreign = foreign or (watched is not None and watched.have_moved())
     return result
 
 
@@ -299,10 +286,9 @@ def _learn(replica: Replica, before: Buffers, done: ForwardResult, input_bytes: 
     slots = done.unit.slots
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
     changed = changed_buffers(replica, before)
-    draws, foreign = done.unit.draws, done.unit.draws_foreign
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), draws, foreign, changed, writes, *sizes, has_loose)
+    return Facts(flagged, frozenset(slots), done.unit.draws, changed, writes, *sizes, has_loose)
 
 
 def _is_cut_elsewhere(slot: Slot) -> bool:

@@ -60,15 +60,26 @@ def seed_foreign(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-@contextlib.contextmanager
-def foreign_seeded(seed: int) -> Iterator[None]:
-    """While open, Python's and NumPy's generators go on from ``seed``; for a thread in an exclusive section."""
-    before = ForeignStates()
-    seed_foreign(seed)
-    try:
-        yield
-    finally:
-        before.put_back()
+class ForeignSeeded:
+    """While open, Python's and NumPy's generators go on from ``seed``; for a thread in an exclusive section.
+
+    Attributes:
+        have_moved: whether anything was drawn from them while it was open.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.have_moved = False
+
+    def __enter__(self) -> ForeignSeeded:
+        self._before = ForeignStates()
+        seed_foreign(self._seed)
+        self._seeded = ForeignStates()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.have_moved = self._seeded.have_moved()
+        self._before.put_back()
 
 
 class _States:
