@@ -21,16 +21,27 @@ from ..planning.spans import Span
 from ..usercode.lock import UserCodeLock, current
 from .gate import Gate
 
+# An interrupted thread goes on some milliseconds later; a stamp takes some microseconds.
+_AT_ONCE_S = 1e-4
+_NUM_TRIES = 5
+
 
 class Clock:
     """Times in ms since it was made, from stamps of devices and from :func:`time.perf_counter`."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._started = perf_counter()
-        # A device is idle between steps, so that its first stamp is reached when it is made.
-        self._origins = {
-            device: (device.index, (perf_counter() - self._started) * 1e3, device.stamp()) for device in pool.devices
-        }
+        self._origins = {device: (device.index, *self._origin_of(device)) for device in pool.devices}
+
+    def _origin_of(self, device: Device) -> tuple[float, Any]:
+        """A time and the stamp for it: a device is idle between steps, so that its first stamp is reached when it is
+        made. Both are taken again if the thread was interrupted in between."""
+        for _ in range(_NUM_TRIES):
+            before = perf_counter()
+            stamp = device.stamp()
+            if perf_counter() - before < _AT_ONCE_S:
+                break
+        return (before - self._started) * 1e3, stamp
 
     def host_ms(self, time_s: float) -> float:
         """``time_s`` is of :func:`time.perf_counter`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_roundpipe.devices.devices import DeviceLostError
@@ -55,13 +56,24 @@ class Noting(Small):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
+class Drawing(nn.Module):
+    """Draws from Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (0.5 + random.random())
+
+
 class Coupled(Small):
     """Statistics of micro-batches, in the first stage, which is recomputed, and in a later one; random numbers."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.4)
         self.body.insert(0, nn.BatchNorm1d(WIDTH))
-        self.body.append(nn.BatchNorm1d(WIDTH))
+        self.body.append(nn.Sequential(Drawing(), nn.BatchNorm1d(WIDTH)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (0.5 + random.random())
 
 
 def names_of(run: Run) -> list[str]:
