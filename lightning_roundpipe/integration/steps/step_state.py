@@ -6,8 +6,6 @@ Weights, gradients, optimizer state and attributes are not in it: the engine giv
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from torchmetrics import Metric
 from ...common.fingerprints import Versions, version_of
 from ...common.sizes import num_bytes_of
 from ...common.trees import mapped, tensors_in
+from ...usercode.generators import ForeignStates
 from .modules import ModuleScan
 
 # Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
@@ -126,12 +125,7 @@ def _metric_state(metric: Metric) -> Callable[[], None]:
 
 def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None]]:
     """Generators that user code may draw from. The engine itself restores torch's generator of the host."""
-    python = random.getstate()
-    states: list[Callable[[], None]] = [lambda: random.setstate(python)]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        states.append(lambda: numpy.random.set_state(state))
+    states: list[Callable[[], None]] = [ForeignStates().put_back]
     for device in {device for device in devices if device.type != "cpu"}:
         states.append(_restorer_of(device))
     return states
