@@ -16,7 +16,7 @@ GPU_STAGES := facts tests late full lora compiled shared
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ test-network: $(STAMP)  ## Run the tests of ranks on two hosts, which are networ
 
 test-kills: $(STAMP)  ## Kill ranks at fifty moments of a training
 	$(BIN)/python -m pytest -q -n $(WORKERS) --kills 50 tests/ranks/test_ranks_killed.py $(ARGS)
+
+test-random: $(STAMP)  ## Compare a thousand random models with plain Lightning
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --random 1000 tests/parity/test_parity_random.py $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \

@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=2, help="how often a rank is killed in tests/ranks/test_ranks_killed.py"
     )
+    parser.addoption("--random", type=int, default=12, help="how many models tests/parity/test_parity_random.py makes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
