@@ -190,6 +190,9 @@ class Facts:
         )
 
 
+_WATCHED = Draws(host=True, gpu=True)
+
+
 class Call:
     """One execution of a unit by one micro-batch.
 
@@ -212,6 +215,7 @@ class Call:
         is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
         changed: indices of leaves that the unit changes in place.
         buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
+        draws: what is redirected as long as there are no facts.
         local: slots of the kept graph.
         relays: per relay of the forward, whether its hooks changed the output; None before the forward.
         gradients: gradients that have arrived per slot.
@@ -222,7 +226,8 @@ class Call:
     """
 
     __slots__ = (
-        "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "facts",
+        "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "draws",
+        "facts",
         "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept",
         "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
         "versions",
@@ -248,6 +253,7 @@ class Call:
         self.is_low = False
         self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
         self.facts: Facts | None = None
+        self.draws = _WATCHED
         self.local: dict[Slot, Tensor] | None = None
         self.gradients: dict[Slot, Tensor] = {}
         self.input_gradients: tuple[Tensor | None, ...] = ()

@@ -30,7 +30,6 @@ from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Cut, Slot
 
 _active = threading.local()
-_EVERYWHERE = Draws(host=True, gpu=True, foreign=True)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -129,7 +128,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     call.relayed = {}
     relays, call.relays = call.relays, []
     _active.run = (context, call, relays)
-    draws = _EVERYWHERE if call.facts is None else call.facts.draws  # those that are redirected
+    draws = call.draws if call.facts is None else call.facts.draws  # those that are redirected
     inside = context.inside
     inside.is_recomputing = relays is not None
     try:

@@ -21,7 +21,7 @@ was kept is used up, or if a gradient has been added to one that was there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def run_forward(
     leaves: list[Any],
     *,
     records: bool,
-    key: Hashable,
+    key: tuple[int | None, Hashable],
     full: Callable[[Call], Replica],
 ) -> ForwardResult:
     """Runs the unit on ``leaves`` (tensors anywhere). A recorded call keeps in ``call`` what its backward needs.
@@ -81,10 +81,15 @@ def run_forward(
 
     Args:
         records: whether the call may get a backward.
-        key: of the facts about calls of this kind, which are ``call.facts`` if they are known.
+        key: of the facts about this call, which are ``call.facts`` if they are known: its position, and its kind.
         full: gives the unit's replica in its full form.
     """
     facts, unit = call.facts, call.unit
+    similar = None
+    if facts is None:
+        # Of a unit that is called elsewhere it is known, mostly from the recording, where nothing else runs.
+        similar = unit.facts_of_kind(key[1])
+        call.draws = replace(call.draws, foreign=similar is None or similar.draws.foreign)
     before = buffers_of(replica) if facts is None or unit.written else []
     done = _run_with_room(context, call, replica, leaves, records, before)
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
@@ -97,6 +102,8 @@ def run_forward(
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
+        if similar is not None:  # a call may draw or not, by chance
+            done.unit.draws = replace(done.unit.draws, foreign=similar.draws.foreign)
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
         unit.written.update(facts.buffers)
     call.facts = facts

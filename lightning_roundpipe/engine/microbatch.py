@@ -224,11 +224,12 @@ class Microbatch:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
         self._homes.append(device)
-        key = (
-            self._training, records, torch.is_grad_enabled(), is_training, position, len(leaves),
+        kind = (
+            self._training, records, torch.is_grad_enabled(), is_training, len(leaves),
             tuple(call.differentiable), call.trained, call.autocast,
             tuple([x for x in leaves if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
+        key = position, kind
         facts = unit.facts.get(key)
         learns = facts is None
         if position is not None and (unit.has_buffers if learns else unit.written):

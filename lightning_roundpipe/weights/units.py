@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -103,6 +103,10 @@ class Unit:
             self._settings = settings
             self.facts.clear()
             self.written.clear()
+
+    def facts_of_kind(self, kind: Hashable) -> Any:
+        """Facts about calls of the same kind at any position; None if there are none."""
+        return next((facts for (_, other), facts in list(self.facts.items()) if other == kind), None)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of its module as they are now, in the order of ``module.parameters()``, several times as fast."""
