@@ -102,9 +102,7 @@ def run_forward(
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
         has_loose = records and _has_loose(context, replica, done.unit.slots.values())
-        if similar is not None:  # a call may draw or not, by chance
-            done.unit.draws = replace(done.unit.draws, foreign=similar.draws.foreign)
-        facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose)
+        facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose, similar)
         unit.written.update(facts.buffers)
     call.facts = facts
     if before and unit.written:
@@ -289,13 +287,22 @@ def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]
     return not leaves.keys() <= {context.anchor, *replica.leaves}
 
 
-def _learn(replica: Replica, before: Buffers, done: ForwardResult, input_bytes: int, has_loose: bool) -> Facts:
-    slots = done.unit.slots
+def _learn(
+    replica: Replica,
+    before: Buffers,
+    done: ForwardResult,
+    input_bytes: int,
+    has_loose: bool,
+    similar: Facts | None,
+) -> Facts:
+    slots, draws = done.unit.slots, done.unit.draws
+    if similar is not None:  # a call may draw or not, by chance
+        draws = replace(draws, foreign=similar.draws.foreign)
     flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
     changed = changed_buffers(replica, before)
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
-    return Facts(flagged, frozenset(slots), done.unit.draws, changed, writes, *sizes, has_loose)
+    return Facts(flagged, frozenset(slots), draws, changed, writes, *sizes, has_loose)
 
 
 def _is_cut_elsewhere(slot: Slot) -> bool:
