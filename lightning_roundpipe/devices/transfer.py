@@ -174,7 +174,6 @@ class Joined(Transfer):
     """
 
     def __init__(self, picked: Sequence[tuple[Transfer, int]]) -> None:
-        self._picked = picked
         self._parts = list(dict.fromkeys(part for part, _ in picked))
         self.pairs = ()
         self.tensors = [part.tensors[place] for part, place in picked]

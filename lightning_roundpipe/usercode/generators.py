@@ -9,7 +9,7 @@ are swapped where the user-code lock goes to another micro-batch. ::
     micro-batch 1                  | seeded, draws ......... | kept
                                    ^ switch                  ^ switch
 
-The states of Python's and NumPy's generators take ten times as long to swap as torch's, and few models draw from them
+To swap the states of Python's and NumPy's generators takes longer than that of torch's, and few models draw from them
 outside units. So they are swapped in recordings, where the first micro-batch runs alone, and from when user code was
 seen to draw from them: there, or at the end of a step.
 """
