@@ -8,6 +8,8 @@ CONSTRAINTS ?= constraints.txt
 TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# What fails comes last, and is not lost among hundreds of warnings that tests provoke.
+PYTEST := $(BIN)/python -m pytest -q --disable-warnings
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness ranks
@@ -37,12 +39,12 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKERS=0 runs them in one process)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
 
-ON_ACCELERATOR := SIM_DEVICES=4 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --accelerator
+ON_ACCELERATOR := SIM_DEVICES=4 $(PYTEST) -n $(WORKERS) --dist loadfile --accelerator
 
 test-simulated: $(STAMP)  ## Run the tests of devices on simulated GPUs (skipped without a C++ compiler)
 	$(ON_ACCELERATOR) tests/accelerator --ignore=tests/accelerator/simulation $(ARGS)
@@ -52,23 +54,23 @@ test-accelerator: test-simulated  ## Also run the tests of the simulation, and t
 	$(ON_ACCELERATOR) tests/parity --devices=accelerator $(ARGS)
 
 test-network: $(STAMP)  ## Run the tests of ranks on two hosts, which are network namespaces (as root, on Linux)
-	$(BIN)/python -m pytest -q --network tests/ranks/test_ranks_network.py $(ARGS)
+	$(PYTEST) --network tests/ranks/test_ranks_network.py $(ARGS)
 
 test-kills: $(STAMP)  ## Kill ranks at fifty moments of a training
-	$(BIN)/python -m pytest -q -n $(WORKERS) --kills 50 tests/ranks/test_ranks_killed.py $(ARGS)
+	$(PYTEST) -n $(WORKERS) --kills 50 tests/ranks/test_ranks_killed.py $(ARGS)
 
 test-random: $(STAMP)  ## Compare a thousand random models with plain Lightning
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --random 1000 tests/parity/test_parity_random.py $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --random 1000 tests/parity/test_parity_random.py $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \
 	for core in $$(seq $$(getconf _NPROCESSORS_ONLN)); do (while :; do :; done) & busy="$$busy $$!"; done; \
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -rfE $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 package: $(STAMP)  ## Build sdist and wheel into dist/, and test what they hold and that they work when installed
 	rm -rf dist
 	$(BIN)/python -m tests.package.builds dist
-	$(BIN)/python -m pytest -q tests/package $(ARGS)
+	$(PYTEST) tests/package $(ARGS)
 
 demo: $(STAMP)  ## Train a small language model that writes Python, on virtual devices, in about a minute
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -105,7 +107,7 @@ $(GPU_STAGES:%=gpu-%): gpu-%: $(STAMP)
 COVERED := planning engine autograd usercode optimizer weights devices common
 
 coverage: $(STAMP)  ## Run the tests; all below the integration with Lightning must be covered to 90 percent
-	$(BIN)/python -m pytest -q $(COVERED:%=--cov=lightning_roundpipe/%) --cov-report= $(ARGS)
+	$(PYTEST) $(COVERED:%=--cov=lightning_roundpipe/%) --cov-report= $(ARGS)
 	$(MAKE) test-simulated ARGS='$(COVERED:%=--cov=lightning_roundpipe/%) --cov-append --cov-report='
 	$(BIN)/python -m coverage report --skip-covered --fail-under=90
 

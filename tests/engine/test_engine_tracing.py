@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import gate as dispatch
-from lightning_roundpipe.engine import runner, step
+from lightning_roundpipe.engine import runner, step, tracing
 from lightning_roundpipe.engine.gate import Gate
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGate, TracedUserCodeLock
@@ -73,6 +74,37 @@ def of_kind(result: StepResult, kind: str) -> list[Span]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a step reports
+
+
+class Interrupted:
+    """A device in a thread that is interrupted for 5 ms while it takes its first stamps; the time in ms."""
+
+    index = 0
+
+    def __init__(self, times: int) -> None:
+        self.now_ms = 0.0
+        self._times = times
+
+    def stamp(self) -> float:
+        if self._times:
+            self._times -= 1
+            self.now_ms += 5.0
+        return self.now_ms
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.mark.parametrize("times", [0, 1, 4])
+def test_times_of_devices_and_of_the_host_agree_though_the_thread_was_interrupted(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Interrupted(times)
+    monkeypatch.setattr(tracing, "perf_counter", lambda: device.now_ms / 1e3)
+    clock = Clock(SimpleNamespace(devices=[device]))
+    begun_ms = device.now_ms
+    assert clock.between(device, begun_ms, begun_ms + 1.0) == pytest.approx((begun_ms, begun_ms + 1.0))
+    assert clock.host_ms(begun_ms / 1e3) == pytest.approx(begun_ms)
 
 
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
