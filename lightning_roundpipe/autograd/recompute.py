@@ -218,6 +218,7 @@ class Call:
         draws: what is redirected as long as there are no facts.
         local: slots of the kept graph.
         relays: per relay of the forward, whether its hooks changed the output; None before the forward.
+        samples: what a recomputation is compared with, see [Note: repeats] in :mod:`autograd.repeats`.
         gradients: gradients that have arrived per slot.
         ran: what was noted about the forward, see :class:`Run`.
         booked: bytes of a kept graph on the books of its device.
@@ -227,10 +228,9 @@ class Call:
 
     __slots__ = (
         "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "draws",
-        "facts",
-        "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over", "kept",
-        "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "side", "structure", "trained", "unit",
-        "versions",
+        "facts", "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over",
+        "kept", "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "samples", "side", "structure",
+        "trained", "unit", "versions",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], pending: PendingGradients) -> None:
@@ -259,6 +259,7 @@ class Call:
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self.relayed: dict[Slot, Tensor] = {}
         self.relays: list[bool] | None = None
+        self.samples: dict[Slot, tuple[torch.Size, Tensor]] = {}
         self.ran: Run | None = None
         self.booked = 0
         self.versions: tuple[int, ...] | None = None
@@ -304,6 +305,7 @@ class Call:
         self.gradients = {}
         self.input_gradients = ()
         self.relayed = {}
+        self.samples = {}
         self.side = []
         self.hooked = {}
 

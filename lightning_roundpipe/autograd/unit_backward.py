@@ -17,6 +17,7 @@ from ..usercode.loose_gradients import LooseGradients, run_backward
 from ..usercode.moves import moved
 from ..weights.parameters import Replica
 from .recompute import Call, Entry, Slot
+from .repeats import check_repeats
 from .undo import drop_new, gradients_of
 from .unit_run import UnitContext, UnitResult, autocast_as, run_unit
 
@@ -69,13 +70,7 @@ def _attempt_backward(
     local = call.local if leaves is None else _recompute(context, call, replica, list(leaves))
     assert local is not None
     assert call.facts is not None
-    now = frozenset([slot for slot, tensor in local.items() if tensor.requires_grad])
-    if now != call.flagged:
-        raise RuntimeError(
-            f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
-            f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
-            "do the same when it is called again with the same arguments."
-        )
+    check_repeats(call, local)
     roots = [local[slot] for slot in call.gradients]
     inside = context.inside
     inside.is_recomputing = True

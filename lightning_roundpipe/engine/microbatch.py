@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.recompute import Call, PendingGradients, check_versions
+from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
 from ..autograd.unit_run import InsideUnit, UnitContext, autocast_state
 from ..common import trees
@@ -259,6 +260,8 @@ class Microbatch:
                 self._books.end_forward(device, call, input_bytes, booked, has_learned=learns)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
+            if self._is_recording and records:
+                call.samples = samples_of(done.unit.slots)
             self._free_recorded(replica)
         if position is not None:
             self._gate.pass_position(self.schedule_index, position + 1)
