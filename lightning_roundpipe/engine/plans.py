@@ -211,7 +211,6 @@ class Plans:
         self._known: dict[Hashable, _Known] = {}
         self._apart: set[Hashable] = set()  # segments that once went another way than other rounds of their loop
         self._presets: dict[Hashable, CostProfile] = {}
-        self._schedules: dict[tuple[int, int, int, int], tuple[Schedule, int]] = {}
         self._first_device = 0
 
     def of(self, key: Hashable) -> Plan | None:
@@ -381,10 +380,7 @@ class Plans:
         """The schedule of a step that begins with a device, and the device with which the step after begins."""
         if self._scheduler is None:
             return plan.schedule(num_microbatches, first_device)
-        key = plan.partition.num_stages, num_microbatches, self._num_devices, first_device
-        if key not in self._schedules:
-            self._schedules[key] = self._scheduler(*key)
-        return self._schedules[key]
+        return self._scheduler(plan.partition.num_stages, num_microbatches, self._num_devices, first_device)
 
     def forget(self, key: Hashable) -> None:
         """Forgets the plan of a key and what was measured for it; not costs that were preset. Of a step, the plans of
