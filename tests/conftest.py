@@ -25,6 +25,7 @@ if "torch" in sys.modules and "MKL_CBWR" not in os.environ:
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
+from hypothesis.internal.conjecture import providers
 from lightning.fabric.utilities import registry
 
 from lightning_roundpipe.devices.gpu import GpuDevice
@@ -64,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Installs what must be there before test modules are imported and before the first backward of the process."""
     if config.getoption("--accelerator") and accelerator.why_not() is None:
         accelerator.install()
+    # Hypothesis also tries constants of the modules that are loaded: examples would depend on which tests ran before.
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def _reasons_to_skip(config: pytest.Config) -> Iterator[tuple[str, str]]:
