@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture
 def run(forks: Forks, tmp_path: Path) -> Callable[..., str]:
     """Runs ``examples/<script>`` in ``tmp_path``, without network; what it printed."""
-    return lambda script, *arguments: forks.run(EXAMPLES / script, *arguments, folder=tmp_path)
+    return lambda script, *arguments: forks.run(EXAMPLES / script, *arguments, folder=tmp_path, needs=["peft"])
 
 
 def losses_in(output: str) -> list[float]:
