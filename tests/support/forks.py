@@ -55,7 +55,7 @@ while line := sys.stdin.readline():
     if needs != has and needs not in servers:
         servers[needs] = fork_with(needs)
         if servers[needs] is None:
-            has = needs
+            has, servers = needs, {}
             continue
     if needs != has:
         orders, ends = servers[needs]
