@@ -16,6 +16,10 @@ BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitio
 # Of `make gpu`, in the order in which they run.
 GPU_STAGES := facts tests late full lora compiled shared
 
+# Compiled modules are kept, whatever the environment says: pytest rewrites the assertions of those that it finds none
+# of, for each worker and each run anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)

@@ -195,6 +195,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--words", type=_count, default=2500, help="the commonest, of which functions are made (%(default)s)"
     )
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        default=Path(os.__file__).parent,
+        help="folder with Python to learn from (default: the standard library)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="for weights, shuffling and sampling (%(default)s)")
     return parser.parse_args()
 
@@ -205,8 +211,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # what Lightning says about any small example
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(args.seed, verbose=False)
-    print("Reading the functions of Python's standard library ...", flush=True)
-    functions = functions_of(Path(os.__file__).parent)
+    print(f"Reading the functions in {args.sources} ...", flush=True)
+    functions = functions_of(args.sources)
     texts = plain(functions, args.words)
     vocabulary = [END, *sorted({token for tokens in texts for token in tokens})]
     numbers = {token: number for number, token in enumerate(vocabulary)}

@@ -29,14 +29,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_quick_run_reports_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["optimizer", "--quick", "--width", "8", "--forward-ms", "2"])
+    monkeypatch.setattr(sys, "argv", ["optimizer", "--quick", "--width", "8", "--forward-ms", "0.5"])
     optimizer.main()
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert report["parameters"]["weights"] == 3 * 8**2
     (row,) = report["results"]["steps"]
     assert set(row["step_ms"]) == set(optimizer.MODES)
-    # 4 micro-batches of 3 layers of 2 ms forward and 4 ms backward on 2 devices
-    assert all(found["median"] >= 36 for found in row["step_ms"].values())
+    # 4 micro-batches of 3 layers of 0.5 ms forward and 1 ms backward on 2 devices
+    assert all(found["median"] >= 9 for found in row["step_ms"].values())
     assert set(row["hidden"]) == {"exact", "stale"}
     assert row["ideal_ms"] >= row["step_ms"]["none"]["median"]
     rates = report["results"]["bandwidth"]["behind"]["gb_per_s"]
@@ -56,7 +56,7 @@ def test_modes_differ_in_when_they_update(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(optimizer.Updates, "start", noting)
     for mode in optimizer.MODES:
-        measured = optimizer.train(size, 5.0, mode, 2)
+        measured = optimizer.train(size, 1.0, mode, 2)
         assert len(measured.steps_ms) == 2
         assert len(measured.updates_ms) == (3 if mode == "off" else 0)
     assert overlapping == [mode for mode in ("exact", "stale") for _ in range(optimizer.SKIPPED + 3)]

@@ -66,7 +66,7 @@ def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, t
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": {"num_devices": 8, "devices": [{}] * 7 + [{"speed": slowest}]}}))
     arguments = ("--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--machine", str(path))
-    found = rows(run_json("simulate", *arguments))["RoundPipe synchronous"]
+    found = rows(run_json("simulate", *arguments, "--only", "roundpipe-sync"))["RoundPipe synchronous"]
     planned = run_json("plan", *arguments)
     assert found["stages"] == planned["partition"]
     for key in ("step_ms", "bubble_ratio", "bubble_parts", "bound_by"):
@@ -76,7 +76,7 @@ def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, t
 
 def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
-    found = rows(run_json(*arguments))["RoundPipe asynchronous"]
+    found = rows(run_json(*arguments, "--only", "roundpipe-async"))["RoundPipe asynchronous"]
 
     def simulated(planned_steps: int, may_split: bool) -> Any:
         counts = {"num_microbatches": 16 * planned_steps, "round_size": 16}
@@ -133,15 +133,19 @@ def test_one_device_over_the_limit_is_enough(
 
 
 def test_schedules_that_cannot_run_say_why(llama_file: str, run_json: RunJson) -> None:
-    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "8", "--microbatches", "12"))
+    def found_on(number: str, microbatches: str, *names: str) -> dict[str, dict[str, Any]]:
+        arguments = ("--devices", number, "--microbatches", microbatches, "--only", *names)
+        return rows(run_json("simulate", "--profile", llama_file, *arguments))
+
+    found = found_on("8", "12", "interleaved", "looped-bfs")
     assert found["interleaved 1F1B"]["skipped"] == "needs a multiple of 8 micro-batches, got 12"
     assert "step_ms" not in found["interleaved 1F1B"]
     assert found["looped BFS"]["skipped"] is None
-    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "20", "--microbatches", "20"))
+    found = found_on("20", "20", "1f1b", "interleaved", "looped-bfs")
     for name in ("interleaved 1F1B", "looped BFS"):
         assert found[name]["skipped"] == "needs 2 calls for each of 20 devices, the profile has 33"
     assert found["1F1B"]["skipped"] is None
-    found = rows(run_json("simulate", "--profile", llama_file, "--devices", "40", "--microbatches", "40"))
+    found = found_on("40", "40", "gpipe", "1f1b", "roundpipe-sync")
     for name in ("GPipe", "1F1B"):
         assert found[name]["skipped"] == "needs a call for each of 40 devices, the profile has 33"
     assert found["RoundPipe synchronous"]["speed"] is None  # nothing to compare with

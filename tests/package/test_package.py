@@ -264,7 +264,8 @@ def test_the_installed_package_trains_outside_of_the_checkout(installed: Path, t
 
 def test_the_installed_commands_run_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     assert (installed / "roundpipe-lightning").exists()
-    arguments = ("--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512")  # a configuration in the wheel
+    # A configuration in the wheel.
+    arguments = ("--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512", "--devices", "1")
     result = run_outside(tmp_path, installed / "roundpipe", "estimate", *arguments)
     assert result.returncode == 0, result.stderr
     result = run_outside(tmp_path, installed / "roundpipe", "doctor", "--json")

@@ -1,7 +1,8 @@
 """A training script as users write it: ``plain_script.py FOLDER RANKS_PER_NODE [STEP]``.
 
-Where a step is given, rank 1 raises in it, unless torchrun has started it again; if it is -1, rank 1 ends before it has
-a Trainer. Checkpoints are written after each epoch; the newest one is gone on from.
+Where a step is given, rank 1 raises in it, unless torchrun has started it again: in the first training, or in the one
+that follows it, of one more epoch. If it is -1, rank 1 ends before it has imported anything. Checkpoints are written
+after each epoch; the newest one is gone on from.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+
+if sys.argv[3:] == ["-1"] and os.environ.get("LOCAL_RANK") == "1":
+    sys.exit(3)
 
 import lightning as L
 import torch
@@ -42,8 +46,6 @@ class Model(L.LightningModule):
 
 def main(folder: str, ranks_per_node: int, fails_in: int | None) -> None:
     """Trains, and writes what this rank is and has."""
-    if fails_in == -1 and os.environ.get("LOCAL_RANK") == "1":
-        sys.exit(3)
     L.seed_everything(3)
     trainer = L.Trainer(
         strategy=RoundPipeStrategy(ranks_per_node=ranks_per_node or None),
@@ -56,9 +58,13 @@ def main(folder: str, ranks_per_node: int, fails_in: int | None) -> None:
     )
     module = Model(fails_in)
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=4), ckpt_path="last")
+    loader = DataLoader(TensorDataset(rows), batch_size=4)
+    trainer.fit(module, loader, ckpt_path="last")
     found = (trainer.world_size, len(trainer.strategy.pool), dict(module.state_dict()))
     torch.save(found, Path(folder) / f"rank-{trainer.global_rank}.pt")
+    if fails_in is not None and fails_in >= trainer.global_step:
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader)
 
 
 if __name__ == "__main__":

@@ -109,11 +109,10 @@ def test_others_end_with_the_error_of_a_rank_that_raises(
         assert f"has failed: ValueError: boom in {place}" in other.output
 
 
-@pytest.mark.parametrize(
-    ("place", "size", "rank"), [("setup", 2, 0), ("training_step", 3, 2), ("on_save_checkpoint", 2, 0)]
-)
-def test_others_name_a_rank_that_was_killed(forks: Forks, tmp_path: Path, place: str, size: int, rank: int) -> None:
-    end, others = failed(forks, tmp_path, size, place, rank, "SIGKILL")
+@pytest.mark.parametrize("place", ["setup", "on_save_checkpoint"])
+def test_others_name_a_rank_that_was_killed(forks: Forks, tmp_path: Path, place: str) -> None:
+    """In steps of three ranks: test_ranks_killed.py."""
+    end, others = failed(forks, tmp_path, 2, place, 0, "SIGKILL")
     assert end.status == -signal.SIGKILL
     for other in others:
         assert "has ended without an error message" in other.output

@@ -2,7 +2,8 @@
 
 That import takes longer than most scripts. Everything else is as in a process of its own: its folder, its environment,
 ``sys.argv``, ``sys.path``, ``__main__``, its output and its exit status; and nothing of this package is there before
-the script imports it. The process that is forked has no threads: it has imported, and computed nothing.
+the script imports it, but for modules that it is said to need, which may be there: it is a fork of a fork then, which
+has imported them, and stays. Processes that are forked have no threads: they have imported, and computed nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -19,22 +21,56 @@ from typing import IO
 # What the process runs that is forked. Each line of its input is a script to run, each line of its output an exit
 # status. The child leaves the loop, so that its script ends as any script does, with what Python does at an exit.
 _PROGRAM = """
-import gc, json, os, runpy, sys, threading
+import gc, importlib, json, os, runpy, sys, threading
 import lightning.pytorch, torch
 
-assert threading.active_count() == 1, threading.enumerate()
+
+def settle():
+    assert threading.active_count() == 1, threading.enumerate()
+    # At its exit, Python looks through all objects again: for what is imported here, that takes most of a second.
+    gc.collect()
+    gc.freeze()
+
+
+def fork_with(modules):
+    # Where the fork reads and writes; None in the fork, which serves the orders from now on that need the modules.
+    orders, ends = os.pipe(), os.pipe()
+    if os.fork():
+        os.close(orders[0]), os.close(ends[1])
+        return os.fdopen(orders[1], "w"), os.fdopen(ends[0])
+    os.close(orders[1]), os.close(ends[0])
+    os.dup2(orders[0], 0), os.dup2(ends[1], 1)
+    for module in modules:
+        importlib.import_module(module)
+    settle()
+
+
 imported = [name for name in sys.modules if name.partition(".")[0] == "lightning_roundpipe"]
 assert not imported, imported
-# At its exit, Python looks through all objects again: for what is imported here, that takes most of a second.
-gc.collect()
-gc.freeze()
-for line in sys.stdin:
+settle()
+has, servers = (), {}
+while line := sys.stdin.readline():
     order = json.loads(line)
+    needs = tuple(order["needs"])
+    if needs != has and needs not in servers:
+        servers[needs] = fork_with(needs)
+        if servers[needs] is None:
+            has, servers = needs, {}
+            continue
+    if needs != has:
+        orders, ends = servers[needs]
+        print(line, end="", file=orders, flush=True)
+        print(ends.readline(), end="", flush=True)
+        continue
     child = os.fork()
     if not child:
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
+    for orders, _ in servers.values():
+        orders.close()
+    for _ in servers:
+        os.wait()
     sys.exit()
 os.chdir(order["folder"])
 nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -42,7 +78,7 @@ for source, target in ((nothing, 0), (output, 1), (output, 2)):
     os.dup2(source, target)
 sys.argv = [order["script"], *order["arguments"]]
 sys.path[0] = os.path.dirname(order["script"])
-del line, child, nothing, output, source, target, imported
+del line, child, needs, has, servers, nothing, output, source, target, imported
 runpy.run_path(order["script"], run_name="__main__")
 """
 
@@ -87,15 +123,25 @@ class Forks:
             _opened(stream).close()
         self._process.wait()
 
-    def run(self, script: Path, *arguments: str, folder: Path) -> str:
+    def run(self, script: Path, *arguments: str, folder: Path, needs: Sequence[str] = ()) -> str:
         """Runs a script in ``folder``, where it must succeed; what it printed."""
-        status, output = self.end(script, *arguments, folder=folder)
+        status, output = self.end(script, *arguments, folder=folder, needs=needs)
         assert status == 0, f"{script.name} has ended with status {status}:\n{output}"
         return output
 
-    def end(self, script: Path, *arguments: str, folder: Path) -> tuple[int, str]:
-        """Runs a script in ``folder``; its exit status, and what it printed."""
-        order = {"script": str(script), "arguments": arguments, "folder": str(folder), "output": str(self._output)}
+    def end(self, script: Path, *arguments: str, folder: Path, needs: Sequence[str] = ()) -> tuple[int, str]:
+        """Runs a script in ``folder``; its exit status, and what it printed.
+
+        Args:
+            needs: modules that may have been imported before.
+        """
+        order = {
+            "script": str(script),
+            "arguments": arguments,
+            "folder": str(folder),
+            "needs": needs,
+            "output": str(self._output),
+        }
         orders = _opened(self._process.stdin)
         self._is_running = True
         orders.write(json.dumps(order) + "\n")

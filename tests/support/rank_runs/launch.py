@@ -18,6 +18,8 @@ from tests.support.forks import Forks
 from tests.support.rank_runs.hosts import Host
 
 _SCRIPT = Path(__file__).with_name("script.py")
+# What ranks would import one by one, each for as long as it trains.
+_IMPORTED = ("transformers.modeling_utils", "tests.support.parity")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def run_ranks(
         "hosts": [asdict(host) for host in hosts],
         "limit_s": limit_s,
     }
-    forks.run(_SCRIPT, json.dumps(order), folder=folder)
+    forks.run(_SCRIPT, json.dumps(order), folder=folder, needs=_IMPORTED)
     ends = json.loads((folder / "ends.json").read_text())
     return [_end_of(folder, rank, *end) for rank, end in enumerate(ends)]
 
