@@ -198,8 +198,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sources",
         type=Path,
-        default=Path(os.__file__).parent,
-        help="folder with Python to learn from (default: the standard library)",
+        help="folder with Python to learn from (default: that of the standard library)",
     )
     parser.add_argument("--seed", type=int, default=0, help="for weights, shuffling and sampling (%(default)s)")
     return parser.parse_args()
@@ -211,8 +210,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # what Lightning says about any small example
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(args.seed, verbose=False)
-    print(f"Reading the functions in {args.sources} ...", flush=True)
-    functions = functions_of(args.sources)
+    where = args.sources or "Python's standard library"
+    print(f"Reading the functions of {where} ...", flush=True)
+    functions = functions_of(args.sources or Path(os.__file__).parent)
     texts = plain(functions, args.words)
     vocabulary = [END, *sorted({token for tokens in texts for token in tokens})]
     numbers = {token: number for number, token in enumerate(vocabulary)}
