@@ -196,14 +196,14 @@ class WorkingCopies:
                 found = True
                 with copy.lock:
                     self._convert(copy, master, dtype)
-                    copy.version, copy.made_of = self.version(master, dtype), fingerprint_of(master)
+                    copy.version, copy.made_of = self._version(master, dtype), fingerprint_of(master)
         return found
 
     def _trust(self, weights: Iterable[nn.Parameter]) -> None:
         """A step has begun, and nothing has looked at ``weights`` since their update has made their copies."""
         for master, dtype, copy in self._copies_of(weights):
             if copy.made_of == fingerprint_of(master):
-                copy.version = self.version(master, dtype)
+                copy.version = self._version(master, dtype)
 
     def _copies_of(self, weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.dtype, _Copy]]:
         for master in weights:
@@ -217,13 +217,23 @@ class WorkingCopies:
 
     def version(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""
+        if not self._is_counted(master) and master not in self._samples:
+            await_update(master)
+        return self._version(master, dtype)
+
+    def _version(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
+        """The same of a master that is written; on the thread of its update as well, which must not wait for itself."""
         values: Hashable = self._num_updates
-        if not (master.requires_grad and self._trains):
+        if not self._is_counted(master):
             values = self._samples.get(master)
             if values is None:
                 values = self._samples[master] = _sample(master)
         with unwaited():
             return dtype, values, self._num_loops, id(master), fingerprint_of(master)
+
+    def _is_counted(self, master: nn.Parameter) -> bool:
+        """Whether training steps say when ``master`` changes; otherwise its values do."""
+        return master.requires_grad and self._trains
 
     @property
     def host_bytes(self) -> int:
@@ -375,7 +385,6 @@ def _dtype_by(evidence: _Evidence, master: nn.Parameter) -> torch.dtype:
 
 def _sample(master: nn.Parameter) -> bytes:
     """A few values of ``master``, over its whole memory; nothing for tensors that are no plain memory."""
-    await_update(master)
     with unwaited():
         data = master.data
     if type(data) is not Tensor or not data.is_contiguous() or not data.numel():

@@ -108,6 +108,16 @@ def test_hooks_of_the_module(compare_modes: Any) -> None:
     compare_modes(Learns, max_epochs=2)
 
 
+def test_weights_that_are_frozen_before_their_update_has_begun(compare_modes: Any) -> None:
+    """Under mixed precision the update makes low copies as well, which for frozen weights are told by their values."""
+
+    class Learns(Small):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.head.requires_grad_(self.global_step % 3 != 1)
+
+    compare_modes(Learns, precision="bf16-mixed", options={"virtual_copies": True})
+
+
 def _scaling() -> list[Any]:
     # So large that the first step overflows in float16; doubled after every second step that does not.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +17,29 @@ from ...common.trees import children_of
 from .reading import UNKNOWN, BatchSource, Role
 
 
+@dataclass
+class _Known:
+    """What is known of loaders that are used together.
+
+    Attributes:
+        held: what their earlier batches have held.
+        is_placed: whether ``batch_idx`` is the place of a batch in its loader. It may not be in an epoch that is
+            resumed in its middle: only loaders that remember their place go on there, others begin again.
+    """
+
+    loaders: list[Any]
+    source: BatchSource
+    held: dict[str, Role] = field(default_factory=dict)
+    is_placed: bool = False
+
+
 class Readings:
     """How the batches of one run are read: what is known of each loader, and what its batches have held."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._arrived: Any = None
-        self._known: dict[Any, tuple[list[Any], BatchSource, dict[str, Role]]] = {}
+        self._known: dict[Any, _Known] = {}
 
     def arrives(self, batch: Any) -> None:
         """Notes what a loader has given, before the transfer hooks of the user change it."""
@@ -52,23 +68,23 @@ class Readings:
         else:
             is_joined = not (len(loaders) == 1 and combined.iterables is loaders[0])
         known = self._known.get((kind, index))
-        if known is None or [*map(id, known[0])] != [*map(id, loaders)]:
-            known = loaders, _joined(map(self._source, loaders), is_joined), {}
-            self._known[kind, index] = known
-        _, source, held = known
+        if known is None or [*map(id, known.loaders)] != [*map(id, loaders)]:
+            known = self._known[kind, index] = _Known(loaders, _joined(map(self._source, loaders), is_joined))
+        source = known.source
         if source.is_collated and self._is_hooked:  # the hooks may have left the layout as it was
             source = replace(source, is_collated=self._arrived == _layout_of(batch))
         if len(source.sizes) > 1 and len(loaders) == 1:
-            source = replace(source, sizes=self._sizes(source.sizes, loaders[0], kind, rest, held))
-        return source, held
+            source = replace(source, sizes=self._sizes(known, kind, rest))
+        return source, known.held
 
-    def _sizes(
-        self, sizes: tuple[int, ...], loader: Any, kind: str, rest: Sequence[Any], held: Mapping[str, Role]
-    ) -> tuple[int, ...]:
-        """Of the usual size and that of the last batch, the one that this batch has."""
-        if rest and is_param_in_hook_signature(getattr(self._module, kind), "batch_idx", min_args=2):
-            return sizes[1:] if rest[0] == len(loader) - 1 else sizes[:1]
-        return sizes if held else sizes[:1]
+    def _sizes(self, known: _Known, kind: str, rest: Sequence[Any]) -> tuple[int, ...]:
+        """Of the usual size and that of the last batch, those that this batch may have, the likely one first."""
+        usual, last = known.source.sizes
+        if not rest or not is_param_in_hook_signature(getattr(self._module, kind), "batch_idx", min_args=2):
+            return (usual, last) if known.held else (usual,)
+        known.is_placed |= rest[0] == 0
+        likely = (last, usual) if rest[0] == len(known.loaders[0]) - 1 else (usual, last)
+        return likely[:1] if known.is_placed else likely
 
     def _source(self, loader: Any) -> BatchSource:
         sampler = getattr(loader, "batch_sampler", None)

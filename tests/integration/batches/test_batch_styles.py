@@ -295,8 +295,11 @@ def test_what_is_known_of_a_loader(kind: str) -> None:
     seen = []
 
     class Looks(Small):
+        def on_fit_start(self) -> None:
+            self.readings = Readings(self)
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(Readings(self).of("training_step", batch, (batch_idx,))[0])
+            seen.append(self.readings.of("training_step", batch, (batch_idx,))[0])
             return self(vectors(0, 2)).sum()
 
     make_trainer(num_microbatches=1).fit(Looks(), make())

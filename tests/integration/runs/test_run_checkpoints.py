@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import default_collate
 
 from tests.support.loaders import Resumable
 from tests.support.parity import assert_alike, both, make_loader, make_trainer
@@ -53,6 +54,26 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, step: int) -> None:
     again.fit(resumed, resumable(), ckpt_path=path)
     assert again.global_step == trainer.global_step == 6
     assert_alike(weights(resumed, again), weights(module, trainer), rtol=1e-5, atol=1e-7)
+
+
+def test_a_loader_that_begins_again_in_a_resumed_epoch(tmp_path: Path) -> None:
+    """Its first two batches have the indices 1 and 2, at the second of which it would have only 4 rows left."""
+    rows: list[int] = []
+
+    class Counts(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            rows.append(len(batch[0]))
+
+    def resume(kind: str) -> Any:
+        path = tmp_path / f"{kind}.ckpt"
+        loader = make_loader(collate_fn=lambda samples: default_collate(samples))
+        make_trainer(kind, callbacks=[SavesAt(1, path)]).fit(Small(), loader)
+        module, trainer = Counts(), make_trainer(kind, max_epochs=2)
+        trainer.fit(module, loader, ckpt_path=path)
+        return weights(module, trainer)
+
+    both(resume)
+    assert rows == [8, 8, 8, 8, 4] * 2
 
 
 def test_random_numbers_of_a_step_without_batch_idx(tmp_path: Path) -> None:
