@@ -187,9 +187,14 @@ def _forward(
     return replica.module.forward(*args, **kwargs), draws, False
 
 
-def drop_graph(result: UnitResult) -> None:
-    """What a run with graph returned keeps its values only."""
-    values = {id(t): t.detach() for t in result.slots.values() if t.requires_grad}
+def drop_graph(result: UnitResult, *, keeps_flags: bool = False) -> None:
+    """What a run with graph returned keeps its values only.
+
+    Args:
+        keeps_flags: whether it requires gradients as before: of a unit that has nothing to train, in which a hook has
+            begun a graph, so that what comes after it gets one.
+    """
+    values = {id(t): t.detach().requires_grad_(keeps_flags) for t in result.slots.values() if t.requires_grad}
     if values:
         result.slots = {slot: values.get(id(t), t) for slot, t in result.slots.items()}
 
@@ -311,7 +316,11 @@ class _Relay:
                 leaves[slot[2]] = Cut.apply(call, slot, context.anchor, [slots[slot]])  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
         with context.lock.in_user_code(context.state):
-            if self._call_hooks(args, kwargs, shown) is shown:
+            is_same = self._call_hooks(args, kwargs, shown) is shown
+            begun = [slot for slot in slots if slot not in flagged and slots[slot].requires_grad]
+            # That a hook has begun a graph is a change: no output of the call hangs on it.
+            call.relayed.update((slot, slots[slot].detach()) for slot in begun)
+            if is_same and not begun:
                 return False, output
             # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.
             return True, self._call_hooks(args, kwargs, output)

@@ -113,8 +113,7 @@ def run_forward(
         replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
-    call.relayed = {}
-    slots = done.unit.slots
+    call.relayed, slots = {}, done.unit.slots
     if records:
         if call.kept or len(slots) > 1:  # the graph was there to ask
             call.flagged = frozenset([slot for slot, tensor in slots.items() if tensor.requires_grad])
@@ -122,6 +121,8 @@ def run_forward(
             call.flagged = facts.flagged
         if not call.kept:
             drop_graph(done.unit)
+    elif not (call.differentiable or any(call.trained)):
+        drop_graph(done.unit, keeps_flags=True)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
 

@@ -101,6 +101,31 @@ class HooksOnUnits(Chain):
         return loss + 0.1 * sum(x.square().mean() for x in self.seen)
 
 
+class FrozenBlockThatRequiresGradients(Chain):
+    """A hook inside a frozen unit starts a graph there, as ``enable_input_require_grads`` of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Its backward reads the weight as it is then.
+        self.blocks[0].outer = nn.Sequential(nn.LayerNorm(WIDTH), self.blocks[0].outer)
+        self.stem.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[0].inner.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        out = super().run_block(block, x)
+        assert out.requires_grad == torch.is_grad_enabled()
+        return out
+
+
+class FrozenPartThatRequiresGradients(FrozenBlockThatRequiresGradients):
+    """The same inside a unit that trains another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].outer.requires_grad_(True)
+
+
 class BackwardHooks(Chain):
     """Full backward hooks, on a unit and inside one, that scale the gradient of the input."""
 
@@ -217,6 +242,8 @@ MODELS: list[type[Chain]] = [
     RecordedByName,
     HooksThatChangeTheOutput,
     HooksOnUnits,
+    FrozenBlockThatRequiresGradients,
+    FrozenPartThatRequiresGradients,
     BackwardHooks,
     TensorHooks,
     HooksOnOneResult,
