@@ -30,8 +30,8 @@ from lightning.fabric.utilities import registry
 
 from lightning_roundpipe.devices.gpu import GpuDevice
 from lightning_roundpipe.integration.links import Links
-from lightning_roundpipe.planning import search
 from tests.support import accelerator
+from tests.support.engine.partitions import search_briefly
 from tests.support.forks import Forks
 from tests.support.rank_runs import hosts
 
@@ -114,8 +114,7 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of trainings are searched for in fewer attempts: results are those of any plan."""
     with pytest.MonkeyPatch.context() as patch:
         if _folder_of(request) in _TRAINING:
-            patch.setattr(search, "_NUM_VARIATIONS", 5)
-            patch.setattr(search, "_NUM_NEIGHBOURS", 20)
+            search_briefly(patch.setattr)
         yield
 
 

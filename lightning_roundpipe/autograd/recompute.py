@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -188,6 +188,11 @@ class Facts:
             math.ceil(self.output_bytes * input_bytes / self.input_bytes),
             math.ceil(self.graph_bytes * input_bytes / self.input_bytes),
         )
+
+
+def flagged_of(slots: Mapping[Slot, Tensor]) -> frozenset[Slot]:
+    """The slots whose tensor requires a gradient."""
+    return frozenset([slot for slot, tensor in slots.items() if tensor.requires_grad])
 
 
 _WATCHED = Draws(host=True, gpu=True)

@@ -19,25 +19,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .recompute import Call, Slot
+from ..common.fingerprints import MAX_SAMPLED, sample_of
+from .recompute import Call, Slot, flagged_of
 
-_NUM_ELEMENTS = 1024
 # Of the largest value. Kernels for the same product differ by less, also where one of them rounds to TF32.
 _TOLERANCE = 0.01
 
 
 def samples_of(slots: Mapping[Slot, Tensor]) -> dict[Slot, tuple[torch.Size, Tensor]]:
     """Shapes and some elements of the floating-point tensors among the results of a unit, on their device."""
-    return {slot: (tensor.shape, _sample(tensor)) for slot, tensor in slots.items() if _is_compared(tensor)}
+    return {slot: (tensor.shape, sample_of(tensor)) for slot, tensor in slots.items() if _is_compared(tensor)}
 
 
 def _is_compared(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.layout is torch.strided
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    rows = tensor.detach().reshape(-1)
-    return rows[:: max(1, len(rows) // _NUM_ELEMENTS)].clone()
 
 
 def check_repeats(call: Call, slots: Mapping[Slot, Tensor]) -> None:
@@ -47,7 +42,7 @@ def check_repeats(call: Call, slots: Mapping[Slot, Tensor]) -> None:
     Raises:
         RuntimeError: if they differ by more than rounding, or in what requires a gradient.
     """
-    now = frozenset([slot for slot, tensor in slots.items() if tensor.requires_grad])
+    now = flagged_of(slots)
     if now != call.flagged:
         raise RuntimeError(
             f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: outputs "
@@ -60,9 +55,9 @@ def check_repeats(call: Call, slots: Mapping[Slot, Tensor]) -> None:
             continue
         if found.shape != shape:
             raise _error(call, slot, f"the shape was {tuple(shape)}, and is {tuple(found.shape)}")
-        after = _sample(found)
+        after = sample_of(found)
         if not _is_alike(before, after):
-            raise _error(call, slot, f"of the elements compared, up to {_NUM_ELEMENTS}, some differ")
+            raise _error(call, slot, f"of the elements compared, up to {MAX_SAMPLED}, some differ")
 
 
 def _is_alike(before: Tensor, after: Tensor) -> bool:

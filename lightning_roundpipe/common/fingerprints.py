@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1  # version of inference tensors
+MAX_SAMPLED = 1024
 _Key = TypeVar("_Key")
 
 
@@ -32,6 +33,13 @@ class Fingerprint(NamedTuple):
 def fingerprint_of(tensor: Tensor) -> Fingerprint:
     """What ``tensor`` is now."""
     return Fingerprint(version_of(tensor), (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """A copy of at most ``MAX_SAMPLED`` evenly spread elements of a strided tensor, in one row on its device."""
+    most = max(1, int(MAX_SAMPLED ** (1 / max(1, tensor.dim()))))
+    steps = tuple(slice(None, None, -(-size // most) or 1) for size in tensor.shape)
+    return tensor.detach()[steps].contiguous().clone().reshape(-1)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot
+from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot, flagged_of
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter, has_run_hooks
 from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, without_weights
@@ -116,7 +116,7 @@ def run_forward(
     call.relayed, slots = {}, done.unit.slots
     if records:
         if call.kept or len(slots) > 1:  # the graph was there to ask
-            call.flagged = frozenset([slot for slot, tensor in slots.items() if tensor.requires_grad])
+            call.flagged = flagged_of(slots)
         else:
             call.flagged = facts.flagged
         if not call.kept:
@@ -299,7 +299,7 @@ def _learn(
     slots, draws = done.unit.slots, done.unit.draws
     if similar is not None:  # a call may draw or not, by chance
         draws = replace(draws, foreign=similar.draws.foreign)
-    flagged = frozenset(slot for slot, tensor in slots.items() if tensor.requires_grad)
+    flagged = flagged_of(slots)
     changed = changed_buffers(replica, before)
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes

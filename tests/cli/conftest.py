@@ -11,8 +11,9 @@ import pytest
 
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.cli.estimate.feasibility import speed
-from lightning_roundpipe.planning import CostProfile, search
+from lightning_roundpipe.planning import CostProfile
 from tests.planning.paper import MODELS
+from tests.support.engine.partitions import search_briefly
 
 RunJson = Callable[..., dict[str, Any]]
 RunFailing = Callable[..., str]
@@ -23,8 +24,7 @@ def quick_plans() -> Iterator[None]:
     """Plans are searched for in fewer attempts: test_cli_paper.py has what the best ones take."""
     speed.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_NUM_VARIATIONS", 5)
-        patch.setattr(search, "_NUM_NEIGHBOURS", 20)
+        search_briefly(patch.setattr)
         yield
     speed.cache_clear()
 

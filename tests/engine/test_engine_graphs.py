@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -71,16 +72,21 @@ def assert_identical(graph: Graph, one: StepResult, other: StepResult) -> None:
 def test_a_kept_graph_and_a_recomputed_one_agree(
     program: list[Instruction], frozen: frozenset[int], devices: int, seed: int
 ) -> None:
-    """With dropout: both see the same masks. Gradients may differ by rounding: those of three calls of a unit are added
-    up by stages."""
+    """With dropout: both see the same masks. One micro-batch at a time, so that sums have one order only: but where
+    devices have copies, which add up by stages, and a weight is used more than twice."""
     torch.manual_seed(seed)
     graph = Graph(program, frozen, dropout=0.4)
     rows = torch.randn(2, WIDTH)
     kept = make_engine(graph, everything_kept, devices=1, round_size=None, copies=False)
-    recomputed = make_engine(graph, everything_recomputed, devices=devices, round_size=None, copies=devices % 2 == 0)
+    recomputed_copies = devices % 2 == 0
+    recomputed = make_engine(graph, everything_recomputed, devices=devices, round_size=None, copies=recomputed_copies)
     for engine in (kept, recomputed):
         run(engine, graph, rows, 1, seed=0)  # records the plan
     one, other = run(kept, graph, rows, 1, seed=1), run(recomputed, graph, rows, 1, seed=1)
+    uses = Counter(i.unit for i in program if i.kind in ("unit", "join", "fork", "share_weight"))
+    if not recomputed_copies or max(uses.values(), default=0) <= 2:
+        assert_identical(graph, one, other)
+        return
     assert torch.equal(one.outputs[0], other.outputs[0])
     assert names(graph, one.gradients) == names(graph, other.gradients)
     for parameter, gradient in one.gradients.items():

@@ -31,7 +31,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...common.fingerprints import Versions
+from ...common.fingerprints import Versions, sample_of
 from ...common.trees import tensors_in
 from ...devices.pool import DevicePool
 from ...options import RoundPipeOptions
@@ -46,7 +46,6 @@ from .notices import Notices
 Function = Callable[[Any], Any]
 
 _NUM_SAMPLED_STEPS = 2
-_MAX_SAMPLES = 1024
 _LOOK_UP_STEPS = 64  # parameters come and go, and to walk through all modules is dear
 _HOOKS = "on_train_batch_start, on_train_batch_end or another hook that runs once per batch"
 
@@ -292,9 +291,7 @@ def _sample(weight: nn.Parameter) -> Tensor:
         data = weight.detach()
     if not can_be_pending(weight) or data.layout is not torch.strided or low_of(weight) is not None:
         return torch.empty(0)
-    most = max(1, int(_MAX_SAMPLES ** (1 / max(1, data.dim()))))
-    steps = tuple(slice(None, None, -(-size // most) or 1) for size in data.shape)
-    return data[steps].contiguous().clone().reshape(-1).view(torch.uint8)
+    return sample_of(data).view(torch.uint8)
 
 
 def _shared_tensors(microbatches: Sequence[Any]) -> Versions[str]:

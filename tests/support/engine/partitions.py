@@ -1,13 +1,13 @@
-"""Partitions into stages, as planners of an engine give them."""
+"""Partitions into stages, as planners of an engine give them; and the search for plans in few attempts."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from lightning_roundpipe.engine.runner import Planner
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind, search
 
 
 def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:
@@ -68,3 +68,13 @@ def planner(seed: int) -> Planner:
         return any_partition(len(costs.calls), training, random.Random(seed))
 
     return plan
+
+
+def search_briefly(set_attribute: Callable[[object, str, int], None]) -> None:
+    """Plans are searched for in few attempts: results of trainings are those of any plan.
+
+    Args:
+        set_attribute: ``setattr``, or that of a ``MonkeyPatch``.
+    """
+    set_attribute(search, "_NUM_VARIATIONS", 5)
+    set_attribute(search, "_NUM_NEIGHBOURS", 20)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.planning import search
 from lightning_roundpipe.ranks import environment
+from tests.support.engine.partitions import search_briefly
 from tests.support.rank_runs import hosts
 
 _KILLED_AFTER_S = 10.0
@@ -51,7 +51,7 @@ def variables(rank: int, size: int, per_node: int, address: str, port: int) -> d
 
 def prepare() -> None:
     """Plans are searched for in fewer attempts, and ranks look for each other more often: results are the same."""
-    search._NUM_VARIATIONS, search._NUM_NEIGHBOURS = 5, 20
+    search_briefly(setattr)
     environment._RECHECK_S = _RECHECK_S
 
 
