@@ -38,15 +38,26 @@ class AutogradLocal(Generic[_T]):
 
     def set(self, value: _T | None) -> None:
         """Sets that of the calling thread."""
-        # A thread that ends must have no object left there, not even None: its destructor would take the interpreter
-        # lock.
-        if value is None and hasattr(_tls, "_remove_obj_from_tls"):
-            if _tls._is_key_in_tls(self._key):
-                _tls._remove_obj_from_tls(self._key)
-            return
-        if _steals_references():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-        _tls._stash_obj_in_tls(self._key, value)
+        steals = _steals_references()
+        if value is None:
+            _remove(self._key, steals=steals)
+        else:
+            _stash(self._key, value, steals=steals)
+
+
+def _stash(key: str, value: object, *, steals: bool) -> None:
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _tls._stash_obj_in_tls(key, value)
+
+
+def _remove(key: str, *, steals: bool) -> None:
+    """A thread that ends must have no object left, not even None: its destructor would take the interpreter lock, and
+    end the process if that is ending as well. Versions of torch that cannot remove an object keep None."""
+    if not hasattr(_tls, "_remove_obj_from_tls"):
+        _stash(key, None, steals=steals)
+    elif _tls._is_key_in_tls(key):
+        _tls._remove_obj_from_tls(key)
 
 
 @functools.cache
@@ -57,7 +68,7 @@ def _steals_references() -> bool:
     before = sys.getrefcount(probe)
     _tls._stash_obj_in_tls(key, probe)
     steals = sys.getrefcount(probe) == before
-    for value in (probe, None) if steals else ():  # None takes its place
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _tls._stash_obj_in_tls(key, None)
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    _remove(key, steals=steals)
     return steals

@@ -61,3 +61,20 @@ def test_each_thread_has_its_own(local: AutogradLocal[Any]) -> None:
     thread.join()
     assert seen == [None, "its own"]
     assert local.get() == "mine"
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot remove an object again")
+def test_nothing_is_left_to_the_end_of_a_thread(local: AutogradLocal[Any]) -> None:
+    """Whose destructor would take the interpreter lock, while the process ends perhaps."""
+    left: list[str] = []
+
+    def other() -> None:
+        thread_locals._steals_references.__wrapped__()
+        local.set("its own")
+        local.set(None)
+        left.extend(key for key in ("roundpipe_probe", "roundpipe_test") if torch._C._is_key_in_tls(key))  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert left == []
