@@ -93,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: without this, each collection of garbage looks at all of them."""
+    _keep_from_the_collector()
+
+
+def _keep_from_the_collector() -> None:
+    """What is there now and is no garbage is looked at no more."""
     gc.collect()
     gc.freeze()
 
@@ -149,11 +154,16 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         yield forks
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_of_other_modules() -> None:
+    """Libraries that tests import as they run, and what is kept of each test, would take a sixth of the time."""
+    _keep_from_the_collector()
+
+
 @pytest.fixture
 def few_objects() -> None:
     """The collector looks at what the test makes alone: at all that is left of other tests it takes half a second."""
-    gc.collect()
-    gc.freeze()
+    _keep_from_the_collector()
 
 
 @pytest.fixture
