@@ -14,8 +14,19 @@ from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind, round_robin
+from lightning_roundpipe.planning import (
+    CallCost,
+    CostProfile,
+    Machine,
+    Partition,
+    Stage,
+    StageKind,
+    round_robin,
+    stage_costs,
+)
+from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.parameters import Replica
+from lightning_roundpipe.weights.placement import Loader, StageRun
 from lightning_roundpipe.weights.units import UnitTable
 from tests.support.engine.lazy_link import LazyLink
 
@@ -163,6 +174,58 @@ def test_weights_that_must_come_leave_the_headroom_free_as_long_as_others_can_go
     assert device.memory.headroom == 0
 
 
+def test_the_headroom_is_for_activations_of_the_stage_run_that_runs_and_of_the_next_one() -> None:
+    """Of one micro-batch in the stage, and of both that wait for the stage after it."""
+    run = Run()
+    result = run.step()
+    costs = run.engine.costs("train")
+    assert costs is not None
+    assert result.partition is not None
+    needed = [cost.workspace_bytes + 2 * cost.handover_bytes for cost in stage_costs(result.partition, costs)]
+    seen: dict[int, int] = {}  # in the first run of each block, which is its forward
+    run.listeners[:] = [lambda i: seen.setdefault(i, run.pool[0].memory.headroom)]
+    run.step()
+    assert seen == {i: max(needed[i : i + 2]) for i in range(NUM_BLOCKS)}
+    assert needed[NUM_BLOCKS - 1] > needed[NUM_BLOCKS - 2], "the fused stage keeps a graph"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "loaded"),
+    [
+        (["0", "12"], ["01", "12"]),
+        (["0", "1", "2", "0", "1"], ["01", "12", "02", "01", "1"]),
+        (["0", "1", "0", "2"], ["01", "01", "02", "2"]),
+    ],
+    ids=["in the order of need", "for what is needed later", "what is not needed again goes"],
+)
+def test_stage_runs_that_follow_each_other_share_room_for_two_blocks(blocks: list[str], loaded: list[str]) -> None:
+    """Those of the next one are fetched as far as there is room; what is needed last makes room for it.
+
+    Args:
+        blocks: of each stage run.
+        loaded: of them on the device once it has begun.
+    """
+    run = Run(memory_limit=2 * BLOCK_BYTES)
+    replicas, device = run.engine._replicas, run.pool[0]
+    units = list(UnitTable(run.model).units.values())
+    stage_runs = [StageRun(i, tuple(units[int(b)] for b in row), False, 0, 0) for i, row in enumerate(blocks)]
+    loader = Loader([stage_runs], run.pool, replicas, GradientStore(), is_recording=False)
+    replicas.weights.begin_step("train", training=True)
+    found = []
+    run.pool.open()
+    try:
+        loader.begin(device)
+        for stage_run in stage_runs:
+            found.append(run.loaded())
+            for unit in stage_run.units:
+                replicas._find(unit, device, is_low=False).activate()
+            if stage_run is not stage_runs[-1]:
+                loader.end_stage_run(0)
+    finally:
+        run.pool.close()
+    assert ["".join(sorted(name[-1] for name in names)) for names in found] == loaded
+
+
 def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
     run = Run()
     run.step()
@@ -224,6 +287,7 @@ def test_what_is_needed_last_goes_first() -> None:
         run.step(training=False)
     moved = [bytes_of_weights(run, training=False) // BLOCK_BYTES for _ in range(3)]
     assert all(n < NUM_BLOCKS for n in moved), "with the oldest given up first, all of them would travel each time"
+    assert run.loaded() == {"blocks.0", "blocks.2", "blocks.3"}, "the next batch begins at once"
     assert run.pool[0].memory.peak <= 3 * BLOCK_BYTES + activations
 
 
