@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
@@ -24,10 +27,11 @@ from lightning_roundpipe.planning import (
     round_robin,
     stage_costs,
 )
+from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.parameters import Replica
-from lightning_roundpipe.weights.placement import Loader, StageRun
-from lightning_roundpipe.weights.units import UnitTable
+from lightning_roundpipe.weights.placement import Loader, ReplicaCache, StageRun
+from lightning_roundpipe.weights.units import Unit, UnitTable
 from tests.support.engine.lazy_link import LazyLink
 
 WIDTH = 32
@@ -189,41 +193,85 @@ def test_the_headroom_is_for_activations_of_the_stage_run_that_runs_and_of_the_n
     assert needed[NUM_BLOCKS - 1] > needed[NUM_BLOCKS - 2], "the fused stage keeps a graph"
 
 
+@contextlib.contextmanager
+def opened(memory_limit: int) -> Iterator[tuple[Run, list[Unit], ReplicaCache, Device]]:
+    """A run in a training step that has begun, its units, their replicas, and its device."""
+    run = Run(memory_limit=memory_limit)
+    replicas, units = run.engine._replicas, list(UnitTable(run.model).units.values())
+    replicas.weights.begin_step("train", training=True)
+    run.pool.open()
+    try:
+        yield run, units, replicas, run.pool[0]
+    finally:
+        run.pool.close()
+
+
 @pytest.mark.parametrize(
-    ("blocks", "loaded"),
+    ("blocks", "activations", "loaded"),
     [
-        (["0", "12"], ["01", "12"]),
-        (["0", "1", "2", "0", "1"], ["01", "12", "02", "01", "1"]),
-        (["0", "1", "0", "2"], ["01", "01", "02", "2"]),
+        (["0", "12"], 0, ["01", "12"]),
+        (["0", "1", "2"], 1, ["0", "1", "2"]),
+        (["0", "1", "2", "0", "1"], 0, ["01", "12", "02", "01", "1"]),
+        (["0", "1", "0", "2"], 0, ["01", "01", "02", "2"]),
     ],
-    ids=["in the order of need", "for what is needed later", "what is not needed again goes"],
+    ids=["in the order of need", "beside activations", "for what is needed later", "what is not needed again goes"],
 )
-def test_stage_runs_that_follow_each_other_share_room_for_two_blocks(blocks: list[str], loaded: list[str]) -> None:
+def test_stage_runs_share_room_for_two_blocks(blocks: list[str], activations: int, loaded: list[str]) -> None:
     """Those of the next one are fetched as far as there is room; what is needed last makes room for it.
 
     Args:
         blocks: of each stage run.
-        loaded: of them on the device once it has begun.
+        activations: bytes of each.
+        loaded: blocks that are on the device once it has begun.
     """
-    run = Run(memory_limit=2 * BLOCK_BYTES)
-    replicas, device = run.engine._replicas, run.pool[0]
-    units = list(UnitTable(run.model).units.values())
-    stage_runs = [StageRun(i, tuple(units[int(b)] for b in row), False, 0, 0) for i, row in enumerate(blocks)]
-    loader = Loader([stage_runs], run.pool, replicas, GradientStore(), is_recording=False)
-    replicas.weights.begin_step("train", training=True)
-    found = []
-    run.pool.open()
-    try:
+    with opened(2 * BLOCK_BYTES) as (run, units, replicas, device):
+        rows = [tuple(units[int(block)] for block in row) for row in blocks]
+        stage_runs = [StageRun(i, row, False, 0, activations) for i, row in enumerate(rows)]
+        loader = Loader([stage_runs], run.pool, replicas, GradientStore(), is_recording=False)
+        loader.send_ahead(device)
+        assert run.loaded() == {unit.name for unit in rows[0]}, "the first one alone"
         loader.begin(device)
+        found = []
         for stage_run in stage_runs:
-            found.append(run.loaded())
+            found.append("".join(sorted(name[-1] for name in run.loaded())))
             for unit in stage_run.units:
                 replicas._find(unit, device, is_low=False).activate()
             if stage_run is not stage_runs[-1]:
                 loader.end_stage_run(0)
-    finally:
-        run.pool.close()
-    assert ["".join(sorted(name[-1] for name in names)) for names in found] == loaded
+    assert found == loaded
+
+
+def test_what_makes_room_for_a_unit_leaves_alone_what_is_there_of_it() -> None:
+    """A call off the plan, of which no stage run tells that it is needed now."""
+    with opened(2 * BLOCK_BYTES - 1) as (run, units, replicas, device):
+        run.model.blocks[0].linear.bias.requires_grad_(False)
+        replicas.load(units[0], device)
+        replicas._find(units[0], device, is_low=False).unload(unless=replicas.weights.outlast_step)  # the bias stays
+        replicas.load(units[1], device)
+        replicas.load(units[0], device)
+        assert run.loaded() == {"blocks.0"}
+
+
+def test_a_unit_is_on_a_device_in_one_form() -> None:
+    with opened(2 * BLOCK_BYTES) as (_, units, replicas, device):
+        for is_low in (False, True, False):
+            replicas._make_loaded(replicas._find(units[0], device, is_low=is_low))
+            assert [replica.is_low for replica in replicas._by_device[0] if replica.is_loaded] == [is_low]
+
+
+def test_what_is_being_updated_is_not_waited_for_ahead_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "is_pending", lambda parameters: True)
+    with opened(BLOCK_BYTES) as (run, units, replicas, device):
+        assert not replicas.prefetch(units[0], device)
+        assert run.loaded() == set()
+
+
+def test_memory_that_is_still_written_is_not_given_out() -> None:
+    with opened(BLOCK_BYTES) as (_, units, replicas, device):
+        replicas.load(units[0], device)
+        assert replicas.evict(0)
+        assert not device.memory.try_reserve("weights", BLOCK_BYTES), "the upload is on its way"
+        device.memory.reserve("weights", BLOCK_BYTES)
 
 
 def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
