@@ -226,13 +226,12 @@ class Call:
         samples: what a recomputation is compared with, see [Note: repeats] in :mod:`autograd.repeats`.
         gradients: gradients that have arrived per slot.
         ran: what was noted about the forward, see :class:`Run`.
-        booked: bytes of a kept graph on the books of its device.
         versions: of the weights at the end of the segment that it was made in; None in that segment.
         is_over: whether its backward has passed for good.
     """
 
     __slots__ = (
-        "__weakref__", "autocast", "backward_stage", "booked", "buffer_values", "changed", "differentiable", "draws",
+        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "draws",
         "facts", "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over",
         "kept", "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "samples", "side", "structure",
         "trained", "unit", "versions",
@@ -266,7 +265,6 @@ class Call:
         self.relays: list[bool] | None = None
         self.samples: dict[Slot, tuple[torch.Size, Tensor]] = {}
         self.ran: Run | None = None
-        self.booked = 0
         self.versions: tuple[int, ...] | None = None
         self.is_over = False
 

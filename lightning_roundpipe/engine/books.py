@@ -23,6 +23,7 @@ class ActivationBooks:
     def __init__(self, activations: TravellingActivations) -> None:
         self._activations = activations
         self._waiting: tuple[Device, int] | None = None
+        self._graphs: dict[Call, tuple[Device, int]] = {}  # that are kept, and what they gave
 
     def begin_forward(self, device: Device, call: Call, input_bytes: int) -> int:
         """Books a forward that is about to run, by what is known about it; the bytes booked."""
@@ -36,9 +37,11 @@ class ActivationBooks:
         booked += _reserve(device, max(0, needed - booked))
         # Of a call that is not recorded (frozen, before all that is trained) nothing is kept.
         is_kept = call.kept and bool(call.flagged)
-        call.booked = output_bytes + graph_bytes if is_kept else 0
+        graph = output_bytes + graph_bytes if is_kept else 0
+        if graph:
+            self._graphs[call] = device, graph
         waiting = min(booked, 0 if is_kept else output_bytes)
-        device.memory.release("activations", booked - call.booked - waiting)
+        device.memory.release("activations", booked - graph - waiting)
         self.wait_with(device, waiting)
 
     def _forward_bytes(self, call: Call, input_bytes: int) -> int:
@@ -68,11 +71,11 @@ class ActivationBooks:
             self._waiting[0].memory.release("activations", self._waiting[1])
         self._waiting = device, num_bytes
 
-    def release(self, device: Device, call: Call) -> None:
-        """The graph of a call that was kept on ``device`` goes."""
-        if call.booked:
-            device.memory.release("activations", call.booked)
-            call.booked = 0
+    def release(self, call: Call) -> None:
+        """The graph of a call goes, if one was kept; the micro-batch may be on another device by now."""
+        if call in self._graphs:
+            device, num_bytes = self._graphs.pop(call)
+            device.memory.release("activations", num_bytes)
 
 
 def _reserve(device: Device, num_bytes: int) -> int:

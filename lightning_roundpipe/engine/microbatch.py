@@ -115,7 +115,7 @@ class Microbatch:
         self.record = SegmentRecord(self.index)
 
     def _forget(self, call: Call) -> None:
-        self._books.release(self.device, call)
+        self._books.release(call)
         call.forget()
 
     # --- stages and devices ------------------------------------------------------------------------------------

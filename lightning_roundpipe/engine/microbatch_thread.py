@@ -222,7 +222,7 @@ class MicrobatchThread(Microbatch):
         for call in self._calls:
             if call.unit not in versions:
                 versions[call.unit] = versions_of(call.unit)
-            self._books.release(self.device, call)
+            self._books.release(call)
             call.put_aside(versions[call.unit])
         # What nothing leads to any more goes: the node of the cut is what holds a call.
         self._carried = [weakref.ref(call) for call in self._calls]

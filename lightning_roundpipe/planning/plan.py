@@ -264,7 +264,7 @@ def stage_memory_limit(
                 fits_if_split=call.state_bytes(is_training=is_training) <= memory,
             )
     activations = max((call.activation_bytes(is_training=is_training) for call in profile.calls), default=0)
-    return max(0, memory - waiting_bytes - activations) // 2
+    return (memory - waiting_bytes - activations) // 2
 
 
 def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:

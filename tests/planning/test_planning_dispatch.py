@@ -281,6 +281,15 @@ def test_calls_that_fit_on_one_device_only_are_planned_for_it() -> None:
         plan_training(profile, Machine(2, devices=(DeviceTraits(1.0, 50), DeviceTraits(0.5, 119))), num_microbatches=6)
 
 
+def test_a_device_with_less_memory_than_what_waits_there_gets_nothing() -> None:
+    profile = CostProfile(tuple(CallCost(f"c{i}", 1, 1, 10, 10, 5, 5) for i in range(3)))
+    machine = Machine(2, devices=(DeviceTraits(1.0, 6 * 5 - 1), DeviceTraits(1.0, 300)))
+    plan = plan_training(profile, machine, num_microbatches=6)
+    schedule = plan.schedule(profile, machine, 6)
+    assert not schedule.devices[0]
+    assert schedule.devices[1]
+
+
 def test_a_plan_runs_batches_of_other_sizes_and_keeps_the_turns() -> None:
     plan = StepPlan(partition(CostProfile((CallCost("a", 1, 1),)), num_devices=1, num_microbatches=1), (4,), 3)
     profile, machine = CostProfile((CallCost("a", 1, 1),)), Machine(2)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.devices import Device
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CallCost, CostProfile, Machine, Partition, Stage, StageKind, round_robin
+from lightning_roundpipe.planning import (
+    CallCost,
+    CostProfile,
+    Machine,
+    Partition,
+    Stage,
+    StageKind,
+    round_robin,
+    stage_costs,
+)
+from lightning_roundpipe.weights import placement
+from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.parameters import Replica
-from lightning_roundpipe.weights.units import UnitTable
+from lightning_roundpipe.weights.placement import Loader, ReplicaCache, StageRun
+from lightning_roundpipe.weights.units import Unit, UnitTable
 from tests.support.engine.lazy_link import LazyLink
 
 WIDTH = 32
@@ -163,6 +178,102 @@ def test_weights_that_must_come_leave_the_headroom_free_as_long_as_others_can_go
     assert device.memory.headroom == 0
 
 
+def test_the_headroom_is_for_activations_of_the_stage_run_that_runs_and_of_the_next_one() -> None:
+    """Of one micro-batch in the stage, and of both that wait for the stage after it."""
+    run = Run()
+    result = run.step()
+    costs = run.engine.costs("train")
+    assert costs is not None
+    assert result.partition is not None
+    needed = [cost.workspace_bytes + 2 * cost.handover_bytes for cost in stage_costs(result.partition, costs)]
+    seen: dict[int, int] = {}  # in the first run of each block, which is its forward
+    run.listeners[:] = [lambda i: seen.setdefault(i, run.pool[0].memory.headroom)]
+    run.step()
+    assert seen == {i: max(needed[i : i + 2]) for i in range(NUM_BLOCKS)}
+    assert needed[NUM_BLOCKS - 1] > needed[NUM_BLOCKS - 2], "the fused stage keeps a graph"
+
+
+@contextlib.contextmanager
+def opened(memory_limit: int) -> Iterator[tuple[Run, list[Unit], ReplicaCache, Device]]:
+    """A run in a training step that has begun, its units, their replicas, and its device."""
+    run = Run(memory_limit=memory_limit)
+    replicas, units = run.engine._replicas, list(UnitTable(run.model).units.values())
+    replicas.weights.begin_step("train", training=True)
+    run.pool.open()
+    try:
+        yield run, units, replicas, run.pool[0]
+    finally:
+        run.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "activations", "loaded"),
+    [
+        (["0", "12"], 0, ["01", "12"]),
+        (["0", "1", "2"], 1, ["0", "1", "2"]),
+        (["0", "1", "2", "0", "1"], 0, ["01", "12", "02", "01", "1"]),
+        (["0", "1", "0", "2"], 0, ["01", "01", "02", "2"]),
+    ],
+    ids=["in the order of need", "beside activations", "for what is needed later", "what is not needed again goes"],
+)
+def test_stage_runs_share_room_for_two_blocks(blocks: list[str], activations: int, loaded: list[str]) -> None:
+    """Those of the next one are fetched as far as there is room; what is needed last makes room for it.
+
+    Args:
+        blocks: of each stage run.
+        activations: bytes of each.
+        loaded: blocks that are on the device once it has begun.
+    """
+    with opened(2 * BLOCK_BYTES) as (run, units, replicas, device):
+        rows = [tuple(units[int(block)] for block in row) for row in blocks]
+        stage_runs = [StageRun(i, row, False, 0, activations) for i, row in enumerate(rows)]
+        loader = Loader([stage_runs], run.pool, replicas, GradientStore(), is_recording=False)
+        loader.send_ahead(device)
+        assert run.loaded() == {unit.name for unit in rows[0]}, "the first one alone"
+        loader.begin(device)
+        found = []
+        for stage_run in stage_runs:
+            found.append("".join(sorted(name[-1] for name in run.loaded())))
+            for unit in stage_run.units:
+                replicas._find(unit, device, is_low=False).activate()
+            if stage_run is not stage_runs[-1]:
+                loader.end_stage_run(0)
+    assert found == loaded
+
+
+def test_what_makes_room_for_a_unit_leaves_alone_what_is_there_of_it() -> None:
+    """A call off the plan, of which no stage run tells that it is needed now."""
+    with opened(2 * BLOCK_BYTES - 1) as (run, units, replicas, device):
+        run.model.blocks[0].linear.bias.requires_grad_(False)
+        replicas.load(units[0], device)
+        replicas._find(units[0], device, is_low=False).unload(unless=replicas.weights.outlast_step)  # the bias stays
+        replicas.load(units[1], device)
+        replicas.load(units[0], device)
+        assert run.loaded() == {"blocks.0"}
+
+
+def test_a_unit_is_on_a_device_in_one_form() -> None:
+    with opened(2 * BLOCK_BYTES) as (_, units, replicas, device):
+        for is_low in (False, True, False):
+            replicas._make_loaded(replicas._find(units[0], device, is_low=is_low))
+            assert [replica.is_low for replica in replicas._by_device[0] if replica.is_loaded] == [is_low]
+
+
+def test_what_is_being_updated_is_not_waited_for_ahead_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "is_pending", lambda parameters: True)
+    with opened(BLOCK_BYTES) as (run, units, replicas, device):
+        assert not replicas.prefetch(units[0], device)
+        assert run.loaded() == set()
+
+
+def test_memory_that_is_still_written_is_not_given_out() -> None:
+    with opened(BLOCK_BYTES) as (_, units, replicas, device):
+        replicas.load(units[0], device)
+        assert replicas.evict(0)
+        assert not device.memory.try_reserve("weights", BLOCK_BYTES), "the upload is on its way"
+        device.memory.reserve("weights", BLOCK_BYTES)
+
+
 def test_what_a_step_needs_again_stays_and_is_not_fetched_twice() -> None:
     run = Run()
     run.step()
@@ -224,6 +335,7 @@ def test_what_is_needed_last_goes_first() -> None:
         run.step(training=False)
     moved = [bytes_of_weights(run, training=False) // BLOCK_BYTES for _ in range(3)]
     assert all(n < NUM_BLOCKS for n in moved), "with the oldest given up first, all of them would travel each time"
+    assert run.loaded() == {"blocks.0", "blocks.2", "blocks.3"}, "the next batch begins at once"
     assert run.pool[0].memory.peak <= 3 * BLOCK_BYTES + activations
 
 
