@@ -110,7 +110,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def batches(size: Size) -> Iterator[Tensor]:
-    """Tokens of one optimizer step after the other, the same for everybody."""
+    """Tokens of one optimizer step after the other, the same for all contenders."""
     generator = torch.Generator().manual_seed(0)
     shape = (size.rows * size.microbatches, size.sequence)
     while True:

@@ -277,7 +277,7 @@ def _limit(driver: GpuDriver, device: torch.device, num_sharing: int, memory_lim
         raise DeviceOutOfMemoryError(
             f"{device} has no memory left for a step. Of its {format_bytes(state.total)} this process may use "
             f"{format_bytes(allowed)}. It has {format_bytes(state.allocated)} allocated already, "
-            f"{format_bytes(state.free + state.reserved - state.allocated)} are not in use by anybody, and "
+            f"{format_bytes(state.free + state.reserved - state.allocated)} are not in use, and "
             f"{format_bytes(reserve)} are kept for workspaces. Free what is there, stop other processes or choose "
             "another GPU, or raise device_memory_limit if one was set.",
             fits_if_split=False,

@@ -25,7 +25,7 @@ _NEEDED = ("Stream", "Event", "stream", "current_stream", "mem_get_info", "memor
 
 
 class MemoryState(NamedTuple):
-    """Bytes of a GPU: free for everybody, of the whole GPU, of this process's tensors, and kept by its allocator."""
+    """Bytes of a GPU: free for all, of the whole GPU, of this process's tensors, and kept by its allocator."""
 
     free: int
     total: int

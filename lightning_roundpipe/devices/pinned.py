@@ -142,7 +142,7 @@ class PageLockedMemory:
         self._buffers.give_up_spare()
 
     def begin_step(self) -> None:
-        """A step begins, on one device after the other: memory that nobody else holds any more is let go."""
+        """A step begins, on one device after the other: memory that nothing else holds any more is let go."""
         with self._lock:
             if not self._has_travelled:
                 return

@@ -115,7 +115,7 @@ class OptimizerOverlap:
             if reasons:
                 raise sharding_refused(reasons[0])
             self._sharding.begin()
-        for optimizer in optimizers:  # before anybody keeps a reference to the state of one
+        for optimizer in optimizers:  # before user code keeps a reference to the state of one
             if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
         if self._stale is not None:

@@ -14,7 +14,7 @@ When the next optimizer step begins, the update before it has ended and no step 
 from before it, and the memory of the one that they have left takes the next. An optimizer step that updates nothing
 leaves the versions as they are.
 
-The weights themselves stay as they are in exact mode: everybody between training steps sees them, finished. A training
+The weights themselves stay as they are in exact mode: all code between training steps sees them, finished. A training
 step, and nothing else, runs with snapshots in the place of the data of the weights (``replaced`` in
 :mod:`weights.futures`): so units, user code and hooks all compute with the same version, however they get hold of a
 weight. The update that is under way meanwhile works on the data that was there before.

@@ -2,7 +2,7 @@
 
 [Note: buffers come home]
 Running statistics are written by one micro-batch after the other. The host needs them when the step has ended, so
-nobody waits for them before: what a forward has written begins to travel home, and the next micro-batch takes it from
+nothing waits for them before: what a forward has written begins to travel home, and the next micro-batch takes it from
 where it is newest::
 
     device 0   unit, micro-batch 0 -> value -> copy -> unit, micro-batch 1 -> value

@@ -159,7 +159,7 @@ class ParameterFuture:
             self._done.set()
 
     def wake(self) -> None:
-        """Lets threads that wait go on, also if nobody has looked at the weights."""
+        """Lets threads that wait go on, also if nothing has looked at the weights."""
         self._done.set()
 
     def wait(self) -> None:

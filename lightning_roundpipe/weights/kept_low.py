@@ -2,7 +2,7 @@
 
 [Note: weights kept low]
 A rank that does not update a weight itself ([Note: sharded optimizer] in :mod:`optimizer.sharding`) needs its master to
-make the low-precision copy alone. So it may keep the copy instead. To everybody else the parameter stays what it was:
+make the low-precision copy alone. So it may keep the copy instead. To all other code the parameter stays what it was:
 its shape and dtype, its gradient, its place in optimizers. Its data is a single NaN in the place of all elements, and
 its class the one of weights that are looked at with care ([Note: parameter futures] in :mod:`weights.futures`): ::
 

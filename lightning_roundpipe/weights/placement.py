@@ -130,7 +130,7 @@ class ReplicaCache:
 
         Args:
             learns: whether something is to be learned about the unit, which takes the full form.
-            baseline: gives attributes that belong to some micro-batch at the moment, with their values for everybody
+            baseline: gives attributes that belong to some micro-batch at the moment, with their values for all others
                 else.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on

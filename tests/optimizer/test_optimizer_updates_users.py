@@ -175,7 +175,7 @@ class Multiplies(Plain):
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_autocast_is_that_of_the_call(autocast: bool) -> None:
-    """Also where the call is made without it and somebody waits with it."""
+    """Also where the call is made without it and the caller waits with it."""
     ends = []
     for updates in (None, Updates(1)):
         weights = make_weights()
