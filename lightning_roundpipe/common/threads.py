@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 # Waits are cut into pieces, so that the waiting thread notices interrupts.
 _RECHECK_S = 0.2
 _STARTING_S = 0.001
+_ENDING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,18 @@ class Worker:
         self._todo.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+            _await_end(self._thread.native_id)
+
+
+def _await_end(native_id: int | None) -> None:
+    """Blocks until a thread that was joined has left the system, where that can be seen.
+
+    Destructors of C++ run on it after Python has ended it. Those that take the interpreter lock, as torch's for objects
+    that it keeps by thread, would abort a process that ends meanwhile.
+    """
+    deadline = time.monotonic() + _ENDING_S
+    while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
+        time.sleep(_STARTING_S)
 
 
 def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:

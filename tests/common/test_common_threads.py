@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,18 @@ def test_a_call_ends_when_the_work_has_been_done_and_raises_what_it_raises() -> 
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 // 0, "called")
     worker.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="native threads can be seen on Linux alone")
+def test_a_closed_worker_has_left_with_what_torch_keeps_for_its_thread() -> None:
+    gone: list[str] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.05)  # long enough to be seen
+            gone.append("gone")
+
+    worker = Worker()
+    worker.call(lambda: torch._C._stash_obj_in_tls("roundpipe_test", Slow()), "keeps")  # type: ignore[attr-defined]
+    worker.close()
+    assert gone == ["gone"]
