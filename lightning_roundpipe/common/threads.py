@@ -14,7 +14,6 @@ import functools
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 # Waits are cut into pieces, so that the waiting thread notices interrupts.
 _RECHECK_S = 0.2
 _STARTING_S = 0.001
-_ENDING_S = 1.0
+_MAX_PAUSES = 1000
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,11 @@ def _await_end(native_id: int | None) -> None:
     Destructors of C++ run on it after Python has ended it. Those that take the interpreter lock, as torch's for objects
     that it keeps by thread, would abort a process that ends meanwhile.
     """
-    deadline = time.monotonic() + _ENDING_S
-    while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
-        time.sleep(_STARTING_S)
+    pause = threading.Event()  # user code may have replaced the clock
+    for _ in range(_MAX_PAUSES):
+        if not os.path.exists(f"/proc/self/task/{native_id}"):
+            return
+        pause.wait(_STARTING_S)
 
 
 def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:

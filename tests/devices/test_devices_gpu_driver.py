@@ -114,8 +114,8 @@ def test_a_full_gpu_is_refused(cuda: Cuda, driver: GpuDriver) -> None:
     with pytest.raises(DeviceOutOfMemoryError, match="cuda:0 has no memory left for a step") as caught:
         GpuDevice(0, 0, driver=driver)
     assert (
-        "Of its 24.0 GiB this process may use 24.0 GiB. It has 0 B allocated already, 1.00 GiB are not in use by "
-        "anybody, and 1.20 GiB are kept"
+        "Of its 24.0 GiB this process may use 24.0 GiB. It has 0 B allocated already, 1.00 GiB are not in use, and "
+        "1.20 GiB are kept"
     ) in str(caught.value)
     assert cuda.fraction == 1.0, "nothing was limited"
 
