@@ -9,8 +9,6 @@ import os
 import platform
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,6 @@ class Report:
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "lightning_roundpipe": __version__,
-            "wake_up_us": _wake_up_us(),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "load_average_before": _load(),
         }
@@ -86,24 +83,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
-
-
-def _wake_up_us(repeats: int = 50) -> float:
-    """What it takes to release a lock that a thread on an idle core waits for. The interpreter lock is held meanwhile:
-    on virtual machines this may be a large part of what the engine takes."""
-    locks = [threading.Lock() for _ in range(repeats)]
-    for lock in locks:
-        lock.acquire()
-    waiter = threading.Thread(target=lambda: [lock.acquire() for lock in locks])
-    waiter.start()
-    spent: list[float] = []
-    for lock in locks:
-        time.sleep(0.001)
-        started = time.perf_counter()
-        lock.release()
-        spent.append((time.perf_counter() - started) * 1e6)
-    waiter.join()
-    return median(spent)
 
 
 def _load() -> float | None:
