@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_roundpipe.common.thread_locals import AutogradLocal
 from lightning_roundpipe.common.threads import Worker, Workers
+
+lists_native_threads = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs the list of native threads, which only Linux has"
+)
 
 
 def threads_of(worker: Worker) -> int:
@@ -40,7 +45,7 @@ def test_a_worker_keeps_its_number_and_changes_no_others(fixed_global_state: Non
     assert not worker.is_alive
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts native threads, which only Linux lists")
+@lists_native_threads
 def test_the_first_product_of_a_worker_uses_its_number_of_threads(fixed_global_state: None) -> None:
     torch.set_num_threads(1)
     worker, weight, started = Worker(), torch.ones(32, 32), []
@@ -64,7 +69,7 @@ def test_a_call_ends_when_the_work_has_been_done_and_raises_what_it_raises() -> 
     worker.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="native threads can be seen on Linux alone")
+@lists_native_threads
 def test_a_closed_worker_has_left_with_what_torch_keeps_for_its_thread() -> None:
     gone: list[str] = []
 
@@ -74,6 +79,6 @@ def test_a_closed_worker_has_left_with_what_torch_keeps_for_its_thread() -> None
             gone.append("gone")
 
     worker = Worker()
-    worker.call(lambda: torch._C._stash_obj_in_tls("roundpipe_test", Slow()), "keeps")  # type: ignore[attr-defined]
+    worker.call(lambda: AutogradLocal[Slow]("roundpipe_test").set(Slow()), "keeps")
     worker.close()
     assert gone == ["gone"]
