@@ -91,11 +91,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: without this, each collection of garbage looks at all of them."""
-    _keep_from_the_collector()
-
-
 def _keep_from_the_collector() -> None:
     """What is there now and is no garbage is looked at no more."""
     gc.collect()
@@ -156,7 +151,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_of_other_modules() -> None:
-    """Libraries that tests import as they run, and what is kept of each test, would take a sixth of the time."""
+    """The tests themselves, libraries that they import as they run, and what is kept of each test stay to the end:
+    without this, each collection of garbage looks at all of them."""
     _keep_from_the_collector()
 
 
