@@ -1,7 +1,7 @@
 # The environment of all targets is .venv, made on first use and again whenever its inputs change.
 
 PYTHON ?= python3
-# Processes that run tests side by side: more than two cores can run, because tests wait for processes of their own.
+# Processes that run tests side by side. Three keep two cores busy: tests wait for processes of their own.
 WORKERS ?= 3
 # The versions that are installed, and what pip is told about torch alone, such as the index of builds without CUDA.
 CONSTRAINTS ?= constraints.txt

@@ -39,7 +39,7 @@ def sample_of(tensor: Tensor) -> Tensor:
     """A copy of at most ``MAX_SAMPLED`` evenly spread elements of a strided tensor, in one row on its device."""
     most = max(1, int(MAX_SAMPLED ** (1 / max(1, tensor.dim()))))
     steps = tuple(slice(None, None, -(-size // most) or 1) for size in tensor.shape)
-    return tensor.detach()[steps].contiguous().clone().reshape(-1)
+    return tensor.detach()[steps].clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -22,8 +22,8 @@ import torch
 
 # Waits are cut into pieces, so that the waiting thread notices interrupts.
 _RECHECK_S = 0.2
-_STARTING_S = 0.001
-_MAX_PAUSES = 1000
+_PAUSE_S = 0.001
+_MAX_PAUSES = 1000  # the system may have given the number of a thread to another one
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _await_end(native_id: int | None) -> None:
     for _ in range(_MAX_PAUSES):
         if not os.path.exists(f"/proc/self/task/{native_id}"):
             return
-        pause.wait(_STARTING_S)
+        pause.wait(_PAUSE_S)
 
 
 def _work(todo: queue.SimpleQueue[Callable[[], object] | None]) -> None:
@@ -242,6 +242,6 @@ def run_threads(
         fail(interrupt)
         for worker, event in zip(workers, halted[len(halted) - len(workers) :], strict=True):
             done = worker.done()  # set at once by a thread that was not told to begin
-            while not (event.is_set() or done.wait(_STARTING_S)) and worker.is_alive:
+            while not (event.is_set() or done.wait(_PAUSE_S)) and worker.is_alive:
                 pass
         raise

@@ -2,7 +2,7 @@
 
 [Note: generators of GPUs]
 A GPU has one generator, and operators draw from it in the order in which the host issues them: units, and user code of
-any micro-batch. So none of them draws from where another one has left it: it has the generator for the time of the
+any micro-batch. So none of them draws from where another one has left it: each has the generator for the time of its
 draw, seeds it, and puts it back::
 
     generator of a GPU    | unit of micro-batch 0 ...... | draw of user code of micro-batch 1 | unit ...

@@ -130,8 +130,7 @@ class ReplicaCache:
 
         Args:
             learns: whether something is to be learned about the unit, which takes the full form.
-            baseline: gives attributes that belong to some micro-batch at the moment, with their values for all others
-                else.
+            baseline: gives attributes that belong to some micro-batch at the moment, with their values for all others.
         """
         if call.local is None:  # a graph that was kept is part of the replica that it was made on
             call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
