@@ -34,7 +34,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from .__about__ import __version__
 from .accelerator import RoundPipeAccelerator
 from .autograd.recompute import GradientCutError
-from .devices.devices import DeviceLostError
+from .devices.device import DeviceLostError
 from .devices.memory import DeviceOutOfMemoryError
 from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError

@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, cpu
 from typing_extensions import override
 
-from .devices import gpu_driver
-from .devices.gpu import GpuDevice
+from .devices.gpu import driver as gpu_driver
+from .devices.gpu.device import GpuDevice
 from .devices.pool import DevicePool, num_auto_devices
 
 

@@ -28,7 +28,7 @@ import torch
 from hypothesis.internal.conjecture import providers
 from lightning.fabric.utilities import registry
 
-from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.integration.links import Links
 from tests.support import accelerator
 from tests.support.engine.partitions import search_briefly

@@ -8,6 +8,7 @@ be a dependency that points up in disguise.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -192,6 +193,27 @@ def test_functions_stay_small() -> None:
 def test_folders_stay_small() -> None:
     counts = {folder: len([*folder.glob("*.py")]) - (folder / "__init__.py").exists() for folder in FOLDERS}
     assert {str(path.relative_to(ROOT)): n for path, n in counts.items() if n > MAX_MODULES} == {}
+
+
+def unnamed_or_gone(folder: Path) -> set[str]:
+    """Return what the docstring of a folder's ``__init__`` leaves out of it, and the modules that it only names."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    named = set(re.findall(r"`(\w+)`", text))
+    return (there - {"__init__", "__main__"} - named) | (set(re.findall(r":mod:`(\w+)`", text)) - there)
+
+
+def test_the_docstring_of_a_folder_names_what_is_in_it() -> None:
+    folders = {path.parent for path in FILES} - {ROOT / PACKAGE}
+    found = {str(folder.relative_to(ROOT)): unnamed_or_gone(folder) for folder in folders}
+    assert {folder: names for folder, names in found.items() if names} == {}
+
+
+def test_a_module_that_is_left_out_or_gone_is_found(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text('"""- :mod:`gate`, :mod:`walk`: what they are; ``books`` and plans."""')
+    for name in ("gate", "books", "plans", "__main__"):
+        (tmp_path / f"{name}.py").touch()
+    assert unnamed_or_gone(tmp_path) == {"walk", "plans"}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..common.fingerprints import version_of
 from ..common.graphs import EngineFunction, edge_of, walk_graph
-from ..devices.devices import Run
+from ..devices.device import Run
 from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.transfer import Done, Transfer
 from ..usercode.loose_gradients import LooseGradients

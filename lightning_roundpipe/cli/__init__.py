@@ -6,9 +6,7 @@ function of the commands may raise one, `main` prints it without a traceback, an
 
 Reading order: a command (``plan``, ``simulate``, ``timeline``, ``estimate``, ``doctor``), then what it shares with
 others: ``arguments`` (options, files), ``output`` (tables, JSON), ``memory`` (what host and devices hold).
-``contenders`` runs the schedules that ``simulate`` compares. ``estimate`` is a folder: ``resolve`` finds a model's
-configuration, ``models`` reads its shape, ``workload`` turns shape and GPU (``gpus``) into costs, ``feasibility`` says
-whether and how fast it runs, ``report`` and ``assumptions`` say so in words.
+``contenders`` runs the schedules that ``simulate`` compares, ``machine_facts`` finds what ``doctor`` tells.
 """
 
 from __future__ import annotations

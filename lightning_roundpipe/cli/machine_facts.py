@@ -83,7 +83,7 @@ def boards() -> list[dict[str, str]]:
 def _gpu_devices() -> list[Any]:
     import torch
 
-    from lightning_roundpipe.devices.gpu_driver import gpu_type
+    from lightning_roundpipe.devices.gpu.driver import gpu_type
 
     kind = gpu_type()
     return [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
@@ -96,7 +96,7 @@ def gpus() -> list[dict[str, Any]]:
     """
     import torch
 
-    from lightning_roundpipe.devices.gpu_driver import driver_of
+    from lightning_roundpipe.devices.gpu.driver import driver_of
 
     found = []
     for device in _gpu_devices():
@@ -139,7 +139,7 @@ def page_locking() -> dict[str, int | None]:
     import torch
 
     from lightning_roundpipe.common.pages import OwnPages
-    from lightning_roundpipe.devices.gpu_driver import driver_of
+    from lightning_roundpipe.devices.gpu.driver import driver_of
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found: dict[str, int | None] = {"limit_bytes": None if limit == resource.RLIM_INFINITY else limit}

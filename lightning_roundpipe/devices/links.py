@@ -36,7 +36,7 @@ from time import perf_counter
 import torch
 
 from ..planning.costs import DeviceTraits, Machine, SharedLink
-from .devices import Device
+from .device import Device
 from .pool import DevicePool
 from .transfer import Moved, Transfer
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..common.fingerprints import UNKNOWN, version_of
 from ..common.sizes import num_bytes_of
-from .devices import Device
+from .device import Device
 from .memory import Ahead
 from .transfer import Done, Edge, Transfer
 

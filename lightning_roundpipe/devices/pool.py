@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import gpu_driver
-from .devices import Device
-from .gpu import GpuDevice
+from .device import Device
+from .gpu import driver as gpu_driver
+from .gpu.device import GpuDevice
 from .virtual import Link, VirtualDevice
 
 _MAX_AUTO_VIRTUAL = 8
@@ -89,7 +89,7 @@ class DevicePool:
 
     def find_lost(self) -> list[Device]:
         """The devices that are lost, after a wait for the work of all; see [Note: lost devices] in
-        :mod:`devices.devices`."""
+        :mod:`devices.device`."""
         for device in self.devices:
             device.check()
         return [device for device in self.devices if device.lost is not None]

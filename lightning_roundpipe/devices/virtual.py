@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..common.sizes import num_bytes_of
 from .chunks import Pair, copy_all, pairs_of, pieces_of, poison, stored
-from .devices import Device
+from .device import Device
 from .memory import DeviceMemory
 from .transfer import CHUNK_BYTES, DirectLane, Done, Edge, Lane, Moved, Transfer
 

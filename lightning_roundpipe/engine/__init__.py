@@ -4,7 +4,8 @@ What happens, from the outside in: :mod:`runner` (the engine, step after step), 
 threads), :mod:`microbatch_thread` (the life of one micro-batch), :mod:`microbatch` (one call of a unit, one backward),
 :mod:`execution` (the unit itself, between entry and cut). Beside them: :mod:`gate` (whose turn it is), :mod:`barrier`
 (where micro-batches meet), :mod:`plans` and :mod:`costs` (what runs where, from what was measured), :mod:`books`
-(memory of activations), :mod:`patches`, :mod:`tracing`.
+(memory of activations), :mod:`requests` and :mod:`context` (what a step is asked for, and what its micro-batches
+share), :mod:`patches`, :mod:`tracing`.
 
 [Note: glossary]
 Work

@@ -9,7 +9,7 @@ device that made it until then, and the planner leaves room for as many as there
 from __future__ import annotations
 
 from ..autograd.recompute import Call
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.offload import TravellingActivations
 
 

@@ -1,7 +1,7 @@
 """Costs of unit calls, for the planner: guessed first, measured while training.
 
 [Note: measured costs]
-Every run of a unit is noted with stamps of its device (see [Note: stamps] in :mod:`devices.devices`), taken inside the
+Every run of a unit is noted with stamps of its device (see [Note: stamps] in :mod:`devices.device`), taken inside the
 compute lane: waiting is not in it. After a step the runs of each call position are reduced to one time per direction,
 their median, and the estimate is the median over the last steps, so that neither a slow micro-batch nor a slow step
 counts.
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Run
+from ..devices.device import Run
 from ..planning.costs import CallCost, CostProfile, Machine
 from ..weights.units import Unit
 

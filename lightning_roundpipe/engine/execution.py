@@ -34,7 +34,7 @@ from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, w
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import leaves_behind, node_of

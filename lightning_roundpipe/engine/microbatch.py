@@ -34,7 +34,7 @@ from ..autograd.unit_run import InsideUnit, UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Device, Run
+from ..devices.device import Device, Run
 from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.transfer import Edge
 from ..planning.partition import StageKind

@@ -23,7 +23,7 @@ from ..autograd.recompute import Call, versions_of
 from ..autograd.unit_run import UnitResult
 from ..common import trees
 from ..common.threads import Worker
-from ..devices.devices import Device, Run
+from ..devices.device import Device, Run
 from ..planning.schedule import Action
 from ..usercode.implicit_transfers import ImplicitTransfers, put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState, entered

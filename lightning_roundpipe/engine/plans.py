@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..devices.devices import Run
+from ..devices.device import Run
 from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind

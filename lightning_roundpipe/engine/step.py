@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Worker, run_threads
-from ..devices.devices import DeviceLostError
+from ..devices.device import DeviceLostError
 from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
 from ..planning.spans import Span

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
-from ..devices.devices import Device, Run
+from ..devices.device import Device, Run
 from ..devices.pool import DevicePool
 from ..planning.schedule import Action, Schedule
 from ..planning.spans import Span

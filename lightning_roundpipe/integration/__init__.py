@@ -5,8 +5,8 @@
 - :mod:`host_strategy`, :mod:`checks`: what Lightning asks of a strategy beside steps, and what is refused before a run.
 - :mod:`rank_strategy`, :mod:`launcher`: what it asks about other processes, which this one is, and their start.
 - :mod:`uneven_loaders`: training loaders of ranks that have different numbers of batches.
-- :mod:`overlap`: updates behind the pipeline.
+- :mod:`overlap`, :mod:`sharding`: updates behind the pipeline; gradients and optimizer state divided among ranks.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of
   models, Lightning's profilers.
-- :mod:`pool`: the devices that the options ask for, and the engine on it.
+- :mod:`pool`, :mod:`links`: the devices that the options ask for, and the engine on them; what is known of their links.
 """

@@ -41,7 +41,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..common.graphs import has_saved_tensor_hooks
-from ..devices.gpu_driver import gpu_type
+from ..devices.gpu.driver import gpu_type
 from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
 

@@ -7,9 +7,9 @@ and nothing but the standard library is imported, so that a plan can be computed
 
 Reading order: ``costs`` (what a call costs, and the machine), ``partition`` (calls -> stages, by the search in
 ``cuts``), ``stages`` (what a stage costs), ``schedule`` (what runs where, as data) and ``builders`` (RoundPipe's
-schedule and those it is compared with), ``simulate`` (schedule -> timeline), ``spans`` and ``timeline`` (what ran
-when), ``plan`` (the best partition). ``quantities`` reads and writes sizes, speeds and times; ``files`` writes files
-whole.
+schedule and those it is compared with), ``dispatch`` (stages that are split over devices), ``simulate`` (schedule ->
+timeline), ``spans`` and ``timeline`` (what ran when), ``plan`` (the best plan of a step, found by ``search``).
+``quantities`` reads and writes sizes, speeds and times; ``files`` writes files whole.
 
 The method is that of the RoundPipe paper, "Efficient Training on Multiple Consumer GPUs with RoundPipe",
 arXiv 2604.27085.

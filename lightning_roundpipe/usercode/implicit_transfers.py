@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from ..common import trees
 from ..common.attributes import attribute_set
 from ..common.fingerprints import version_of
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.memory import Passing
 from ..devices.offload import TravellingActivations
 from .gpu_draws import drawing, is_random

@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from ..common.attributes import attribute_set
 from ..common.graphs import is_of_user, walk_graph
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Joined, Transfer
 from .lock import current
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..common.fingerprints import version_of
 from ..common.graphs import EngineFunction
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
 from ..weights.gradients import GradientStore
 from .lock import UserCodeState

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..common.trees import mapped
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.transfer import Transfer
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..devices.devices import Device
+from ..devices.device import Device
 
 
 class UserCodePlace:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.transfer import Edge, Transfer
 
 

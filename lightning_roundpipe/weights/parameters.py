@@ -22,7 +22,7 @@ from torch._dynamo import OptimizedModule
 
 from ..common.attributes import assign
 from ..common.sizes import num_bytes_of
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Transfer
 from .buffers import ComingBuffers
 from .events import tell

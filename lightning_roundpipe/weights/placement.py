@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..devices.devices import Device
+from ..devices.device import Device
 from ..devices.pool import DevicePool
 from .buffers import ComingBuffers
 from .futures import is_pending

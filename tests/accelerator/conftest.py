@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import driver_of
 
 # Not the current device: so an operator is found out that forgets where its arguments are.
 _DEVICE = "sim:1"

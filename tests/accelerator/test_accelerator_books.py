@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from tests.support.engine.visited_units import KEPT, NUM_MICROBATCHES, NUM_STEPS, RECOMPUTED, train

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.accelerator import pool_statistics
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer

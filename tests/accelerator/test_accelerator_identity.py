@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
+from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.usercode.lock import current
 from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical

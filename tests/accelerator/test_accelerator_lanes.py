@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import gpu_lanes
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import driver_of
-from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
+from lightning_roundpipe.devices.gpu import lanes
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import driver_of
+from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.devices.transfer import Edge, Joined
 
 pytestmark = pytest.mark.accelerator
@@ -133,7 +133,7 @@ def test_activations_go_through_page_locked_buffers(
 
 
 def test_bulk_goes_in_chunks_two_at_a_time(device: GpuDevice, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", 4 * 100)
+    monkeypatch.setattr(lanes, "CHUNK_BYTES", 4 * 100)
     driver, behind, in_flight = driver_of("sim"), [], []
     copy = driver.copy
 
@@ -164,7 +164,7 @@ def test_a_bulk_download_does_not_wait_for_what_is_computed_after_its_submission
     device: GpuDevice, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the thread of the lane comes to it later."""
-    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", 4 * 100)
+    monkeypatch.setattr(lanes, "CHUNK_BYTES", 4 * 100)
     with contextlib.ExitStack() as later:
         with held(stream_of(device, "d2h", is_bulk=True)):
             downloads = [device.download([there(2, size)], "g", is_bulk=True) for size in (1000, 10)]
@@ -175,7 +175,7 @@ def test_a_bulk_download_does_not_wait_for_what_is_computed_after_its_submission
 
 
 def test_many_threads_copy_at_once(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
     wrong: list[Tensor] = []
 
     def copy(number: int) -> None:
@@ -200,7 +200,7 @@ def test_many_threads_copy_at_once(device: GpuDevice, monkeypatch: pytest.Monkey
 
 
 def test_weights_are_staged_two_chunks_at_a_time(device: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lanes, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(lanes, "CHUNK_BYTES", MIB)
     weights = [torch.randn(5 * MIB), torch.randn(100)]
     copies = device.upload(weights, "w", is_bulk=True).wait(Edge.WEIGHTS)
     assert all(copy.cpu().equal(weight) for copy, weight in zip(copies, weights, strict=True))

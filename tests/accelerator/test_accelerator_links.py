@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.devices import gpu_driver, links
-from lightning_roundpipe.devices.gpu_driver import GpuDriver
+from lightning_roundpipe.devices import links
+from lightning_roundpipe.devices.gpu import driver as gpu_driver
+from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration.links import Links
 from lightning_roundpipe.planning.costs import Machine

@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_roundpipe.devices.devices import DeviceLostError
-from lightning_roundpipe.devices.gpu import GpuDevice
+from lightning_roundpipe.devices.device import DeviceLostError
+from lightning_roundpipe.devices.gpu.device import GpuDevice
 from tests.support.parity import assert_alike, fit, make_loader
 from tests.support.small import Small
 

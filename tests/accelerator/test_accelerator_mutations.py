@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.common.attributes import attribute_set
-from lightning_roundpipe.devices.devices import Device
-from lightning_roundpipe.devices.gpu import GpuDevice, _Freed
-from lightning_roundpipe.devices.gpu_driver import GpuDriver, driver_of
-from lightning_roundpipe.devices.gpu_lanes import GpuLane, GpuTransfer
+from lightning_roundpipe.devices.device import Device
+from lightning_roundpipe.devices.gpu.device import GpuDevice, _Freed
+from lightning_roundpipe.devices.gpu.driver import GpuDriver, driver_of
+from lightning_roundpipe.devices.gpu.lanes import GpuLane, GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge
 from tests.support.engine.lazy_link import cpu_pool

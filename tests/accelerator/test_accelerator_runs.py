@@ -11,9 +11,10 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_roundpipe.devices import gpu_driver, pinned
-from lightning_roundpipe.devices.gpu_driver import GpuDriver
-from lightning_roundpipe.devices.gpu_lanes import GpuTransfer
+from lightning_roundpipe.devices.gpu import driver as gpu_driver
+from lightning_roundpipe.devices.gpu import pinned
+from lightning_roundpipe.devices.gpu.driver import GpuDriver
+from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.optimizer import buckets

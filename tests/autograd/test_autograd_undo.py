@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.pool import DevicePool
 from tests.support.engine.lazy_link import LazyLink, cpu_pool

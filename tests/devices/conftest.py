@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_roundpipe.devices.pinned import PageLockedMemory
+from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
 from tests.support.page_locks import PageLocks
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import GpuDriver, MemoryState, is_supported
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import GpuDriver, MemoryState, is_supported
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 
 MIB, GIB = 2**20, 2**30

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_roundpipe.common.pages import HUGE_PAGE
-from lightning_roundpipe.devices.host_buffers import _bucket
-from lightning_roundpipe.devices.pinned import PageLockedMemory
+from lightning_roundpipe.devices.gpu.host_buffers import _bucket
+from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
 from tests.support.page_locks import PageLocks
 
 MIB = 2**20

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_roundpipe.devices import cuda
-from lightning_roundpipe.devices.devices import DeviceLostError
-from lightning_roundpipe.devices.gpu_driver import GpuDriver
+from lightning_roundpipe.devices.device import DeviceLostError
+from lightning_roundpipe.devices.gpu import cuda
+from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from tests.support.engine.faults import MESSAGE, Fault
 from tests.support.engine.lazy_link import cpu_pool

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.common.pages import PAGE
-from lightning_roundpipe.devices import pinned
-from lightning_roundpipe.devices.pinned import PageLockedMemory
+from lightning_roundpipe.devices.gpu import pinned
+from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
 from tests.support.page_locks import PageLocks
 
 MIB = 2**20
@@ -332,7 +332,7 @@ package = types.ModuleType("lightning_roundpipe")  # in place of the real one, w
 package.__path__ = [{path!r}]
 sys.modules[package.__name__] = package
 from lightning_roundpipe.common.pages import PAGE
-from lightning_roundpipe.devices import pinned
+from lightning_roundpipe.devices.gpu import pinned
 
 class Driver:
     def page_lock(self, address, num_bytes):

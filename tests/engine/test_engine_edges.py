@@ -43,7 +43,7 @@ PACKAGE = Path(lightning_roundpipe.__file__).parent
 UNTIED = FEATURES - {"tied"}
 # How a lane waits depends on the lane: what the lazy ones do is left out as well, but need not be everything.
 # The lanes themselves, and what moves between the host and GPUs only: see tests/accelerator.
-_LANES = {"transfer.py", "virtual.py", "gpu_lanes.py", "moves.py"}
+_LANES = {"transfer.py", "virtual.py", "lanes.py", "moves.py"}
 
 
 class Tight(DeviceMemory):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.gpu.driver import driver_of
 
 # Each thread that multiplies has a workspace of cuBLAS for itself, of 32 MiB on the newest GPUs, in the memory that
 # tests limit and measure, and it keeps it. With these settings they take a few hundred KiB. cuBLAS reads them when it

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.common.pages import PAGE
-from lightning_roundpipe.devices.gpu import GpuDevice
-from lightning_roundpipe.devices.gpu_driver import driver_of
+from lightning_roundpipe.devices.gpu.device import GpuDevice
+from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.transfer import CHUNK_BYTES, Edge
 from tests.gpu.training import assert_alike, mlp, train, vectors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_roundpipe.devices.pinned import PageLockedMemory
+from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
 
 
 class PageLocks:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.common.attributes import UnitWrites
-from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.devices.transfer import DirectLane, Done
 from lightning_roundpipe.devices.virtual import VirtualDevice

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.devices import Device
+from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState

@@ -1,4 +1,8 @@
-"""``roundpipe estimate``: would a model train on a machine, how fast, and with how long sequences."""
+"""``roundpipe estimate``: would a model train on a machine, how fast, and with how long sequences.
+
+``resolve`` finds a model's configuration, ``models`` reads its shape, ``workload`` turns shape and GPU (``gpus``) into
+costs, ``feasibility`` says whether and how fast it runs, ``report`` and ``assumptions`` say so in words.
+"""
 
 from __future__ import annotations
 

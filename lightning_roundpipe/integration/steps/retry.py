@@ -27,7 +27,7 @@ files) stays as well. If it has changed weights or the batch in place, or someth
 step has written before, the step is not run again; nor if other ranks have some of its gradients.
 
 *Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
-devices] in :mod:`devices.devices`). If one does not, the pool goes on without it, with a new engine and so with new
+devices] in :mod:`devices.device`). If one does not, the pool goes on without it, with a new engine and so with new
 plans, and the same micro-batches are run there: their number decides about results, that of the devices does not. Not
 if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
 the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is
@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from ...devices.devices import Device, DeviceLostError
+from ...devices.device import Device, DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
 from ...devices.pool import DevicePool
 from ...planning.costs import CostProfile

@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ...devices.devices import Device
+from ...devices.device import Device
 from ...devices.links import StepLinks
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult

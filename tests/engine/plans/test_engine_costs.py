@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.devices import Run
+from lightning_roundpipe.devices.device import Run
 from lightning_roundpipe.engine.costs import CallEstimates, guess_costs
 from lightning_roundpipe.engine.plans import Planner
 from lightning_roundpipe.engine.runner import Engine

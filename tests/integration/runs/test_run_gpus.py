@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator
-from lightning_roundpipe.devices import gpu_driver
+from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from tests.support.parity import make_loader, make_trainer
 from tests.support.small import Small
 

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_roundpipe.devices.devices import DeviceLostError
+from lightning_roundpipe.devices.device import DeviceLostError
 from tests.support.engine.faults import MESSAGE, Fault, Losing
 from tests.support.late_updates import Late
 from tests.support.parity import Run, assert_alike, compare, fit, make_loader, make_trainer

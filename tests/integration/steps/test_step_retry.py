@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from lightning_roundpipe.devices.devices import DeviceLostError
+from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration.batches.microbatches import split_batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_roundpipe.devices.devices import Device, DeviceLostError
+from lightning_roundpipe.devices.device import Device, DeviceLostError
 from lightning_roundpipe.devices.transfer import Lane, Transfer
 
 MESSAGE = "the driver does not find it any more"

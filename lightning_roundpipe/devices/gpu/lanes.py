@@ -20,7 +20,7 @@ download brings waits for that; the compute stream waits for an upload. The host
 A copy from ordinary memory of the host would hold up the thread that issues it. So an activation that does not lie in a
 page-locked buffer of ours is put into one first, by the thread that submits it: user code may change what is its own
 right after that. Bulk is page-locked where it is, or staged chunk by chunk by the thread of the lane: see
-[Note: page-locked memory] in :mod:`devices.pinned`.
+[Note: page-locked memory] in :mod:`devices.gpu.pinned`.
 
 Memory that a copy on the device uses belongs to one stream, in whose order the allocator hands it out again:
 - Sources of downloads belong to the compute stream. They are held until the copy has been made.
@@ -40,10 +40,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.sizes import num_bytes_of
-from .chunks import Pair, pieces_of, plain_mode
-from .gpu_driver import GpuDriver
-from .transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
+from ...common.sizes import num_bytes_of
+from ..chunks import Pair, pieces_of, plain_mode
+from ..transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
+from .driver import GpuDriver
 
 MAX_CHUNKS_IN_FLIGHT = 2
 _GOES_ON = threading.Event()

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.quantities import format_bytes
-from .chunks import plain_mode
-from .devices import Device
-from .gpu_driver import GpuDriver
-from .gpu_lanes import GpuLane
-from .memory import DeviceMemory, DeviceOutOfMemoryError, Passing
+from ...planning.quantities import format_bytes
+from ..chunks import plain_mode
+from ..device import Device
+from ..memory import DeviceMemory, DeviceOutOfMemoryError, Passing
+from ..transfer import Done, Transfer
+from .driver import GpuDriver
+from .lanes import GpuLane
 from .pinned import PageLockedMemory
-from .transfer import Done, Transfer
 
 # Of what may be used, beside what the books give out: what the allocator cannot use of its blocks, and the workspaces
 # of cuBLAS. Each thread that multiplies has one of its own, of 32 MiB on the newest GPUs, so that they grow with the
@@ -84,7 +84,7 @@ def _has_passed(event: Any) -> bool:
 
 
 class GpuDevice(Device):
-    """A device on a GPU; see [Note: streams] in :mod:`devices.gpu_lanes`.
+    """A device on a GPU; see [Note: streams] in :mod:`devices.gpu.lanes`.
 
     Args:
         index: position in the pool.

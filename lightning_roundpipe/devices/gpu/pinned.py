@@ -17,8 +17,8 @@ own. No page is locked twice: it belongs to the memory that begins in it, and th
 a buffer. Memory that nothing else holds any more, because a weight was replaced or is gone, is let go when the next
 step begins.
 
-*Buffers*: see :mod:`devices.host_buffers`. Two chunks per device at most are staged in them. The driver takes long to
-lock and to unlock memory. It is called with no lock of ours held.
+*Buffers*: see :mod:`devices.gpu.host_buffers`. Two chunks per device at most are staged in them. The driver takes long
+to lock and to unlock memory. It is called with no lock of ours held.
 
 Linux copies page-locked memory into the child of a fork at once, page by page, and every DataLoader worker is such a
 child. Therefore the child does not get it: a worker that reads a weight of the model crashes. Memory that was shared
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..common.pages import PAGE, is_of_file, set_inherited
-from .chunks import Pair
+from ...common.pages import PAGE, is_of_file, set_inherited
+from ..chunks import Pair
 from .host_buffers import HostBuffers, aligned, laid_out_like
 
 # What is smaller is staged about as fast.

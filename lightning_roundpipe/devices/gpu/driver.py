@@ -1,7 +1,7 @@
 """What devices on GPUs ask of torch, in one place: the module that torch has for a type of accelerator.
 
 ``torch.cuda`` (CUDA and ROCm), ``torch.xpu`` and modules of the same form for other accelerators: they need streams,
-events and an allocator that tells what it holds. What is CUDA's alone is in :mod:`devices.cuda`.
+events and an allocator that tells what it holds. What is CUDA's alone is in :mod:`devices.gpu.cuda`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.pages import OwnPages, set_inherited
+from ...common.pages import OwnPages, set_inherited
 
 # Smaller buffers are cut out of pieces of this size: each page-lock costs a call to the driver.
 _SLAB_BYTES = 2**20
