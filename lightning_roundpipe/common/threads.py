@@ -86,6 +86,38 @@ def set_intra_op_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+class InterruptibleEvent:
+    """As :class:`threading.Event`, for one thread that sets it and one that waits, which Ctrl-C may stop anywhere.
+
+    ``threading.Event.wait`` releases a lock and takes it again in Python. If the interrupt comes between the two, a
+    RuntimeError ("release unlocked lock") takes the place of the KeyboardInterrupt. Here one call of C waits.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()  # locked unless the waiting thread has still to see that the event was set
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets it, and lets the waiting thread go on."""
+        self._is_set = True
+        if self._lock.locked():
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Takes back that it was set, between two waits."""
+        self._is_set = False
+        self._lock.acquire(blocking=False)
+
+    def wait(self, timeout_s: float = -1.0) -> bool:
+        """Blocks until it is set, or this time in seconds has passed (-1: for good); whether it is set."""
+        return self._is_set or self._lock.acquire(timeout=timeout_s)
+
+
 class Worker:
     """A thread that runs one function after another, and keeps nothing of them; a daemon that starts with the first.
 
@@ -142,9 +174,9 @@ class Worker:
         if errors:
             raise errors.pop()
 
-    def done(self) -> threading.Event:
+    def done(self) -> InterruptibleEvent:
         """Set by the thread, if it is alive, when it has called all functions that were given until now."""
-        event = threading.Event()
+        event = InterruptibleEvent()
         self._todo.put(event.set)
         return event
 
@@ -221,7 +253,7 @@ class Workers:
 def run_threads(
     workers: Sequence[Worker],
     go_on: Sequence[Callable[[], None]],
-    halted: Sequence[threading.Event],
+    halted: Sequence[InterruptibleEvent],
     fail: Callable[[BaseException], None],
 ) -> None:
     """Lets threads go on, and waits until all have halted; an interrupt of the waiting thread stops them first.

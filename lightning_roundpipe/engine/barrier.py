@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..common.errors import StepAborted
+from ..common.threads import InterruptibleEvent
 from ..usercode.lock import current
 
 _CLOSURE_ENDS = "the end of the closure"
@@ -105,7 +106,7 @@ class Attendance:
     def __init__(self) -> None:
         self.arrival: Collective | None = None
         self.deferred: list[Collective] = []
-        self.halted = threading.Event()
+        self.halted = InterruptibleEvent()
         self._resumed = threading.Event()
         self._go_on = returning(None)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_roundpipe.common.thread_locals import AutogradLocal
-from lightning_roundpipe.common.threads import Worker, Workers
+from lightning_roundpipe.common.threads import InterruptibleEvent, Worker, Workers
 
 lists_native_threads = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs the list of native threads, which only Linux has"
@@ -82,3 +85,53 @@ def test_a_closed_worker_has_left_with_what_torch_keeps_for_its_thread() -> None
     worker.call(lambda: AutogradLocal[Slow]("roundpipe_test").set(Slow()), "keeps")
     worker.close()
     assert gone == ["gone"]
+
+
+def interrupted(wait: Callable[[], object], instruction: int) -> bool:
+    """Ctrl-C at an instruction of Python in ``wait``, counted from 1; whether there are so many."""
+    num_instructions = 0
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        nonlocal num_instructions
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            num_instructions += 1
+            if num_instructions == instruction:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        wait()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_an_event_may_be_interrupted_anywhere(is_set: bool) -> None:
+    event, num_places = InterruptibleEvent(), 0
+    if is_set:
+        event.set()
+    while interrupted(lambda: event.wait(1e-6), num_places + 1):
+        num_places += 1
+        assert event.is_set() is event.wait(1e-6) is is_set
+    assert num_places > 3
+
+
+def test_an_event_tells_when_it_is_set() -> None:
+    event, heard = InterruptibleEvent(), list[bool]()
+    for _ in range(100):
+        event.clear()
+        assert not event.is_set()
+        thread = threading.Thread(target=lambda: heard.append(event.wait(60)))
+        thread.start()
+        event.set()
+        thread.join()
+        assert event.is_set()
+        event.set()
+        assert event.wait()
+    assert heard == [True] * 100
