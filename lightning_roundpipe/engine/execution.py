@@ -115,7 +115,7 @@ def run_forward(
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
     call.relayed, slots = {}, done.unit.slots
     if records:
-        if call.kept or len(slots) > 1:  # the graph was there to ask
+        if call.kept or _shows_flags(facts):
             call.flagged = flagged_of(slots)
         else:
             call.flagged = facts.flagged
@@ -175,10 +175,9 @@ def _attempt(
         given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
     arrived = list(given)
     versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
-    # another function would be compiled than for the recomputation, which might draw in another order.
+    # Without the graph another function would be compiled than for the recomputation: it might draw in another order.
     draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
-    graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
+    graph = records and (call.kept or facts is None or _shows_flags(facts) or draws_compiled)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -206,6 +205,12 @@ def _attempt(
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
     return done
+
+
+def _shows_flags(facts: Facts) -> bool:
+    """Whether calls run with their graph to show which outputs require a gradient. Which of several do may depend on
+    the data. So may whether there is one at all; where there was none, there is little of a graph."""
+    return len(facts.slots) > 1 or not facts.flagged
 
 
 def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:

@@ -255,6 +255,27 @@ class FrozenInTheMiddle(Chain):
         self.blocks[2].inner.requires_grad_(False)
 
 
+class _Late(nn.Linear):
+    """Computes without a graph in the first batch; an argument says which one it is."""
+
+    def forward(self, x: Tensor, batch_idx: int = 0) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and batch_idx > 0):
+            return super().forward(x)
+
+
+class FrozenAtFirst(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _Late(4, WIDTH)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x, batch_idx)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
 class Teacher(Chain):
     """Distillation: a frozen model under no_grad, and targets cut off the student itself."""
 
@@ -323,6 +344,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (FirstHalfFrozen, vectors),
     (FrozenHead, vectors),
     (FrozenInTheMiddle, vectors),
+    (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
     (NestedContainers, vectors),
