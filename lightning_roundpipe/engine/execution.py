@@ -121,6 +121,9 @@ def run_forward(
             call.flagged = facts.flagged
         if not call.kept:
             drop_graph(done.unit)
+    elif _may_be_flagged(call):  # in an evaluation: there will be no backward, and the cut says so
+        call.flagged = flagged_of(slots)
+        drop_graph(done.unit)
     elif not (call.differentiable or any(call.trained)):
         drop_graph(done.unit, keeps_flags=True)
     done.outputs = without_weights(done.unit.slots, replica)
@@ -171,13 +174,13 @@ def _attempt(
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        keep_graph = moved if before and not records else None
-        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label))
     arrived = list(given)
     versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     # Without the graph another function would be compiled than for the recomputation: it might draw in another order.
     draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
-    graph = records and (call.kept or facts is None or _shows_flags(facts) or draws_compiled)
+    is_asked = not records or call.kept or facts is None or _shows_flags(facts) or draws_compiled
+    graph = is_asked and _may_be_flagged(call)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -205,6 +208,11 @@ def _attempt(
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
     return done
+
+
+def _may_be_flagged(call: Call) -> bool:
+    """Whether its outputs can require a gradient; in an evaluation, too, where user code has switched gradients on."""
+    return torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
 
 
 def _shows_flags(facts: Facts) -> bool:
@@ -269,7 +277,7 @@ def run_replayed(
 
 
 def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
-    """Cuts the graph of a recorded call off from user code; its outputs are what user code gets then."""
+    """Cuts the graph of a call off from user code; its outputs are what user code gets then."""
     flagged = call.flagged
     if not flagged:
         return
