@@ -304,6 +304,28 @@ class UnusedParameters(Chain):
         return self.head(self.blocks[3](x.detach()) + x)
 
 
+class _Scaled(Block):
+    """Makes its buffer when it is called for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((WIDTH,), 0.5)
+        return super().forward(x * self.scale)
+
+
+class BuffersMadeInTheForward(Chain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(4))
+
+    def on_train_end(self) -> None:
+        assert all(block.scale is not None for block in self.blocks)
+
+
 class NestedStack(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -347,6 +369,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
+    (BuffersMadeInTheForward, vectors),
     (NestedContainers, vectors),
 ]
 
