@@ -113,21 +113,24 @@ def run_forward(
         replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
-    call.relayed, slots = {}, done.unit.slots
-    if records:
-        if call.kept or _shows_flags(facts):
-            call.flagged = flagged_of(slots)
-        else:
-            call.flagged = facts.flagged
-        if not call.kept:
-            drop_graph(done.unit)
-    elif _may_be_flagged(call):  # in an evaluation: there will be no backward, and the cut says so
-        call.flagged = flagged_of(slots)
-        drop_graph(done.unit)
-    elif not (call.differentiable or any(call.trained)):
-        drop_graph(done.unit, keeps_flags=True)
+    call.relayed = {}
+    _take_flags(call, facts, done.unit, records)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
+
+
+def _take_flags(call: Call, facts: Facts, result: UnitResult, records: bool) -> None:
+    """Notes which slots require a gradient; what is not kept of the graph goes."""
+    if records:
+        asks = call.kept or _shows_flags(facts)
+        call.flagged = flagged_of(result.slots) if asks else facts.flagged
+        if not call.kept:
+            drop_graph(result)
+    elif _may_be_flagged(call):  # in an evaluation: there will be no backward, and the cut says so
+        call.flagged = flagged_of(result.slots)
+        drop_graph(result)
+    elif not (call.differentiable or any(call.trained)):
+        drop_graph(result, keeps_flags=True)
 
 
 def _run_with_room(
