@@ -56,9 +56,9 @@ class GradientCutError(RuntimeError):
             )
         return cls(
             f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
-            "(torch.autograd.grad, Tensor.backward or a gradient penalty in training_step). With manual optimization "
+            "(torch.autograd.grad, Tensor.backward or a gradient penalty in a step). With manual optimization "
             "call self.manual_backward(loss), which goes through units. Otherwise use RoundPipeStrategy(units=[...]) "
-            "with classes that keep the differentiated part out of the units, or train this module with "
+            "with classes that keep the differentiated part out of the units, or run this module with "
             "strategy='auto'."
         )
 

@@ -57,11 +57,13 @@ class UnitWrites:
             self.before[id(module), name] = (module, read(module, name))
 
     def take_back(self) -> list[tuple[nn.Module, str, Any]]:
-        """Restores the values from before; what was written: (module, name, value), registered names left out."""
+        """Restores the values from before; what was written: (module, name, value), registered names left out. A buffer
+        that was None has no value that others know of: it is written like a plain attribute."""
         written = []
         noted, self.before = self.before, {}
         for (_, name), (module, before) in noted.items():
-            if is_registered(module, name) or name in module.__dict__.get("_buffers", ()):
+            is_buffer = name in module.__dict__.get("_buffers", ()) and before is not None
+            if is_registered(module, name) or is_buffer:
                 continue
             written.append((module, name, read(module, name)))
             assign(module, name, before)

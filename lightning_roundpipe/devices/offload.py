@@ -248,16 +248,12 @@ class TravellingActivations:
         """The device of torch that the micro-batch is on."""
         return self._device.torch_device
 
-    def receive(
-        self, values: Sequence[Any], edge: Edge, what: str, *, keep_graph: Callable[..., Tensor] | None = None
-    ) -> list[Any]:
+    def receive(self, values: Sequence[Any], edge: Edge, what: str) -> list[Any]:
         """``values`` on the device, after a wait for what had to be brought.
 
         Args:
             edge: which wait this is.
             what: they are, for the trace.
-            keep_graph: brings tensors as part of the autograd graph, see :func:`usercode.moves.moved`; None if copies
-                need not be.
         """
         here = self._device
         if here.aliases_host:
@@ -267,10 +263,7 @@ class TravellingActivations:
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
                 continue
-            if keep_graph is not None and isinstance(value, Tensor) and value.requires_grad:
-                is_there = value.device == here.torch_device
-                received[i] = value.clone() if is_there else keep_graph(value, here.torch_device, self, what)
-            elif (arrival := self._claimed(value) or self._start(value, what)) is not None:
+            if (arrival := self._claimed(value) or self._start(value, what)) is not None:
                 arrivals.append((i, arrival))
         for i, arrival in arrivals:
             (tensor,) = arrival.transfer.wait(edge)

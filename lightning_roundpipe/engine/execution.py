@@ -113,18 +113,24 @@ def run_forward(
         replica.store_buffers(written)
     if done.unit.written:
         done.unit.written = [(replica.master_of(m) or m, name, value) for m, name, value in done.unit.written]
-    call.relayed, slots = {}, done.unit.slots
-    if records:
-        if call.kept or len(slots) > 1:  # the graph was there to ask
-            call.flagged = flagged_of(slots)
-        else:
-            call.flagged = facts.flagged
-        if not call.kept:
-            drop_graph(done.unit)
-    elif not (call.differentiable or any(call.trained)):
-        drop_graph(done.unit, keeps_flags=True)
+    call.relayed = {}
+    _take_flags(call, facts, done.unit, records)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
+
+
+def _take_flags(call: Call, facts: Facts, result: UnitResult, records: bool) -> None:
+    """Notes which slots require a gradient; what is not kept of the graph goes."""
+    if records:
+        asks = call.kept or _shows_flags(facts)
+        call.flagged = flagged_of(result.slots) if asks else facts.flagged
+        if not call.kept:
+            drop_graph(result)
+    elif _may_be_flagged(call):  # in an evaluation: there will be no backward, and the cut says so
+        call.flagged = flagged_of(result.slots)
+        drop_graph(result)
+    elif not (call.differentiable or any(call.trained)):
+        drop_graph(result, keeps_flags=True)
 
 
 def _run_with_room(
@@ -171,14 +177,13 @@ def _attempt(
     if replica.device.aliases_host:
         given = list(leaves)
     else:
-        keep_graph = moved if before and not records else None
-        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label, keep_graph=keep_graph))
+        given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label))
     arrived = list(given)
     versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    # Which of several outputs require a gradient may depend on the data: only the graph can tell. And without it
-    # another function would be compiled than for the recomputation, which might draw in another order.
+    # Without the graph another function would be compiled than for the recomputation: it might draw in another order.
     draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
-    graph = records and (call.kept or facts is None or len(facts.slots) > 1 or draws_compiled)
+    is_asked = not records or call.kept or facts is None or _shows_flags(facts) or draws_compiled
+    graph = is_asked and _may_be_flagged(call)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
     grad_mode = graph if records else before
@@ -206,6 +211,17 @@ def _attempt(
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
     return done
+
+
+def _may_be_flagged(call: Call) -> bool:
+    """Whether its outputs can require a gradient; in an evaluation, too, where user code has switched gradients on."""
+    return torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
+
+
+def _shows_flags(facts: Facts) -> bool:
+    """Whether calls run with their graph to show which outputs require a gradient. Which of several do may depend on
+    the data. So may whether there is one at all; where there was none, there is little of a graph."""
+    return len(facts.slots) > 1 or not facts.flagged
 
 
 def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:
@@ -264,7 +280,7 @@ def run_replayed(
 
 
 def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]) -> None:
-    """Cuts the graph of a recorded call off from user code; its outputs are what user code gets then."""
+    """Cuts the graph of a call off from user code; its outputs are what user code gets then."""
     flagged = call.flagged
     if not flagged:
         return

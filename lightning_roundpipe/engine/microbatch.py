@@ -184,8 +184,8 @@ class Microbatch:
             records = self._training and torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
             self._go_to_call(call, position, leaves)
             done = self._compute(call, position, leaves, records, is_training)
+            cut(self._context, call, done, leaves)
             if records:
-                cut(self._context, call, done, leaves)
                 self._calls.append(call)
         finally:
             put_on_mode(self.state)

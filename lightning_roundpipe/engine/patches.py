@@ -109,19 +109,36 @@ def intercepted(table: UnitTable) -> Iterator[None]:
 
 
 def _interceptor(unit: Unit, traced: bool) -> Callable[..., Any]:
-    module = unit.module
-    original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        state = current()
-        if state is None or state.unit_writes is not None or state.call_unit is None:
-            return original(*args, **kwargs)
-        return state.call_unit(unit, args, kwargs)
-
-    forward.roundpipe_original = original if "forward" in module.__dict__ else None  # type: ignore[attr-defined]
+    forward = _Interceptor(unit)
     if traced:  # a module compiled in place must call the engine, not compile it
         return torch.compiler.disable(forward)  # type: ignore[no-untyped-call,no-any-return]
+    return forward
+
+
+class _Interceptor:
+    """In the place of the ``forward`` of a unit: micro-batches call the engine.
+
+    Copies and pickles of the module that user code makes in the middle of a step get the forward that it has otherwise.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        module = unit.module
+        own = module.__dict__.get("forward")
+        original = own or types.MethodType(type(module).forward, module)
+        functools.update_wrapper(self, original)
+        self._unit, self._original, self.roundpipe_original = unit, original, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = current()
+        if state is None or state.unit_writes is not None or state.call_unit is None:
+            return self._original(*args, **kwargs)
+        return state.call_unit(self._unit, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _as_it_is, (self._original,)
+
+
+def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 

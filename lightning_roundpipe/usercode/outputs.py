@@ -66,8 +66,14 @@ class Results:
 
 
 def brought_home(value: Any) -> Any:
-    """``value`` with the tensors in it that are on GPUs copied to the host, without their graph."""
-    return mapped(value, lambda tensor: tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
+    """``value`` with the tensors in it on the host and without their graph; those that are so already stay."""
+    return mapped(value, _home)
+
+
+def _home(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor.detach().cpu()
 
 
 def without_graph(value: Any) -> Any:

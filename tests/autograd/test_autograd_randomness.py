@@ -97,6 +97,31 @@ def test_a_gradient_taken_through_a_unit_is_refused(allow_unused: bool) -> None:
         run_once(penalty, model)
 
 
+TAKES: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
+    "of an input": lambda loss, x, model: torch.autograd.grad(loss, x),
+    "of weights": lambda loss, x, model: torch.autograd.grad(loss, list(model.parameters())),
+    "backward": lambda loss, x, model: loss.backward(),
+}
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["aliases", "copies"])
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES.keys())
+def test_a_gradient_taken_through_a_unit_in_an_evaluation_is_refused(
+    take: Callable[[Tensor, Tensor, nn.Module], Any], copies: bool
+) -> None:
+    class Sensitive(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.clone().requires_grad_()
+                loss = super().forward(x)
+                assert loss.requires_grad
+                take(loss, x, self)
+            return loss
+
+    with pytest.raises(GradientCutError, match=r"blocks\.2"):
+        Steps(Sensitive(torch.tanh), copies=copies).evaluate(torch.randn(4, WIDTH).chunk(2))
+
+
 def test_a_gradient_taken_within_user_code_is_fine() -> None:
     model = Model(torch.tanh)
 

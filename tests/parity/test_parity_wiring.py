@@ -255,6 +255,27 @@ class FrozenInTheMiddle(Chain):
         self.blocks[2].inner.requires_grad_(False)
 
 
+class _Late(nn.Linear):
+    """Computes without a graph in the first batch; an argument says which one it is."""
+
+    def forward(self, x: Tensor, batch_idx: int = 0) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and batch_idx > 0):
+            return super().forward(x)
+
+
+class FrozenAtFirst(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _Late(4, WIDTH)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.stem(x, batch_idx)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
 class Teacher(Chain):
     """Distillation: a frozen model under no_grad, and targets cut off the student itself."""
 
@@ -281,6 +302,28 @@ class UnusedParameters(Chain):
         self.blocks[0](x)
         x = self.blocks[2](x)
         return self.head(self.blocks[3](x.detach()) + x)
+
+
+class _Scaled(Block):
+    """Makes its buffer when it is called for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((WIDTH,), 0.5)
+        return super().forward(x * self.scale)
+
+
+class BuffersMadeInTheForward(Chain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(4))
+
+    def on_train_end(self) -> None:
+        assert all(block.scale is not None for block in self.blocks)
 
 
 class NestedStack(nn.Module):
@@ -323,8 +366,10 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (FirstHalfFrozen, vectors),
     (FrozenHead, vectors),
     (FrozenInTheMiddle, vectors),
+    (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
+    (BuffersMadeInTheForward, vectors),
     (NestedContainers, vectors),
 ]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.runner import StepRequest
-from lightning_roundpipe.usercode.outputs import Results, brought_home
+from lightning_roundpipe.usercode.outputs import Results, brought_home, without_graph
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import kept
 from tests.support.engine.steps import Steps, balanced
@@ -54,6 +54,15 @@ def test_what_is_on_the_host_without_a_graph_is_kept(value: Any) -> None:
     assert brought_home(value) is value
 
 
+@pytest.mark.parametrize(("wrap", "unwrap"), CONTAINERS.values(), ids=CONTAINERS)
+def test_what_attributes_hold_is_detached(graph: Tensor, wrap: Any, unwrap: Any) -> None:
+    held = wrap(graph)
+    kept = unwrap(without_graph(held))
+    assert not kept.requires_grad
+    torch.testing.assert_close(kept, graph.detach())
+    assert unwrap(held) is graph
+
+
 def test_results_are_waited_for(device: VirtualDevice, graph: Tensor) -> None:
     results = Results(graph, lambda tensor: device)
     ((_, transfer),) = results._arriving.values()
@@ -91,10 +100,12 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("moved")
 def test_what_is_on_a_gpu_is_brought_home(graph: Tensor) -> None:
-    there = torch.ones(2, device="meta", requires_grad=True) * 2
-    found = brought_home({"a": [there, graph]})
+    there, here = torch.ones(2, device="meta", requires_grad=True) * 2, torch.ones(2, requires_grad=True)
+    found = brought_home({"a": [there, here, graph]})
     assert found["a"][0].tolist() == [7.0, 7.0]
-    assert found["a"][1] is graph
+    assert found["a"][1] is here
+    assert found["a"][2].tolist() == graph.tolist()
+    assert not found["a"][2].requires_grad
 
 
 class LeavesTracesBehind(nn.Module):

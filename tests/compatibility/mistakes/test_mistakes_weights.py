@@ -259,15 +259,36 @@ class _Leak(nn.Linear):
         return x
 
 
+class Hides(Small):
+    """Hands what a unit was given to the loss, in a list that is an attribute: no weight of the unit is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[1].register_module("2", _Hiding())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.body[1][2].seen[-1].square().mean()
+
+
+class _Hiding(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("module", [Leaks, Hides])
 @compat(
     "Misuse",
     "a tensor that leaves a unit by a side channel",
     status="refused",
     note="Return it, assign it to an attribute, or make a coarser module the unit.",
 )
-def test_side_channel() -> None:
+def test_side_channel(module: type[Small]) -> None:
     try:
-        assert_refused(Leaks(), r"a tensor leaves unit 'body.1.2'.*Return it", UnitEscapeError)
+        assert_refused(module(), r"a tensor leaves unit 'body.1.2'.*Return it", UnitEscapeError)
     finally:
         _Leak.seen.clear()
 

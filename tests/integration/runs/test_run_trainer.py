@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink
 from tests.support.parity import assert_alike, both, compare, make_loader, make_trainer
@@ -134,6 +135,30 @@ def test_deepcopy_while_training() -> None:
     x, _ = next(iter(make_loader()))
     torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-6)
     assert not torch.equal(ours.head.weight, runs[1].module.head.weight)
+
+
+class Snapshot(Small):
+    """Copies its head in the middle of the first step, and does not move far from what that gives."""
+
+    def __init__(self, take_copy: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.take_copy = take_copy
+        self.before: tuple[nn.Module, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.before:
+            self.before = (self.take_copy(self.head),)
+        x, y = batch
+        hidden = self.body(x)
+        now, before = self.head(hidden), self.before[0](hidden.detach()).detach()
+        return F.cross_entropy(now, y) + F.mse_loss(now, before)
+
+
+@pytest.mark.parametrize("take_copy", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_units_in_the_middle_of_a_step(take_copy: Callable[[Any], Any]) -> None:
+    x, _ = next(iter(make_loader()))
+    _, ours = compare(lambda: Snapshot(take_copy), also=lambda run: run.module.before[0](x))
+    torch.testing.assert_close(ours.module.before[0].weight, ours.start["head.weight"])
 
 
 class Validates(Small):
