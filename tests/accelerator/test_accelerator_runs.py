@@ -99,6 +99,27 @@ def test_micro_batches_have_one_thread_each_and_additions_the_rest(monkeypatch: 
     assert not any(thread.name == "roundpipe-accumulation" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_user_code_gets_on_the_host_is_not_page_locked(num_microbatches: int) -> None:
+    """It may be kept for long, and be read by workers of a DataLoader: forks get no page-locked memory."""
+    kept: list[torch.Tensor] = []
+    locked: list[bool] = []
+
+    class Keeping(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            kept.append(loss.detach().cpu())
+            return {"loss": loss, "others": [self(batch[0]).cpu(), self(batch[0])]}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            kept.extend([outputs["loss"], *outputs["others"]])
+            locked.extend(tensor.is_pinned() for tensor in kept)
+
+    fit("roundpipe", Keeping, make_loader(), **{**TWICE, "num_microbatches": num_microbatches})
+    assert len(kept) == 3 * (num_microbatches + 3)
+    assert not any(locked)
+
+
 @pytest.mark.usefixtures("all_is_locked")
 def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
