@@ -32,6 +32,9 @@ def num_auto_devices() -> int:
 class DevicePool:
     """The devices, in order.
 
+    The calling thread works on the first one from then on: to page-lock memory, or to wait for a copy, CUDA makes a
+    context on the GPU of the thread, which takes memory there and may not be one of the pool.
+
     Args:
         torch_devices: one entry per device; ``cpu`` entries become virtual devices. A GPU that is listed several times
             has several devices, each with streams and a part of the memory of its own.
@@ -63,6 +66,7 @@ class DevicePool:
             _make_device(i, d, counts[d], link, memory_limit, None if speeds is None else speeds[i])
             for i, d in enumerate(torch_devices)
         )
+        self.devices[0].enter(None)
 
     def __len__(self) -> int:
         return len(self.devices)

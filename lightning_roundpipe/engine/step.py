@@ -109,7 +109,8 @@ class Step:
         self._resources.pool.open()
         try:
             if self._adder is not None:
-                self._adder.start()
+                # It waits for copies, for which CUDA needs a context on the GPU of the thread: on one of the pool.
+                self._adder.call(functools.partial(self._resources.pool[0].enter, None), "roundpipe-accumulation")
             self._lock.open(self._states, lists.copies)
             with torch_patched():
                 self._run_segments(lambda arrival: arrival is None)

@@ -34,6 +34,8 @@ _RECHECK_S = 0.05
 _CONNECT_S = 2.0
 _LETTER_BYTES = 64 * 1024
 _TRACE_LINES = 12
+# Of the error and of the trace: as JSON, in which a character takes up to 12 bytes, both fit into a letter.
+_TEXT_LENGTH = 2500
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         return error.failure
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-_TRACE_LINES:]
-    return Failure(rank, place_of_this_process(), f"has failed: {text}", "\n".join(lines))
+    return Failure(rank, place_of_this_process(), f"has failed: {_shortened(text)}", _shortened("\n".join(lines)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ..."
 
 
 class Mailbox:
@@ -156,7 +162,7 @@ class Mailbox:
         return {rank for rank, awaited in self._waits.items() if awaited == what}
 
     def _post(self, letter: dict[str, Any], ranks: Iterable[int]) -> None:
-        text = json.dumps({"secret": self._secret, **letter}).encode()[:_LETTER_BYTES]
+        text = json.dumps({"secret": self._secret, **letter}).encode()
         for rank in ranks:
             with contextlib.suppress(OSError), _connection(self._addresses[rank]) as connection:
                 connection.sendall(text)

@@ -272,7 +272,8 @@ class StepReduction:
                     f"the gradient of {self._training.name_of(master)!r} is sparse, and ranks add up dense ones: use "
                     "sparse=False"
                 )
-            sums[master] = gradient.contiguous()
+            # What travels is memory, which a lazily conjugated or negated tensor shares with what it is a view of.
+            sums[master] = gradient.contiguous().resolve_conj().resolve_neg()
             self._brought.add(master)
 
     def _send(self, bucket: Bucket, sums: Gradients) -> None:

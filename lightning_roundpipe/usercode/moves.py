@@ -53,7 +53,7 @@ def moved(
         transfer = activations.start(tensor, target, what, may_change=True)
         if target.type == "cpu":
             await_download(transfer)
-            return transfer.tensors[0]
+            return transfer.tensors[0].clone()  # in memory of its own, which forks get, too
         return transfer.wait(Edge.INPUTS)[0]
 
     if not (tensor.requires_grad and torch.is_grad_enabled()):

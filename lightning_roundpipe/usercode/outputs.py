@@ -53,16 +53,12 @@ class Results:
         return detached
 
     def arrive(self) -> Any:
-        """The value on the host, after a wait for its downloads."""
-        return mapped(self._output, self._received) if self._arriving else self._output
-
-    def _received(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._arriving:
-            return tensor
-        transfer = self._arriving[id(tensor)][1]
-        transfer.await_done()
-        (received,) = transfer.tensors
-        return received
+        """The value on the host, after a wait for its downloads, in memory of its own, which forks get, too."""
+        received: dict[int, Tensor] = {}
+        for key, (_, transfer) in self._arriving.items():
+            transfer.await_done()
+            received[key] = transfer.tensors[0].clone()
+        return mapped(self._output, lambda tensor: received.get(id(tensor), tensor)) if received else self._output
 
 
 def brought_home(value: Any) -> Any:

@@ -107,6 +107,29 @@ def test_any_tensor_travels(device: GpuDevice, kind: str) -> None:
     assert device.upload([], "nothing").wait(Edge.INPUTS) == []
 
 
+@pytest.mark.parametrize("view", [Tensor.conj, lambda t: t.conj().imag], ids=["conjugated", "negated"])
+def test_lazy_views_are_left_to_nothing_that_does_not_wait(
+    device: GpuDevice, monkeypatch: pytest.MonkeyPatch, view: Callable[[Tensor], Tensor]
+) -> None:
+    """CUDA's copies of what is conjugated or negated lazily change the copy on the host before it has arrived."""
+    driver = driver_of("sim")
+    copy, marks = driver.copy, list[bool]()
+
+    def noted(to: Tensor, source: Tensor) -> None:
+        marks.append((to.is_conj(), to.is_neg()) == (source.is_conj(), source.is_neg()))
+        copy(to, source)
+
+    source = torch.randn(3, 4, dtype=torch.complex64)
+    on_gpu = view(source.to("sim:0"))
+    monkeypatch.setattr(driver, "copy", noted)
+    for is_bulk in (False, True):
+        (down,) = device.download([on_gpu], "x", is_bulk=is_bulk).wait(Edge.GRADIENTS)
+        assert torch.equal(down, view(source))
+        (up,) = device.upload([down], "x", is_bulk=is_bulk).wait(Edge.WEIGHTS)
+        assert torch.equal(up.cpu(), view(source))
+    assert marks[::2] == [True, True]  # of downloads
+
+
 def test_activations_go_through_page_locked_buffers(
     device: GpuDevice, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

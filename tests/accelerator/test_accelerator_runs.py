@@ -99,6 +99,46 @@ def test_micro_batches_have_one_thread_each_and_additions_the_rest(monkeypatch: 
     assert not any(thread.name == "roundpipe-accumulation" for thread in threading.enumerate())
 
 
+def test_no_thread_works_on_a_gpu_that_is_not_of_the_pool(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would make a context there, as soon as the thread page-locks memory or waits for a copy."""
+    places: dict[str, int] = {}
+
+    def noted(function: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            places[threading.current_thread().name] = sim.current_device()
+            return function(*args, **kwargs)
+
+        return method
+
+    monkeypatch.setattr(GpuDriver, "page_lock", noted(GpuDriver.page_lock))
+    monkeypatch.setattr(GpuTransfer, "settle", noted(GpuTransfer.settle))
+    callbacks = [AtEnd(lambda trainer: places.update(main=sim.current_device()))]
+    fit("roundpipe", Small, make_loader(), callbacks=callbacks, **{**TWICE, "devices": [2, 3]})
+    assert {"main", "roundpipe-accumulation"} < set(places)
+    assert set(places.values()) <= {2, 3}, places
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_user_code_gets_on_the_host_is_not_page_locked(num_microbatches: int) -> None:
+    """It may be kept for long, and be read by workers of a DataLoader: forks get no page-locked memory."""
+    kept: list[torch.Tensor] = []
+    locked: list[bool] = []
+
+    class Keeping(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            kept.append(loss.detach().cpu())
+            return {"loss": loss, "others": [self(batch[0]).cpu(), self(batch[0])]}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            kept.extend([outputs["loss"], *outputs["others"]])
+            locked.extend(tensor.is_pinned() for tensor in kept)
+
+    fit("roundpipe", Keeping, make_loader(), **{**TWICE, "num_microbatches": num_microbatches})
+    assert len(kept) == 3 * (num_microbatches + 3)
+    assert not any(locked)
+
+
 @pytest.mark.usefixtures("all_is_locked")
 def test_snapshots_of_a_stale_run_travel_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)

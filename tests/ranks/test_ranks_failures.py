@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_roundpipe.ranks.failures import Mailbox, failure_of
 from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
 from tests.support.rank_runs.launch import RankEnd, run_ranks
@@ -142,3 +143,14 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, 
         assert "for 3 s, the time limit" in end.output
         assert "and rank 1 did not come" in end.output
     assert "RankError: rank 0 (" in ends[1].output or "RankError: rank 2 (" in ends[1].output
+
+
+def test_others_learn_of_an_error_with_a_long_message() -> None:
+    """As that of load_state_dict, which names every key."""
+    boxes = [Mailbox("127.0.0.1", "127.0.0.1") for _ in range(2)]
+    for box in boxes:
+        box.connect([box.address for box in boxes], ["here", "there"], "secret")
+    boxes[0].send(failure_of(0, ValueError("missing: " + "\U0001f984" * 100_000)), 0)
+    assert "has failed: ValueError: missing: " in str(boxes[1].look())
+    for box in boxes:
+        box.close()

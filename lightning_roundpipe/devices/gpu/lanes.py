@@ -196,7 +196,8 @@ class GpuLane(Lane):
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
         """Memory for a copy, and whether it is page-locked."""
         if self.direction == "d2h":
-            return self._driver.host.empty_like(source)
+            copy, is_locked = self._driver.host.empty_like(source)
+            return _marked_like(source, copy), is_locked
         return torch.empty_like(source, device=self._device), False
 
     def _staged(self, source: Tensor) -> Tensor:
@@ -339,6 +340,14 @@ def _in_order(copy: Tensor, source: Tensor) -> Pair:
         return copy, source
     row = (copy.numel(),), (1,)
     return copy.as_strided(*row, copy.storage_offset()), source.as_strided(*row, source.storage_offset())
+
+
+def _marked_like(source: Tensor, copy: Tensor) -> Tensor:
+    """``copy``, still to be made, as lazily conjugated or negated as ``source``, so that only bytes are to be copied.
+    Where marks differ, torch would change the values on the host as soon as the copy is issued, before they arrive."""
+    if source.is_conj():
+        copy = copy.conj()
+    return torch._neg_view(copy) if source.is_neg() else copy
 
 
 def _like(source: Tensor, parts: list[Tensor]) -> Tensor:
