@@ -3,6 +3,7 @@
 All micro-batches share the states of a metric. So, while a step runs,
 
 - what a metric is updated with is brought to its device: metrics live on the host, predictions may be on any GPU;
+- no other micro-batch runs user code before the update is complete, even if it calls a network: that runs at once;
 - a unit that updates a metric holds the user-code lock meanwhile, and its recomputation leaves the metric alone;
 - what micro-batches append to its lists is put into their order when the step ends;
 - a *twin* of the metric gets the same updates, from none at the begin of the step. Lightning logs what the last
@@ -67,7 +68,7 @@ class StepMetrics:
                 return None
             with _user_code_lock_held(state):
                 args, kwargs = self._bring(metric, args, kwargs)
-                with self._entries.noted(metric, state):
+                with _undisturbed(state), self._entries.noted(metric, state):
                     return original(*args, **kwargs)
 
         return update
@@ -79,11 +80,12 @@ class StepMetrics:
                 args, kwargs = self._bring(metric, args, kwargs)
                 if state is not None and state.is_recomputing:
                     return _empty_copy(metric).forward(*args, **kwargs)
-                with self._entries.noted(metric, state):
-                    value = original(*args, **kwargs)
-                if has_twin:
-                    with torch.no_grad():
-                        self._twin_of(metric).update(*args, **kwargs)
+                with _undisturbed(state):
+                    with self._entries.noted(metric, state):
+                        value = original(*args, **kwargs)
+                    if has_twin:
+                        with torch.no_grad():
+                            self._twin_of(metric).update(*args, **kwargs)
                 return value
 
         return forward
@@ -112,6 +114,20 @@ class StepMetrics:
             self._updated.add(id(metric))
             _reset(twin)
         return twin
+
+
+@contextlib.contextmanager
+def _undisturbed(state: UserCodeState | None) -> Iterator[None]:
+    """In user code that keeps the lock: what a metric does, other micro-batches must not see half done. Units that it
+    calls run as a part of it."""
+    if state is None:
+        yield
+        return
+    call_unit, state.call_unit = state.call_unit, None
+    try:
+        yield
+    finally:
+        state.call_unit = call_unit
 
 
 def _user_code_lock_held(state: UserCodeState | None) -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
-from tests.support.parity import both, make_loader, make_trainer
+from tests.support.parity import both, compare, make_loader, make_trainer
 from tests.support.small import Small
 
 # Devices with memory of their own note the state of metrics before a step.
@@ -86,6 +86,43 @@ def test_lists_of_metrics_keep_the_order_of_rows(ours: dict[str, Any]) -> None:
         return module.collected()
 
     assert len(both(act)[0]) == 4 * 32
+
+
+class Distance(Metric):
+    """What a network makes of the logits: as a part of the loss, in the way of LPIPS."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor) -> None:
+        self.total = self.total + self.network(logits).square().sum()
+        self.rows += len(logits)
+
+    def compute(self) -> Tensor:
+        return self.total / self.rows
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_a_network_in_a_metric_lets_no_other_micro_batch_in(ours: dict[str, Any]) -> None:
+    class Module(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.distance = Distance()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0])
+            distance = self.distance(logits)
+            self.log("distance", self.distance, on_step=True, on_epoch=True)
+            return nn.functional.cross_entropy(logits, batch[1]) + distance
+
+    compare(Module, make_loader(rows=32, batch_size=8), ours={"num_microbatches": 8, **ours}, max_epochs=3)
 
 
 class Total(Metric):
