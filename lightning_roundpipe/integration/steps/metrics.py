@@ -3,7 +3,9 @@
 All micro-batches share the states of a metric. So, while a step runs,
 
 - what a metric is updated with is brought to its device: metrics live on the host, predictions may be on any GPU;
+- no other micro-batch runs user code before the update is complete, even if it calls a network: that runs at once;
 - a unit that updates a metric holds the user-code lock meanwhile, and its recomputation leaves the metric alone;
+- what micro-batches append to its lists is put into their order when the step ends;
 - a *twin* of the metric gets the same updates, from none at the begin of the step. Lightning logs what the last
   ``forward`` of a metric returned, which is the value of one micro-batch: the twin has that of the whole batch.
 """
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
@@ -36,11 +38,13 @@ class StepMetrics:
         # Metric and twin, by id: the hash of a metric changes with its state.
         self._twins: dict[int, tuple[Metric, Metric]] = {}
         self._updated: set[int] = set()  # those with a twin that has seen an update in this step
+        self._entries = _Entries()
 
     @contextlib.contextmanager
     def following(self, num_microbatches: int) -> Iterator[None]:
         """Around a step."""
         self._updated.clear()
+        self._entries = _Entries()
         with contextlib.ExitStack() as stack:
             for metric in self._scan.metrics:
                 forward = self._forward(metric, metric.forward, has_twin=num_microbatches > 1)
@@ -48,12 +52,13 @@ class StepMetrics:
                 stack.enter_context(attribute_set(metric, "forward", forward))
             try:
                 yield
+                self._entries.put_in_order()
             finally:
                 self._brought.clear()
 
     def show_batch_value(self, metric: Metric) -> None:
         """Makes the value over the whole batch the one that Lightning logs."""
-        if id(metric) in self._updated:
+        if id(metric) in self._updated and metric._forward_cache is not None:  # some metrics show no such value
             metric._forward_cache = self._twins[id(metric)][1].compute()
 
     def _update(self, metric: Metric, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +68,8 @@ class StepMetrics:
                 return None
             with _user_code_lock_held(state):
                 args, kwargs = self._bring(metric, args, kwargs)
-                return original(*args, **kwargs)
+                with _undisturbed(state), self._entries.noted(metric, state):
+                    return original(*args, **kwargs)
 
         return update
 
@@ -74,10 +80,12 @@ class StepMetrics:
                 args, kwargs = self._bring(metric, args, kwargs)
                 if state is not None and state.is_recomputing:
                     return _empty_copy(metric).forward(*args, **kwargs)
-                value = original(*args, **kwargs)
-                if has_twin:
-                    with torch.no_grad():
-                        self._twin_of(metric).update(*args, **kwargs)
+                with _undisturbed(state):
+                    with self._entries.noted(metric, state):
+                        value = original(*args, **kwargs)
+                    if has_twin:
+                        with torch.no_grad():
+                            self._twin_of(metric).update(*args, **kwargs)
                 return value
 
         return forward
@@ -104,8 +112,22 @@ class StepMetrics:
         twin = self._twins[id(metric)][1]
         if id(metric) not in self._updated:
             self._updated.add(id(metric))
-            twin.reset()
+            _reset(twin)
         return twin
+
+
+@contextlib.contextmanager
+def _undisturbed(state: UserCodeState | None) -> Iterator[None]:
+    """In user code that keeps the lock: what a metric does, other micro-batches must not see half done. Units that it
+    calls run as a part of it."""
+    if state is None:
+        yield
+        return
+    call_unit, state.call_unit = state.call_unit, None
+    try:
+        yield
+    finally:
+        state.call_unit = call_unit
 
 
 def _user_code_lock_held(state: UserCodeState | None) -> contextlib.AbstractContextManager[None]:
@@ -115,15 +137,74 @@ def _user_code_lock_held(state: UserCodeState | None) -> contextlib.AbstractCont
     return state.lock.in_user_code(state)
 
 
+class _Entries:
+    """What micro-batches append to the list states of metrics, in the order in which they come, which may be any."""
+
+    def __init__(self) -> None:
+        # Of a state: the metric, its length since it was noted, and the micro-batch of each entry at its end.
+        self._noted: dict[tuple[int, str], tuple[Metric, int, list[int]]] = {}
+        self._inside: set[tuple[int, int]] = set()
+
+    @contextlib.contextmanager
+    def noted(self, metric: Metric, state: UserCodeState | None) -> Iterator[None]:
+        """Around an update of ``metric``, in which other updates of it may be."""
+        if state is None or (place := (id(metric), state.index)) in self._inside:
+            yield
+            return
+        before = {name: len(entries) for name, entries in _list_states(metric)}
+        self._inside.add(place)
+        try:
+            yield
+        finally:
+            self._inside.remove(place)
+        for name, entries in _list_states(metric):
+            _, length, indices = self._noted.get((id(metric), name), (metric, -1, []))
+            if length != before.get(name):  # user code has reset the metric
+                indices = []
+            indices = indices + [state.index] * (len(entries) - before.get(name, 0))
+            self._noted[id(metric), name] = (metric, len(entries), indices)
+
+    def put_in_order(self) -> None:
+        """The step has ended: what it has appended comes in the order of the micro-batches."""
+        for (_, name), (metric, length, indices) in self._noted.items():
+            entries = dict(_list_states(metric)).get(name, [])
+            if indices and len(entries) == length:
+                added = zip(indices, entries[-len(indices) :], strict=True)
+                entries[-len(indices) :] = [entry for _, entry in sorted(added, key=lambda pair: pair[0])]
+
+
+def _list_states(metric: Metric) -> list[tuple[str, list[Any]]]:
+    """Name and value of its own states that are lists, not of those of a metric inside."""
+    states = ((name, vars(metric).get(name)) for name in metric._defaults)
+    return [(name, value) for name, value in states if isinstance(value, list)]
+
+
 def _empty_copy(metric: Metric) -> Metric:
-    """A copy with states of its own. Not ``clone``: states may carry graphs, which cannot be copied deeply."""
-    twin = copy.copy(metric)  # torchmetrics binds update and compute to the copy
-    for name in ("_parameters", "_buffers", "_modules", "_defaults"):
-        twin.__dict__[name] = dict(twin.__dict__[name])
-    for name, default in twin._defaults.items():
-        if isinstance(default, list):
-            twin.__dict__[name] = []  # reset() clears lists in place
-    for name in ("forward", "_forward_cache", "_computed"):
-        twin.__dict__.pop(name, None)
-    twin._forward_cache = twin._computed = None
+    """A copy with states of its own, also of metrics inside, which are of this rank alone. Not ``clone``: states may
+    carry graphs, which cannot be copied deeply."""
+    twin = cast(Metric, _with_own_metrics(metric))
+    _reset(twin)
     return twin
+
+
+def _with_own_metrics(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` if metrics are in it, which are copies then."""
+    if not any(isinstance(inside, Metric) for inside in module.modules()):
+        return module
+    twin = copy.copy(module)  # torchmetrics binds update and compute to the copy
+    children = {name: None if child is None else _with_own_metrics(child) for name, child in module._modules.items()}
+    twin.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers), _modules=children)
+    if isinstance(twin, Metric):
+        twin.__dict__["_defaults"] = dict(twin._defaults)
+        for name, default in twin._defaults.items():
+            if isinstance(default, list) and name in twin.__dict__:
+                twin.__dict__[name] = []  # reset() clears lists in place
+        twin.__dict__.pop("forward", None)
+        twin._to_sync = twin.dist_sync_on_step  # as for the value that forward returns
+    return twin
+
+
+def _reset(twin: Metric) -> None:
+    for metric in twin.modules():
+        if isinstance(metric, Metric):
+            metric.reset()

@@ -108,7 +108,7 @@ def _clone(tensor: Tensor) -> Tensor:
 def _metric_state(metric: Metric) -> Callable[[], None]:
     """Puts back what updates change: the states (tensors in place, lists by appending) and counters beside them."""
 
-    names = list(metric._defaults)
+    names = [name for name in metric._defaults if name in vars(metric)]  # others are those of a metric inside
 
     def states(values: dict[str, Any]) -> dict[str, Any]:
         own = ((name, values[name]) for name in names)
