@@ -26,6 +26,8 @@ from ..common.attributes import MISSING, Attributes, assign
 from .outputs import brought_home
 
 Merge = Callable[[list[Any]], Any]
+# Of torch and Lightning, which look after them.
+_NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
 
 
 class CollectedLists:
@@ -36,7 +38,7 @@ class CollectedLists:
             (module, name, value)
             for module in modules
             for name, value in module.__dict__.items()
-            if type(value) in (list, dict) and not name.startswith("_")
+            if type(value) in (list, dict) and name not in _NOT_OF_USERS
         ]
 
     def copies(self) -> Iterator[tuple[nn.Module, str, Any]]:

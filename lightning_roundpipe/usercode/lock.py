@@ -382,6 +382,9 @@ class UserCodeLock:
             for state in states:
                 for (_, name), (module, value) in state.overlay.items():
                     assign(module, name, without_graph(value))
+        else:
+            for key, before in self._latched.items():
+                assign(self._baseline[key][0], key[1], before)
         for state in states:
             state.overlay.clear()
             state.lock = state.meet = None

@@ -46,6 +46,7 @@ from ..common.attributes import attribute_set
 from ..common.graphs import is_of_user, walk_graph
 from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Joined, Transfer
+from ..weights.gradients import added
 from .lock import current
 
 _LEAF_NODE: Any = vars(torch._C._functions)["AccumulateGrad"]
@@ -136,7 +137,7 @@ class LooseGradients:
 
     def _add(self, leaf: Tensor, gradient: Tensor) -> None:
         known = self._sums.get(leaf)
-        self._sums[leaf] = gradient if known is None else known + gradient
+        self._sums[leaf] = gradient if known is None else added(known, gradient)
 
     def _walk(
         self,
@@ -226,15 +227,15 @@ class _Arriving(Joined):
         sums: dict[nn.Parameter, Tensor] = dict(self._on_host)
         of_walks: dict[tuple[nn.Parameter, int], Tensor] = {}
         for key, gradient in zip(self._walks, self.arrived(edge), strict=True):
-            of_walks[key] = of_walks[key] + gradient if key in of_walks else gradient
+            of_walks[key] = added(of_walks[key], gradient) if key in of_walks else gradient
         for (parameter, _), gradient in of_walks.items():
-            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            sums[parameter] = added(sums[parameter], gradient) if parameter in sums else gradient
         return [sums[parameter] for parameter in self.parameters]
 
 
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
     # autograd may hold the same tensor elsewhere
-    leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+    leaf.grad = gradient.clone() if leaf.grad is None else added(leaf.grad, gradient)
 
 
 @contextlib.contextmanager

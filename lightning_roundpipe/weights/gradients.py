@@ -272,6 +272,11 @@ def _overflows(gradient: Tensor, dtype: torch.dtype) -> bool:
     return bool((bounds.isfinite() & bounds.to(dtype).isinf()).any())
 
 
+def added(known: Tensor, part: Tensor) -> Tensor:
+    """The sum of two gradients, in a new tensor. Torch adds a sparse one to a dense one, and not the other way."""
+    return part + known if known.is_sparse else known + part
+
+
 def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of both in ``dtype``, which ``known`` has, in its memory; ``part`` alone if there is no other.
 
@@ -281,7 +286,7 @@ def sum_up(known: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     if known is None:
         return part if part.dtype == dtype else part.to(dtype)
     if known.is_sparse or part.is_sparse:
-        return known + part
+        return added(known, part)
     if known.dtype == part.dtype or known.device.type != "cpu":
         return known.add_(part)
     if known.is_contiguous() and part.is_contiguous():

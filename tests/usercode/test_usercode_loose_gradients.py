@@ -72,6 +72,11 @@ class Sparse(Model):
         return x * F.embedding(torch.tensor([3, 1]), self.table, sparse=True)
 
 
+class SparseAndDense(Sparse):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table.sum(0))
+
+
 class SwitchedOff(Model):
     """A parameter that was trained when it was used, and is not when the backward begins."""
 
@@ -159,8 +164,8 @@ class NestedUnit(Model):
 
 
 MODELS: list[type[Model]] = [
-    Model, SeveralUses, Tied, OneGradientForTwo, Sparse, SwitchedOff, HiddenInUnit, AddedByHook, AddedByHookLater,
-    Checkpointed, Nested, NestedUnit,
+    Model, SeveralUses, Tied, OneGradientForTwo, Sparse, SparseAndDense, SwitchedOff, HiddenInUnit, AddedByHook,
+    AddedByHookLater, Checkpointed, Nested, NestedUnit,
 ]  # fmt: skip
 
 

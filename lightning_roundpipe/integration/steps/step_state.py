@@ -34,6 +34,7 @@ class StepState:
     def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device], written: set[str]) -> None:
         self._batch = mapped(batch, anew=object)
         self._written = written
+        self._registered = [(module, dict(module._buffers)) for _, module in scan.named]
         self._buffers = [_Buffer(*found, written) for found in scan.buffers()]
         self._weights = Versions(scan.parameters())
         self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
@@ -58,6 +59,10 @@ class StepState:
 
     def restore(self) -> None:
         """Puts back everything that is not :meth:`lost`."""
+        for module, buffers in self._registered:
+            for name in [name for name in module._buffers if name not in buffers]:
+                delattr(module, name)
+            module._buffers.update({name: buffer for name, buffer in buffers.items() if buffer is None})
         for buffer in self._buffers:
             if buffer.copy is not None:
                 buffer.put_back(buffer.copy)

@@ -144,6 +144,27 @@ def test_lists_of_samples(how: str, rows: int, num_microbatches: int) -> None:
     assert len(both(act)[0]) == 2 * rows
 
 
+def test_names_of_lists_and_dicts_may_begin_with_an_underscore() -> None:
+    class Collects(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self._rows: list[Any] = []
+            self._last: dict[str, Any] = {}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self._rows.append(self(batch[0]))
+            self._last["loss"] = self.loss(batch)
+
+    def act(kind: str) -> Any:
+        module = Collects()
+        make_trainer(kind).validate(module, make_loader(), verbose=False)
+        return module._rows, module._last
+
+    rows, last = both(act)
+    assert len(rows) == 3
+    assert last
+
+
 def test_list_of_training_outputs() -> None:
     class Collects(Collecting, Small):
         collect = APPENDED["dict"]

@@ -158,6 +158,36 @@ def test_with_the_last_device_the_state_of_the_last_finished_step_is_saved(
     assert_alike(saved["optimizer_states"][0]["state"], expected["optimizer"], rtol=0.0, atol=0.0)
 
 
+class SettingUp(Small):
+    """Sets up in the second step what it then uses: a flag says that it is there, or the buffer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_set_up = False
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.register_buffer("scale", None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if batch_idx == 1:
+            if not self.is_set_up:
+                self.is_set_up = True
+                self.shift += 1.0
+            if self.scale is None:
+                self.register_buffer("scale", torch.ones(WIDTH))
+            if not hasattr(self, "num_rows"):
+                self.register_buffer("num_rows", torch.zeros(()))
+            self.num_rows += len(x)
+        return self.loss((x + self.shift, y))
+
+
+@COPIES
+def test_what_a_step_sets_up_is_set_up_anew_when_it_is_run_again(copies: bool) -> None:
+    settings: dict[str, Any] = {"devices": 3, "options": {"virtual_copies": copies}}
+    _, ours = compare(SettingUp, callbacks=lambda: [Losing(ONE_OF_TWO)], **settings)
+    assert len(names_of(ours)) == 2
+
+
 class ByHand(Small):
     """Manual optimization."""
 
