@@ -110,6 +110,7 @@ def with_names_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, A
     """``state`` under the names that ``module`` has for it, where these differ by marks of wrappers."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known.update(name for name, _ in module.named_buffers(remove_duplicate=False))
+    known.update(module.state_dict())  # states of metrics, too
     strange = [name for name in state if name not in known]
     missing = [name for name in known if name not in state]
     if not strange or not missing:

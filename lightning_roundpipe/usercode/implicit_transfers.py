@@ -141,7 +141,9 @@ class ImplicitTransfers(TorchFunctionMode):
             for tensor in tensors:
                 if (parameter := _parameter_of(tensor)) is not None:
                     self._parameters.before_write(parameter)
-        fixed = kwargs.get("out", args[0]) if writes or name == "__getitem__" else None  # an index follows its tensor
+        fixed = None
+        if writes or name == "__getitem__":  # an index follows its tensor
+            fixed = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)
         placed = tensors if name in _JOINS else [t for t in tensors if t is fixed or not _goes_anywhere(t)]
         if name in _WITH_LENGTHS:
             placed = [t for t in placed if t.dtype != torch.int64]

@@ -170,7 +170,13 @@ class Replica:
         state["_parameters"] = {
             name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
         }
-        state["_modules"] = {name: None if m is None else self._copy_of[id(m)] for name, m in master._modules.items()}
+        try:
+            state["_modules"] = {n: None if m is None else self._copy_of[id(m)] for n, m in master._modules.items()}
+        except KeyError:
+            raise RuntimeError(
+                f"a module in a {type(master).__name__} of the unit {self.unit.name!r} was replaced in the middle of a "
+                "step: replace modules before the run, or in on_train_batch_start"
+            ) from None
         state["_buffers"] = dict(master._buffers)
         if master is not self.unit.module and master._forward_hooks:
             state.update(self._relay(master))

@@ -294,7 +294,8 @@ class OwnObjects(Gan):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.G.parameters(), lr=0.1)
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), plateau]
         self.own = {"critic": torch.optim.Adam(self.D.parameters(), lr=1e-2, eps=1e-3)}
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         return optimizer
@@ -309,10 +310,13 @@ class OwnObjects(Gan):
         self.scaler.step(critic)
         self.scaler.update()
         self.log("scale", self.scaler.get_scale())
-        self.manual_backward(self.generator_loss(self.G(z)))
+        loss = self.generator_loss(self.G(z))
+        self.manual_backward(loss)
         generator.step()
         generator.zero_grad()
         self.schedulers[0].step()
+        self.schedulers[1].step(metrics=loss)
+        self.log("best", self.schedulers[1].best)
         self.log("lr", generator.param_groups[0]["lr"])
 
 

@@ -98,6 +98,7 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.device]] = {
     "made there": (lambda host, stage: torch.tensor([1.0], device=stage.device), STAGE),
     "brought home": (lambda host, stage: stage.cpu(), HOST),
     "like another": (lambda host, stage: host.type_as(stage), STAGE),
+    "written by name": (lambda host, stage: nn.init.kaiming_uniform_(host), HOST),  # torch says `tensor=` again
     "stacked on the host": (lambda host, stage: torch.stack([torch.tensor(2.0), host.sum()]), HOST),
 }
 

@@ -132,6 +132,22 @@ def test_a_transposed_weight_is_seen_by_replicas() -> None:
         weight.data = weight.data.t()  # same memory, shape and dtype
 
 
+def test_a_module_that_is_replaced_in_the_middle_of_a_step_is_an_error() -> None:
+    model = Model()
+    rows = torch.randn(4, WIDTH)
+
+    def step(part: Tensor) -> Tensor:
+        x, *_ = model.blocks[0](part)
+        model.blocks[2].linear = nn.Linear(WIDTH, WIDTH)
+        return model(x)
+
+    engine = make_engine(model, copies=False)
+    message = "a module in a OwnWeight of the unit 'blocks.2' was replaced .* or in on_train_batch_start"
+    with pytest.raises(RuntimeError, match=message):
+        engine.run(StepRequest(step, [rows], [1.0], "train", 0, loss_of=lambda output: output))
+    engine.run(StepRequest(model, [rows], [1.0], "train", 0, loss_of=lambda output: output))
+
+
 def test_gradients_of_a_shared_weight_add_up_in_the_order_of_their_sources() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     parts = {(0,): 1e8, (1,): 1.0, (2,): -1e8}  # in floating point the order of summation shows

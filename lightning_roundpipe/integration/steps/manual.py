@@ -174,9 +174,11 @@ class ManualOptimization:
 
             def perform(barrier: Barrier) -> Any:
                 if closure is None:
-                    merged = [self._merged(list(values)) for values in zip(*barrier.values, strict=True)]
+                    by_position, by_name = zip(*barrier.values, strict=True)
+                    merged = [self._merged(list(values)) for values in zip(*by_position, strict=True)]
+                    named = {key: self._merged([given[key] for given in by_name]) for key in kwargs}
                     with self._holding():
-                        return original(*merged, **kwargs)
+                        return original(*merged, **named)
                 with contextlib.ExitStack() as held:
                     held.enter_context(self._holding())
 
@@ -189,7 +191,7 @@ class ManualOptimization:
                     return original(*args, **kwargs, closure=call_closures)
 
             collective = Collective(
-                f"{key[0]}.{name}", (name, *key), perform, args, closure, is_deferred=name == "zero_grad"
+                f"{key[0]}.{name}", (name, *key), perform, (args, kwargs), closure, is_deferred=name == "zero_grad"
             )
             has_met, result = meet(collective)
             if has_met:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.migration.other_strategies import Migrating, SavesAfter, rows
@@ -314,6 +315,20 @@ def test_names_for_a_compiled_module(uninterrupted: Path) -> None:
     strategy.load_model_state_dict(saved)
     inner = module.body._orig_mod.state_dict(prefix="body.")
     assert_alike(dict(inner), {name: saved["state_dict"][name] for name in inner}, rtol=0, atol=0)
+
+
+def test_states_of_metrics_in_a_wrapper() -> None:
+    """They are neither parameters nor buffers, but in the file if they are persistent."""
+    saving, loading = Migrating(), Migrating()
+    for module in (saving, loading):
+        module.seen = MeanMetric()
+        module.seen.persistent(True)
+    saving.seen.update(3.0)
+    state = {f"_orig_mod.{name}": value for name, value in saving.state_dict().items()}
+    strategy = RoundPipeStrategy()
+    strategy._lightning_module = loading
+    strategy.load_model_state_dict({"state_dict": state})
+    assert_alike(dict(loading.state_dict()), dict(saving.state_dict()), rtol=0, atol=0)
 
 
 @compat("Migration", "strict_loading=False")
