@@ -17,7 +17,8 @@ once (``extend``, ``+=``), are merged like a list that a step returns: as many a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -86,9 +87,12 @@ def _collect_list(original: list[Any], copies: list[list[Any]], merge: Merge) ->
 
 
 def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Merge) -> None:
+    if all(_are_same(c, original) and _are_same(c.values(), original.values()) for c in copies):
+        return
     for key in [key for key in original if key not in copies[-1]]:
         del original[key]
-    for key in dict.fromkeys(key for c in copies for key in c):
+    changes = (key for c in copies for key, value in c.items() if original.get(key, MISSING) is not value)
+    for key in dict.fromkeys(changes):
         values = [c.get(key, MISSING) for c in copies]
         before = original.get(key, MISSING)
         changed = [value for value in values if value is not before and value is not MISSING]
@@ -112,5 +116,9 @@ def follow(other: Any, before: Any, now: Any) -> None:
 
 
 def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
-    """By identity: items may be tensors, whose ``==`` is elementwise."""
-    return len(longer) >= len(shorter) and all(a is b for a, b in zip(longer, shorter, strict=False))
+    return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
+
+
+def _are_same(ours: Collection[Any], theirs: Collection[Any]) -> bool:
+    """By identity: items may be tensors, whose ``==`` is elementwise. Vocabularies are large, so that C compares."""
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
