@@ -180,7 +180,7 @@ class ManyRanks(RankGroup):
         """Lets gradients travel over ``backend`` by way of ``device``; a collective, before the first step.
 
         Raises:
-            RankError: if there is a device on some ranks only.
+            RankError: if there is a device on some ranks only, or another rank fails meanwhile.
         """
         rows = self.exchange([float(device is not None)], f"whether gradients travel over {backend}")
         if len({is_there for (is_there,) in rows}) > 1:
@@ -189,8 +189,10 @@ class ManyRanks(RankGroup):
                 f"{backend!r}, and others have one: leave the option out"
             )
         if device is not None:
+            with self.explained(f"connections over {backend}"):
+                staged = Sums(self._timeout, backend, device)
             self._sums.close(is_failed=False)
-            self._sums = Sums(self._timeout, backend, device)
+            self._sums = staged
 
     def _open_mailbox(self, main_address: str) -> None:
         mailbox = Mailbox(main_address if self.rank == 0 else "", main_address)

@@ -75,9 +75,12 @@ def test_sums_that_go_by_way_of_devices_are_those_of_the_host(forks: Forks, tmp_
 
 def one_is_gone() -> str:
     group = staged()
+    store = dist.distributed_c10d._get_default_store()
     if group.rank == 1:
+        store.wait(["rank 0 is connected"])
         group.close(ValueError("no more"))
         return ""
+    store.set("rank 0 is connected", "")
     with pytest.raises(RankError) as caught:
         group.add_up(torch.ones(10), "a sum that rank 1 does not come for")
     group.close(caught.value)
@@ -86,6 +89,28 @@ def one_is_gone() -> str:
 
 def test_a_wait_on_a_device_ends_when_another_rank_fails(forks: Forks, tmp_path: Path) -> None:
     first, _ = run_ranks(forks, tmp_path, 2, one_is_gone)
+    assert first.status == 0, first.output
+    assert "no more" in first.value
+
+
+def one_does_not_connect() -> str:
+    timeout = timedelta(seconds=3)
+    dist.init_process_group("gloo", timeout=timeout)
+    group = ManyRanks(timeout, "127.0.0.1")
+    accelerator.install()
+    collectives().register()
+    if group.rank == 1:
+        group.exchange([1.0], "whether gradients travel over simccl")
+        group.close(ValueError("no more"))
+        return ""
+    with pytest.raises(RankError) as caught:
+        group.stage_sums("simccl", torch.device("sim", 0))
+    group.close(caught.value)
+    return str(caught.value)
+
+
+def test_connecting_devices_ends_when_another_rank_fails(forks: Forks, tmp_path: Path) -> None:
+    first, _ = run_ranks(forks, tmp_path, 2, one_does_not_connect)
     assert first.status == 0, first.output
     assert "no more" in first.value
 
