@@ -187,7 +187,7 @@ class Recordings:
             writer.finish()
         if self._profile_path is None or engine is None or (profile := engine.costs("training_step")) is None:
             return
-        known = {name: value for name, value in asdict(engine.machine).items() if value != math.inf}
+        known = asdict(engine.machine, dict_factory=_without_infinite)
         try:
             # What reads profiles looks at the calls alone.
             write_text(
@@ -209,6 +209,11 @@ class Recordings:
         for writer in self.writers:
             writer.note(result, started_at)
         return result
+
+
+def _without_infinite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What is known of a machine, or of a part of it: JSON has no number for what is unlimited."""
+    return {name: value for name, value in fields if value != math.inf}
 
 
 @dataclass(frozen=True)

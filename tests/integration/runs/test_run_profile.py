@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lightning_roundpipe import RoundPipeStrategy, VirtualLink
 from lightning_roundpipe.cli import main
-from lightning_roundpipe.planning import CallCost, CostProfile, Machine, plan_training
+from lightning_roundpipe.engine.runner import Engine
+from lightning_roundpipe.planning import CallCost, CostProfile, DeviceTraits, Machine, plan_training
+from lightning_roundpipe.reporting.tracing import Recordings
 from tests.support.parity import compare, make_loader, make_trainer
 from tests.support.small import Small
 
@@ -52,6 +55,22 @@ def test_the_machine_is_saved_beside_the_costs(tmp_path: Path, capsys: pytest.Ca
     machine = json.loads(capsys.readouterr().out)["machine"]
     assert (machine["num_devices"], machine["device_memory_bytes"]) == (2, 2**20)
     assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (link.bytes_per_ms, link.latency_ms)
+
+
+def test_devices_that_differ_are_saved_as_json_that_others_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON has no word for a link without limit: what is unlimited stays away."""
+    path = tmp_path / "costs.json"
+    differ = Machine(2, devices=(DeviceTraits(2.0), DeviceTraits(1.0)))
+    engine = SimpleNamespace(machine=differ, costs=lambda kind: profile_of(1, 1, 5, 1, 1))
+    Recordings(None, path).finish(cast(Engine, engine))
+    written = json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert [device["speed"] for device in written["machine"]["devices"]] == [2.0, 1.0]
+    arguments = ["--devices", "2", "--microbatches", "3", "--json"]
+    assert main(["plan", "--profile", str(path), "--machine", str(path), *arguments]) == 0
+    devices = json.loads(capsys.readouterr().out)["machine"]["devices"]
+    assert [(device["speed"], device["h2d_bytes_per_ms"]) for device in devices] == [(2.0, None), (1.0, None)]
 
 
 def test_saved_profile_is_planned_by(saved: Path) -> None:
