@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.sizes import num_bytes_of
+from ..ranks.buckets import Owners
 from ..ranks.group import RankGroup
 from ..weights.futures import unwaited
 from ..weights.kept_low import low_of
@@ -55,7 +56,7 @@ class Keeping(Protocol):
         its own."""
 
 
-class Shards:
+class Shards(Owners):
     """Which rank owns which weights; for the thread of the Trainer.
 
     Args:

@@ -16,7 +16,7 @@ their owners.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,35 +40,24 @@ class Slice(NamedTuple):
 Bucket = list[Slice]
 
 
-class Owners(Protocol):
-    """Which rank updates which weights.
+class Owners:
+    """Which rank updates which weights: all ranks all of them. The interface of all others.
 
     Attributes:
         version: is another one when more is known.
     """
 
-    version: int
+    version = 0
 
     def refresh(self) -> None:
         """A step begins: weights that are trained from now on get an owner."""
 
     def owner_of(self, weight: nn.Parameter) -> int | None:
         """None for all ranks."""
-
-
-class EachForItself:
-    """All ranks update all weights (:class:`Owners`)."""
-
-    version = 0
-
-    def refresh(self) -> None:
-        pass
-
-    def owner_of(self, weight: nn.Parameter) -> int | None:
         return None
 
 
-EACH_FOR_ITSELF = EachForItself()
+EACH_FOR_ITSELF = Owners()
 
 
 def buckets_of(
