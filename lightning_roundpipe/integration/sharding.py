@@ -1,9 +1,9 @@
 """What Lightning does with gradients and optimizer state that are divided among ranks.
 
 A rank has the gradients of its own weights alone ([Note: sharded optimizer] in :mod:`optimizer.sharding`). Three things
-concern all of them, and so are made over ranks while a ``fit`` lasts: the norm by which Lightning clips, or code of the
-user with ``clip_grad_norm_`` of torch, whether a loss scaler has found an overflow, and the state in a checkpoint.
-Everything else about a gradient is its own weight's.
+concern all of them, and so are made over ranks while a ``fit`` lasts: the norm by which Lightning clips, whether a loss
+scaler has found an overflow, and the state in a checkpoint. ``clip_grad_norm_`` of torch would take the norm of what
+this rank has, and is refused. Everything else about a gradient is its own weight's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +32,6 @@ from ..optimizer.sharded_state import gathered_state, own_part
 from ..optimizer.sharding import Shards
 from ..optimizer.updates import refuse_plain_step
 from ..ranks.group import RankGroup
-from ..usercode.lock import current
 
 # Callbacks that compute with weights, or write them, now and then.
 _NEED_WEIGHTS = tuple(
@@ -88,7 +87,7 @@ class Sharding:
             self._undo.callback(optimizer.register_step_pre_hook(refuse_plain_step).remove)
         self._undo.enter_context(attribute_set(plugin, "clip_grad_by_norm", self.clip_grad_by_norm))
         # Looked up by clip_grad_norm_ in each call, under whatever name that was imported.
-        self._undo.enter_context(attribute_set(clip_grad, "_get_total_norm", self._total_norm(_total_norm())))
+        self._undo.enter_context(attribute_set(clip_grad, "_get_total_norm", _refuse_clipping))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
             self._undo.enter_context(attribute_set(scaler, "_unscale_grads_", self._unscaling(scaler)))
@@ -155,42 +154,6 @@ class Sharding:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         return [weight.grad for weight in weights if self.shards.is_mine(weight) and weight.grad is not None]
 
-    def _total_norm(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The norm of what all ranks clip together, each with its own weights' gradients; a collective.
-
-        Args:
-            plain: that of some tensors.
-        """
-
-        def total_norm(
-            tensors: Tensor | Iterable[Tensor],
-            norm_type: float = 2.0,
-            error_if_nonfinite: bool = False,
-            foreach: bool | None = None,
-        ) -> Tensor:
-            if current() is not None:
-                raise MisconfigurationException(
-                    "with shard_optimizer=True all ranks clip together, once per batch: in training_step call "
-                    "self.clip_gradients(...), or torch.nn.utils.clip_grad_norm_(...) by this whole name"
-                )
-            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            counted = self._counted(given)
-            mine = plain(counted, norm_type, False, foreach).item()
-            rows = self._group.exchange([float(bool(counted)), mine], "the norm by which gradients are clipped")
-            norms = torch.tensor([norm for has_some, norm in rows if has_some] or [0.0], dtype=torch.float64)
-            # The norm of order 0 is a number of tensors.
-            total = norms.sum() if float(norm_type) == 0.0 else torch.linalg.vector_norm(norms, float(norm_type))
-            if error_if_nonfinite and not total.isfinite():
-                raise RuntimeError(f"the norm of order {norm_type} of the gradients of all ranks is {total.item()}")
-            return total.to(given[0].dtype if given else torch.float32)
-
-        return total_norm
-
-    def _counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Those that this rank counts in a norm over ranks: its own, and rank 0 what all ranks have alike."""
-        owners = {id(weight.grad): self.shards.owner_of(weight) for weight in self._module.parameters()}
-        return [gradient for gradient in gradients if self._group.rank == (owners.get(id(gradient)) or 0)]
-
     def _unscaling(self, scaler: Any) -> Callable[..., dict[torch.device, Tensor]]:
         """A step is skipped on all ranks if one has found an overflow."""
 
@@ -228,9 +191,12 @@ class Sharding:
         return own_part(state, optimizer, self.shards)
 
 
-def _total_norm() -> Callable[..., Tensor]:
-    plain: Callable[..., Tensor] = vars(clip_grad)["_get_total_norm"]
-    return plain
+def _refuse_clipping(*args: Any, **kwargs: Any) -> Tensor:
+    raise MisconfigurationException(
+        "with shard_optimizer=True a rank has the gradients of its own weights alone, and "
+        "torch.nn.utils.clip_grad_norm_ would clip by their norm: use Trainer(gradient_clip_val=...), or "
+        "self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm'), which take that of all"
+    )
 
 
 def sharding_refused(why: str) -> MisconfigurationException:

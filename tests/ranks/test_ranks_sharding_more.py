@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from tests.ranks.test_ranks_group import connected
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
@@ -165,6 +166,10 @@ class Deeds(Small):
         self.optimizers(use_pl_optimizer=False).step()
         return None
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.deed == "clip":
+            clip_grad_norm_(self.parameters(), 0.1)
+
     def configure_optimizers(self) -> Any:
         if self.deed == "not separable":
             return torch.optim.LBFGS(self.parameters())
@@ -183,6 +188,7 @@ def train_badly(deed: str) -> None:
             "shard_optimizer=True is not possible: LBFGS is not known to update each parameter by itself",
         ),
         ("step past Lightning", "SGD.step was called past Lightning"),
+        ("clip", "torch.nn.utils.clip_grad_norm_ would clip by their norm: use Trainer(gradient_clip_val=...)"),
         ("update", "boom in an update"),
     ],
 )
