@@ -118,20 +118,13 @@ class LossWeights:
         """
         if len(microbatches) == 1:
             return (1.0,), (1.0,)
-        rule = self._loss_weight
-        if rule == "auto":
-            rule = self._rule_for(microbatches)
-        if callable(rule):
-            counts = [_given_weight(rule, microbatch) for microbatch in microbatches]
-            if not (sum(counts) > 0.0 or self._has_others):
-                raise ValueError(
-                    f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
-                    "would count: return the number of things that the loss is a mean over, such as labels"
-                )
-        elif rule in ("label_tokens", "causal_label_tokens"):
-            counts = [_num_labels(microbatch, rule) for microbatch in microbatches]
-        else:
-            counts = [float(size) for size in sizes]
+        rule = self._rule_for(microbatches) if self._loss_weight == "auto" else self._loss_weight
+        counts = _counts(rule, microbatches, sizes)
+        if callable(rule) and not (sum(counts) > 0.0 or self._has_others):
+            raise ValueError(
+                f"loss_weight={name_of(rule)} gave 0 for all {len(counts)} micro-batches of a batch, so that none "
+                "would count: return the number of things that the loss is a mean over, such as labels"
+            )
         if not sum(counts) > 0.0:  # no label at all: the loss is what it is, every micro-batch counts by its rows
             counts = [float(size) for size in sizes]
         total = sum(counts)
@@ -143,12 +136,8 @@ class LossWeights:
     def facts(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
         """What other ranks have to know of the batch of this one, to weigh it; see :func:`share_of`."""
         rule = self._loss_weight
-        if callable(rule):
-            return [*_Facts(sum(sizes), sum(_given_weight(rule, part) for part in microbatches))]
-        if rule in ("label_tokens", "causal_label_tokens"):
-            return [*_Facts(sum(sizes), sum(_num_labels(part, rule) for part in microbatches))]
         if rule != "auto":
-            return [*_Facts(sum(sizes), is_sum=float(rule == "sum"))]
+            return [*_Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
         if (items := _num_items(microbatches)) is not None:
             return [*_Facts(sum(sizes), items)]
         labels = [_entry(part, "labels") for part in microbatches]
@@ -160,8 +149,8 @@ class LossWeights:
         return [
             *_Facts(
                 sum(sizes),
-                sum(_num_labels(part, "label_tokens") for part in microbatches),
-                sum(_num_labels(part, "causal_label_tokens") for part in microbatches),
+                sum(_counts("label_tokens", microbatches, sizes)),
+                sum(_counts("causal_label_tokens", microbatches, sizes)),
                 float(rule == "causal_label_tokens"),
                 float(any(map(_has_ignored_labels, microbatches))),
                 float(max(one.shape[-1] if one.dim() > 1 else 1 for one in labels)),
@@ -288,6 +277,15 @@ def _num_items(microbatches: Sequence[Any]) -> float | None:
 
 def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _counts(rule: str | Callable[[Any], float], microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """What the loss of each micro-batch is a mean over, by a rule other than ``"auto"``."""
+    if callable(rule):
+        return [_given_weight(rule, microbatch) for microbatch in microbatches]
+    if rule in ("label_tokens", "causal_label_tokens"):
+        return [_num_labels(microbatch, rule) for microbatch in microbatches]
+    return [float(size) for size in sizes]
 
 
 def _given_weight(function: Callable[[Any], float], microbatch: Any) -> float:
