@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_roundpipe.ranks.failures import RankError
-from lightning_roundpipe.ranks.group import ALONE, ManyRanks
+from lightning_roundpipe.ranks.group import ManyRanks
 from tests.support.forks import Forks
 from tests.support.rank_runs.launch import values_of_ranks
+
+SIZE = 3
 
 
 def connected(timeout_s: float = 30.0) -> ManyRanks:
@@ -24,8 +24,22 @@ def connected(timeout_s: float = 30.0) -> ManyRanks:
     return ManyRanks(timeout, "127.0.0.1")
 
 
-def all_messages() -> dict[str, Any]:
+def everything() -> dict[str, Any]:
     group = connected()
+    found = {"messages": messages(group), "low": low_sums(group), "parts": parts(group)}
+    group.barrier("end")
+    group.close()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what came of each function."""
+    return values_of_ranks(forks, tmp_path_factory.mktemp("ranks"), SIZE, everything)
+
+
+def messages(group: ManyRanks) -> dict[str, Any]:
     rank = group.rank
     found: dict[str, Any] = {"place": (rank, group.size)}
     found["few"] = group.exchange([rank, 1 / (rank + 3)], "few")
@@ -41,21 +55,17 @@ def all_messages() -> dict[str, Any]:
     found["parts"] = mine.clone()
     group.add_up(mine, "sum")
     found["sum"] = mine
-    group.barrier("end")
-    group.close()
-    dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_learn_what_the_others_say(forks: Forks, tmp_path: Path, size: int) -> None:
-    found = values_of_ranks(forks, tmp_path, size, all_messages)
-    assert [one["place"] for one in found] == [(rank, size) for rank in range(size)]
+def test_ranks_learn_what_the_others_say(of_ranks: list[dict[str, Any]]) -> None:
+    found = [one["messages"] for one in of_ranks]
+    assert [one["place"] for one in found] == [(rank, SIZE) for rank in range(SIZE)]
     for one in found:
-        assert one["few"] == [[rank, 1 / (rank + 3)] for rank in range(size)]
-        assert one["many"] == [[rank * 1000.0 + i for i in range(100)] for rank in range(size)]
-        assert one["none"] == [[]] * size
-        assert one["objects"] == [{"of": "x" * (rank * 5)} for rank in range(size)]
+        assert one["few"] == [[rank, 1 / (rank + 3)] for rank in range(SIZE)]
+        assert one["many"] == [[rank * 1000.0 + i for i in range(100)] for rank in range(SIZE)]
+        assert one["none"] == [[]] * SIZE
+        assert one["objects"] == [{"of": "x" * (rank * 5)} for rank in range(SIZE)]
         assert one["broadcast"] == [1, "text"]
         assert torch.equal(one["tensors"][0], torch.full((3, 2), 1.0))
         assert torch.equal(one["tensors"][1], torch.tensor(True))
@@ -68,9 +78,8 @@ def test_ranks_learn_what_the_others_say(forks: Forks, tmp_path: Path, size: int
 _LOW = {torch.bfloat16: [256.0, 1.0, 1.0], torch.float16: [2048.0, 1.0, 1.0]}
 
 
-def low_sums() -> dict[torch.dtype, Tensor]:
-    group = connected()
-    found = {}
+def low_sums(group: ManyRanks) -> dict[torch.dtype, Tensor]:
+    found: dict[torch.dtype, Tensor] = {}
     for wire, values in _LOW.items():
         for dtype in (torch.float32, wire):
             tensor = torch.full((10,), values[group.rank], dtype=dtype)
@@ -78,43 +87,38 @@ def low_sums() -> dict[torch.dtype, Tensor]:
             group.add_up(tensor, "sum", wire)
             assert tensor.dtype == dtype
             assert found.setdefault(wire, tensor).equal(tensor.to(found[wire].dtype))
-    group.close()
-    dist.destroy_process_group()
     return found
 
 
-def test_sums_in_low_precision_are_made_in_float32(forks: Forks, tmp_path: Path) -> None:
-    for found in values_of_ranks(forks, tmp_path, 3, low_sums):
+def test_sums_in_low_precision_are_made_in_float32(of_ranks: list[dict[str, Any]]) -> None:
+    for found in of_ranks:
         for wire, values in _LOW.items():
             expected = torch.full((10,), sum(values))
             expected[7] = 3.0
-            assert torch.equal(found[wire], expected)
+            assert torch.equal(found["low"][wire], expected)
 
 
-def different_ways() -> str:
-    group = connected()
-    try:
-        group.barrier("the barrier 'a'" if group.rank == 0 else "step 3")
-    except RankError as error:
-        return str(error)
-    return "no error"
+def parts(group: ManyRanks) -> list[Any]:
+    found: list[Any] = []
+    for dtype, wire in ((torch.float64, None), (torch.float32, torch.bfloat16), (torch.float32, None)):
+        for sizes in ([2, 0, 3], [0, 4, 0]):
+            mine = torch.arange(float(sum(sizes)), dtype=dtype) + 100.0 * group.rank
+            before = mine.clone()
+            found.append(group.add_up_parts(mine, sizes, "parts", wire))
+            assert torch.equal(mine, before)
+    for sizes in ([1, 0, 3], [0, 0, 0]):
+        mine = torch.full((sizes[group.rank],), group.rank, dtype=torch.uint8)
+        found.append(group.share(mine, sizes, "what each has"))
+    return found
 
 
-def test_ranks_that_come_for_different_things_are_told_of_each_other(forks: Forks, tmp_path: Path) -> None:
-    for message in values_of_ranks(forks, tmp_path, 2, different_ways):
-        assert "rank 0 has come for the barrier 'a'" in message
-        assert "rank 1 has come for step 3" in message
-
-
-def test_one_rank_alone_hears_itself() -> None:
-    tensor = torch.ones(2)
-    assert ALONE.exchange([1, 2.5], "numbers") == [[1.0, 2.5]]
-    assert ALONE.gather("x", "objects") == ["x"]
-    assert ALONE.broadcast("x", "object") == "x"
-    ALONE.add_up(tensor, "sum")
-    ALONE.copy_from([tensor], "tensor")
-    ALONE.barrier("end")
-    ALONE.check("anything")
-    ALONE.close()
-    assert torch.equal(tensor, torch.ones(2))
-    assert (ALONE.rank, ALONE.size) == (0, 1)
+def test_each_rank_gets_its_part_of_a_sum_and_what_others_share_which_may_be_nothing(
+    of_ranks: list[dict[str, Any]],
+) -> None:
+    expected = [[[300.0, 303.0], [], [306.0, 309.0, 312.0]], [[], [300.0, 303.0, 306.0, 309.0], []]] * 3
+    for rank, one in enumerate(of_ranks):
+        *sums, shared, nothing = one["parts"]
+        assert [values.tolist() for values in shared] == [[0], [], [2, 2, 2]]
+        assert [values.tolist() for values in nothing] == [[], [], []]
+        for found, wanted in zip(sums, expected, strict=True):
+            torch.testing.assert_close(found.tolist(), wanted[rank], rtol=0.01, atol=0.0)

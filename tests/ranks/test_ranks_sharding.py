@@ -132,7 +132,6 @@ class Case:
 
 
 CASES = {
-    "momentum": Case("momentum"),
     "groups, scheduler": Case("groups"),
     "overlap off": Case("groups", {"gradient_clip_val": 0.05}, {"optimizer_overlap": "off"}),
     "clipped": Case("momentum", {"gradient_clip_val": 0.05}),
@@ -142,7 +141,6 @@ CASES = {
     "frozen": Case("frozen"),
     "adagrad": Case("adagrad"),
     "two": Case("two"),
-    "copies": Case("groups", {}, {"virtual_copies": True}),
     "bf16-mixed": Case("groups", {"precision": "bf16-mixed"}, {"virtual_copies": True}, rtol=0.05),
     "bf16-true": Case("momentum", {"precision": "bf16-true"}, rtol=0.2),
 }

@@ -12,7 +12,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.ranks.test_ranks_group import connected
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, make_trainer, ready
@@ -32,33 +31,6 @@ def rank_trainer(**options: Any) -> Any:
     return make_trainer(
         devices=4, num_microbatches=2, options={"shard_optimizer": True, **options}, use_distributed_sampler=False
     )
-
-
-def parts_of_sums() -> list[Any]:
-    group = connected()
-    found: list[Any] = []
-    for dtype, wire in ((torch.float64, None), (torch.float32, torch.bfloat16), (torch.float32, None)):
-        for sizes in ([2, 0, 3], [0, 4, 0]):
-            mine = torch.arange(float(sum(sizes)), dtype=dtype) + 100.0 * group.rank
-            before = mine.clone()
-            found.append(group.add_up_parts(mine, sizes, "parts", wire))
-            assert torch.equal(mine, before)
-    for sizes in ([1, 0, 3], [0, 0, 0]):
-        mine = torch.full((sizes[group.rank],), group.rank, dtype=torch.uint8)
-        found.append(group.share(mine, sizes, "what each has"))
-    group.close()
-    return found
-
-
-def test_each_rank_gets_its_part_of_a_sum_and_what_others_share_which_may_be_nothing(
-    forks: Forks, tmp_path: Path
-) -> None:
-    expected = [[[300.0, 303.0], [], [306.0, 309.0, 312.0]], [[], [300.0, 303.0, 306.0, 309.0], []]] * 3
-    for rank, (*sums, shared, nothing) in enumerate(values_of_ranks(forks, tmp_path, 3, parts_of_sums)):
-        assert [values.tolist() for values in shared] == [[0], [], [2, 2, 2]]
-        assert [values.tolist() for values in nothing] == [[], [], []]
-        for found, wanted in zip(sums, expected, strict=True):
-            torch.testing.assert_close(found.tolist(), wanted[rank], rtol=0.01, atol=0.0)
 
 
 class Overflows(Small):
