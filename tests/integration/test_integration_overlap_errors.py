@@ -29,8 +29,15 @@ class Stop(RuntimeError):
     """What a callback raises here."""
 
 
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["on_train_batch_end", "on_train_batch_start", "training_step", "after step"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("on_train_batch_end", KeyboardInterrupt),
+        ("on_train_batch_start", Stop),
+        ("training_step", KeyboardInterrupt),
+        ("after step", Stop),
+    ],
+)
 def test_weights_are_finished_when_fit_ends_in_an_error(late: Late, error: Any, place: str) -> None:
     class Learns(Small):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:

@@ -188,28 +188,6 @@ def test_without_its_wait_a_pending_weight_is_noticed_by_the_checker(way: str, m
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_its_wait_a_pending_weight_changes_the_result(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class LettingGo(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            held.let_go.set()
-            return loss
-
-    trained = {}
-    for waits in (True, False):
-        with monkeypatch.context() as patch:
-            held = Held(patch, lambda weights, waits=waits: not waits)
-            if not waits:
-                leave_out_the_wait(patch)
-            module = LettingGo()
-            options = {"virtual_copies": WAYS[way]}
-            trainer = make_trainer(options=options, num_microbatches=1, callbacks=[LetGo(held, None)])
-            trainer.fit(module, make_loader())
-        trained[waits] = values_of(module)
-    assert not any(map(torch.equal, trained[True], trained[False]))
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_failed_step_breaks_no_rule(way: str) -> None:
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

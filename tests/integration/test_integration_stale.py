@@ -91,9 +91,6 @@ def assert_close(ours: Any, expected: dict[str, Tensor], rtol: float = 1e-5, ato
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "warm-up": {"warmup": 3},
-    "accumulation": {"accumulate": 2},
-    "clipping": {"clip": 0.05},
     "warm-up, accumulation, clipping, two epochs": {"warmup": 2, "accumulate": 3, "clip": 0.1, "epochs": 2},
 }
 

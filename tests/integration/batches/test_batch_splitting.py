@@ -382,7 +382,7 @@ def _nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.data(), st.integers(5, 12), st.integers(2, 6))
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=50)
 def test_any_batch_is_cut_without_loss(data: st.DataObject, batch_size: int, count: int) -> None:
     tree = st.recursive(_leaves(batch_size), _nested, max_leaves=8)
     batch = data.draw(st.tuples(st.just(rows(batch_size, 2)), tree).map(lambda pair: {"x": pair[0], "rest": pair[1]}))
