@@ -235,7 +235,9 @@ class RankStrategy(ParallelStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``."""
         self._check_is_once("broadcast")
-        return cast(T, self._group.broadcast(obj, f"an object of rank {src}", src))
+        is_mine = self._group is ALONE or self.global_rank == src
+        found = self._group.gather(obj if is_mine else None, f"an object of rank {src}")
+        return obj if is_mine else cast(T, found[src])
 
     def _check_is_once(self, name: str) -> None:
         """Micro-batches of a step run side by side, in an order that differs from rank to rank.

@@ -72,7 +72,7 @@ def buckets_of(
     room, kind = 0, None
     for master in masters:
         start, size, owner = 0, _size_of(master), owners.owner_of(master)
-        most = max(1, num_bytes // _real(master.dtype).itemsize)
+        most = max(1, num_bytes // master.dtype.to_real().itemsize)
         while start < size:
             if kind != (master.dtype, owner is None) or room < min(size - start, most):
                 buckets.append([])
@@ -136,7 +136,7 @@ class Sender:
         return tensor.dtype if tensor.dtype.itemsize == _HALF else self._wire if tensor.dtype == torch.float32 else None
 
     def _buffer(self, bucket: Bucket) -> Tensor:
-        dtype = _real(bucket[0].master.dtype)
+        dtype = bucket[0].master.dtype.to_real()
         size = sum(map(_length, bucket))
         known = self._buffers.get(dtype)
         if known is None or known.numel() < size:
@@ -171,7 +171,3 @@ def zeros_for(master: nn.Parameter) -> Tensor:
 def _size_of(master: nn.Parameter) -> int:
     """Elements of its gradient."""
     return master.numel() * (2 if master.is_complex() else 1)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()

@@ -2,7 +2,7 @@
 
 ::
 
-    Trainer's thread      exchange, broadcast, barrier ----> control group   --+
+    Trainer's thread      exchange, gather, copy_from -----> control group   --+
     reducing thread       add_up, add_up_parts ------------> :mod:`sums`     --+--> gloo, on memory of the host
     thread of updates     share ---------------------------> update group    --+
     user code, Lightning  all_gather, reduce, metrics -----> default group     (backend as chosen)
@@ -69,10 +69,6 @@ class RankGroup:
     def gather(self, value: Any, what: str) -> list[Any]:
         """An object of each rank, by rank; otherwise as :meth:`exchange`."""
         return [value]
-
-    def broadcast(self, value: Any, what: str, source: int = 0) -> Any:
-        """The object of rank ``source``; otherwise as :meth:`exchange`."""
-        return value
 
     def copy_from(self, tensors: Iterable[Tensor], what: str, source: int = 0) -> None:
         """Fills tensors on the host with the values of those of rank ``source``; otherwise as :meth:`exchange`.
@@ -231,19 +227,12 @@ class ManyRanks(RankGroup):
         return self._gather_objects(value, what)
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        mine = _packed(value)
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]), what)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = self._all_gather(padded, what)
         return [pickle.loads(other[:size].numpy().tobytes()) for other, size in zip(found, sizes, strict=True)]
-
-    def broadcast(self, value: Any, what: str, source: int = 0) -> Any:
-        mine = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        size = int(self.exchange([len(mine)], what)[source][0])
-        bytes_ = mine if self.rank == source else torch.empty(size, dtype=torch.uint8)
-        self._send(bytes_, source, what)
-        return value if self.rank == source else pickle.loads(bytes_.numpy().tobytes())
 
     @torch.no_grad()
     def copy_from(self, tensors: Iterable[Tensor], what: str, source: int = 0) -> None:
@@ -392,7 +381,3 @@ def _unseeded() -> torch.Generator:
     generator = torch.Generator()
     generator.seed()
     return generator
-
-
-def _packed(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
