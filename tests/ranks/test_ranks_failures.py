@@ -17,11 +17,8 @@ import pytest
 from lightning_roundpipe.ranks.failures import Mailbox, failure_of
 from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
-from tests.support.rank_runs.launch import RankEnd, run_ranks
+from tests.support.rank_runs.launch import SOON_S, RankEnd, run_ranks
 from tests.support.small import Small
-
-# Far above what it takes, far below any time limit of a wait.
-_SOON_S = 15.0
 
 
 def is_rank(rank: int) -> bool:
@@ -76,7 +73,7 @@ def failed(forks: Forks, folder: Path, size: int, place: str, rank: int, deed: s
     others = [end for other, end in enumerate(ends) if other != rank]
     for end in others:
         assert end.status == 1, end.output
-        assert end.late_s < _SOON_S
+        assert end.late_s < SOON_S
         assert f"rank {rank} (" in end.output.splitlines()[_last_error(end)], end.output
     return ends[rank], others
 

@@ -17,14 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
-from tests.support.rank_runs.launch import run_ranks
+from tests.support.rank_runs.launch import SOON_S, run_ranks
 from tests.support.small import Small
 
 RANKS = 3
 # About as long as some dozens of steps take.
 _LONGEST_S = 1.5
-# Far above what it takes to notice, far below any time limit of a wait.
-_SOON_S = 15.0
 
 
 class Killed(Small):
@@ -60,7 +58,7 @@ def test_others_name_a_rank_that_was_killed_at_any_point(forks: Forks, tmp_path:
             assert end.status == -signal.SIGKILL
             continue
         assert end.status == 1, end.output
-        assert end.late_s < _SOON_S
+        assert end.late_s < SOON_S
         assert f"RankError: rank {rank} (" in end.output, end.output
         assert "has ended without an error message" in end.output
     for path in (tmp_path / "files").glob("*.ckpt"):

@@ -9,57 +9,33 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine
-from lightning_roundpipe.integration.steps import run as run_module
 from lightning_roundpipe.ranks import group as group_module
-from lightning_roundpipe.ranks.buckets import buckets_of
-from tests.support.engine.partitions import everything_recomputed
-from tests.support.engine.taps import Tap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_loader, make_trainer, ready
 from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.paused import Paused, one_by_one
 from tests.support.small import CLASSES, WIDTH, Small
 
 TIMEOUT_S = 40.0
 
 
-class Failing(Small):
+def failing(folder: str) -> None:
     """Raises on rank 1 in its third step, when the rank waits for rank 0 with a bucket; rank 0 does not come before."""
+    one_by_one(setattr)
+    module, is_sending = Paused(), threading.Event()
+    batches = list(make_loader(rows=24))
+    last = batches[2][0][-1]
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-        self.is_sending = threading.Event()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        hidden = Tap.apply(self.body[0](x), lambda: None, lambda: self.in_backward(batch_idx, x))
-        return F.cross_entropy(self.head(self.body[1:](hidden)), y)
-
-    def in_backward(self, batch_idx: int, x: Tensor) -> None:
-        if batch_idx != 2 or not any(torch.equal(row, self.last) for row in x):
-            return
-        if self.global_rank == 1:
-            assert self.is_sending.wait(TIMEOUT_S)
-            (self.folder / "fails").touch()
+    def in_backward(batch_idx: int, x: Tensor) -> None:
+        if module.global_rank == 1 and batch_idx == 2 and any(torch.equal(row, last) for row in x):
+            assert is_sending.wait(TIMEOUT_S)
+            (Path(folder) / "fails").touch()
             raise ValueError("rank 1 fails in its backward")
 
-
-def failing(folder: str) -> None:
-    """A unit per stage, a weight per bucket."""
-
-    def engine(root: nn.Module, pool: DevicePool, *others: Any) -> Engine:
-        return Engine(root, pool, everything_recomputed, num_threads=1, adding_threads=1)
-
-    run_module.make_engine = engine
-    buckets_of.__defaults__ = (16,)
-    module = Failing(Path(folder))
-    batches = list(make_loader(rows=24))
-    module.last = batches[2][0][-1]
+    module.in_backward = in_backward
     add_up = group_module.ManyRanks.add_up
 
     def noted(group: Any, tensor: Tensor, what: str, wire: Any = None) -> None:
@@ -67,7 +43,7 @@ def failing(folder: str) -> None:
             if group.rank == 0:  # rank 1 waits for this
                 while not (Path(folder) / "fails").exists():
                     group.check("the end of rank 1")
-            module.is_sending.set()
+            is_sending.set()
         add_up(group, tensor, what, wire)
 
     group_module.ManyRanks.add_up = noted  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lightning_roundpipe.integration import overlap
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import place, run_ranks, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 5
@@ -220,7 +220,7 @@ def batches(size: int, *, has_labels: bool) -> list[Batch]:
 
 
 def rows_of_this_rank(*, has_labels: bool = False) -> list[Batch]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = place()
     start = sum(PARTS[size][:rank])
     rows = slice(start, start + PARTS[size][rank])
     return [{name: value[rows] for name, value in batch.items()} for batch in batches(size, has_labels=has_labels)]

@@ -5,7 +5,6 @@ What a rank keeps is what it owns; what a checkpoint has is what one device woul
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import values_of_ranks
+from tests.support.rank_runs.launch import place, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 STEPS = 4
@@ -200,7 +199,7 @@ def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> OfRanks:
 def trained_on_a_rank(name: str, folder: str, resumed: str | None = None, **more: Any) -> dict[str, Any]:
     """The rank's rows of each batch."""
     case = CASES[name]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = place()
     module, held = make_module(case.module), Held()
     trainer = make_trainer(
         devices=2 * size,

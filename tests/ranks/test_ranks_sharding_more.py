@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import SOON_S, place, run_ranks, values_of_ranks
 from tests.support.small import Small
-
-# Far above what it takes, far below any time limit of a wait.
-SOON_S = 15.0
-
-
-def place() -> tuple[int, int]:
-    """Rank, and number of ranks."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def rank_trainer(**options: Any) -> Any:

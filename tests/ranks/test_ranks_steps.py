@@ -10,55 +10,20 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.integration.steps import ranks as ranks_module
-from lightning_roundpipe.integration.steps import run as run_module
-from lightning_roundpipe.ranks.buckets import buckets_of
 from lightning_roundpipe.ranks.group import RankGroup
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.placement import Loader
-from tests.support.engine.partitions import everything_recomputed
-from tests.support.engine.taps import Tap
 from tests.support.parity import Watch, assert_alike, make_loader, make_trainer
+from tests.support.rank_runs.paused import Paused, one_by_one
 from tests.support.rank_threads import TIMEOUT_S, EchoRank
-from tests.support.small import Small
-
-
-class Paused(Small):
-    """Does something in each step: in the forward, and in the backward between the first block and the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_forward: Callable[[int], None] = lambda index: None
-        self.in_backward: Callable[[int, Tensor], None] = lambda index, x: None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        hidden = self.body[0](x)
-        hidden = Tap.apply(hidden, lambda: None, lambda: self.in_backward(batch_idx, x))
-        for block in self.body[1:]:
-            hidden = block(hidden)
-        self.in_forward(batch_idx)
-        return F.cross_entropy(self.head(hidden), y)
 
 
 @pytest.fixture(autouse=True)
-def one_weight_per_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets_of, "__defaults__", (16,))
-
-
-@pytest.fixture(autouse=True)
-def one_unit_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit's gradients go home when the last micro-batch goes on to the next unit."""
-
-    def engine(root: nn.Module, pool: DevicePool, *others: Any) -> Engine:
-        return Engine(root, pool, everything_recomputed, num_threads=1, adding_threads=1)
-
-    monkeypatch.setattr(run_module, "make_engine", engine)
+def gradients_travel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one(monkeypatch.setattr)
 
 
 def fit(module: L.LightningModule, group: RankGroup, **settings: Any) -> Watch:

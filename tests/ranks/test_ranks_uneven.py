@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import place, run_ranks, values_of_ranks
 from tests.support.small import CLASSES, WIDTH, Small
 
 Batch = tuple[Tensor, Tensor]
@@ -63,7 +63,7 @@ class Collecting(Small):
 
 
 def trained_on_a_rank(is_stream: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = place()
     mine = batches_of(rank, size)
     loader: Any = DataLoader(Stream(mine), batch_size=None) if is_stream else ready(mine)
     module, watch = Collecting(), Watch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,7 @@ from lightning_roundpipe.weights.futures import unwaited
 from lightning_roundpipe.weights.kept_low import low_of
 from tests.ranks.test_ranks_sharding import part_of_rank, state_of
 from tests.support.parity import make_trainer, ready
-
-
-def place() -> tuple[int, int]:
-    """Rank, and number of ranks."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+from tests.support.rank_runs.launch import place
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -13,14 +13,13 @@ from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
 from lightning_roundpipe.weights.kept_low import low_of
-from tests.ranks.masters.divided import place, told, trained
+from tests.ranks.masters.divided import told, trained
 from tests.ranks.test_ranks_sharding import STEPS, Groups, part_of_rank
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, ready
-from tests.support.rank_runs.launch import run_ranks, values_of_ranks
+from tests.support.rank_runs.launch import SOON_S, place, run_ranks, values_of_ranks
 from tests.support.small import WIDTH
 
-SOON_S = 15.0
 AVERAGES = hasattr(callbacks, "WeightAveraging")
 
 

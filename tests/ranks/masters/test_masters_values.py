@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from tests.ranks.masters.divided import place, told, trained
+from tests.ranks.masters.divided import told, trained
 from tests.ranks.test_ranks_sharding import STEPS, Frozen, Groups, Two, batches, part_of_rank
 from tests.support.forks import Forks
 from tests.support.parity import assert_alike, make_trainer, ready
-from tests.support.rank_runs.launch import values_of_ranks
+from tests.support.rank_runs.launch import place, values_of_ranks
 from tests.support.small import CLASSES, WIDTH
 
 

@@ -7,6 +7,7 @@ and its output. A rank that hangs shows its stacks and ends.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +18,16 @@ import torch
 from tests.support.forks import Forks
 from tests.support.rank_runs.hosts import Host
 
+# Far above what ranks take to notice that another one has failed, far below any time limit of a wait.
+SOON_S = 15.0
 _SCRIPT = Path(__file__).with_name("script.py")
 # What ranks would import one by one, each for as long as it trains.
 _IMPORTED = ("transformers.modeling_utils", "tests.support.parity")
+
+
+def place() -> tuple[int, int]:
+    """On a rank: which one it is, and the number of ranks."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 @dataclass(frozen=True)
