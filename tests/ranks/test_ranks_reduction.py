@@ -333,39 +333,6 @@ def test_sums_have_the_same_bits_whatever_comes_first() -> None:
 # --- gradients that were accumulated -------------------------------------------------------------------------------
 
 
-def test_local_gradients_go_with_the_next_ones() -> None:
-    def work(group: ThreadRank) -> Any:
-        rank = Rank(group)
-        everything = rank.brings(("c", 1.0), ("b", 1.0), ("a", 1.0))
-        found = [rank.step(everything)]
-        for weight in (rank.weights["a"], rank.weights["b"]):
-            rank.training.note_local([weight])
-            weight.grad = torch.full((4,), 10.0 + group.rank)
-        rank.weights["c"].grad = torch.full((4,), 7.0)  # of all ranks: nothing to be sent
-        rank.local = rank.training.take_local()
-        assert rank.weights["a"].grad is None
-        found.append(rank.step(rank.brings(("c", 1.0), ("b", 1.0)), 1))
-        assert not rank.local
-        assert rank.training.take_local() == {}
-        return found
-
-    assert run_ranks(2, work) == [[full(c=2.0, b=2.0, a=2.0), full(c=2.0, b=23.0, a=21.0)]] * 2
-
-
-def test_what_is_there_of_all_ranks_when_local_gradients_come_counts_once() -> None:
-    def work(group: ThreadRank) -> Any:
-        rank = Rank(group)
-        weight = rank.weights["a"]
-        weight.grad = torch.full((4,), 6.0)
-        for _ in range(2):
-            rank.training.note_local([weight])
-            weight.grad += 10.0 + group.rank
-        rank.local = rank.training.take_local()
-        return rank.step()
-
-    assert run_ranks(3, work) == [full(a=6.0 + 2 * (10.0 + 11.0 + 12.0))] * 3
-
-
 def test_gradients_that_were_set_to_none_are_not_local_any_more() -> None:
     rank = Rank(RankGroup())
     weight = rank.weights["a"]

@@ -92,13 +92,6 @@ def test_sizes_are_nearly_equal_larger_first_and_not_under_the_minimum(batch: in
     assert [len(part) for part in split.microbatches] == list(split.sizes)
 
 
-def test_sizes_follow_tensor_split() -> None:
-    split = split_batch(rows(10), 4)
-    assert split.sizes == (3, 3, 2, 2)
-    for part, expected in zip(split.microbatches, torch.tensor_split(rows(10), 4), strict=True):
-        assert torch.equal(part, expected)
-
-
 def test_one_microbatch_is_the_batch_itself() -> None:
     batch = {"x": rows(4)}
     for split in (split_batch(batch, 1), split_batch(batch, 8, min_rows=3)):
