@@ -43,8 +43,6 @@ from .group import RankGroup
 
 # What a rank has of a weight: a gradient, one that was not sent, one that no plan foresees; whether it is trained.
 _HAS, _REST, _UNPLANNED, _TRAINED = 1, 2, 4, 8
-_FLAGS = 16
-_FLAGS_PER_NUMBER = 12  # which float64 holds exactly
 _PATIENCE_S = 5.0
 
 
@@ -327,15 +325,15 @@ class StepReduction:
                 f"parameters that are no part of the LightningModule have gradients (of shape {shapes}): ranks add up "
                 "those of its parameters(). Make them attributes of the module"
             )
-        mine = [
+        mine: list[float] = [
             _HAS * (weight in self._sums or weight in self._brought)
             + _REST * (weight in rests)
             + _UNPLANNED * (weight in unplanned)
             + _TRAINED * weight.requires_grad
             for weight in weights.values()
         ]
-        rows = self._training.group.exchange(_packed(mine), f"what has a gradient in {self._what}")
-        columns = dict(zip(weights, zip(*(_unpacked(row, len(mine)) for row in rows), strict=True), strict=True))
+        rows = self._training.group.exchange(mine, f"what has a gradient in {self._what}")
+        columns = dict(zip(weights, zip(*(map(int, row) for row in rows), strict=True), strict=True))
         for name, flags in columns.items():
             trained = [rank for rank, flag in enumerate(flags) if flag & _TRAINED]
             if 0 < len(trained) < len(flags):
@@ -352,13 +350,3 @@ def _added(one: Tensor | None, other: Tensor | None, master: nn.Parameter) -> Te
         found = other if one is None else one
         return zeros_for(master) if found is None else found
     return one.add_(other)
-
-
-def _packed(flags: Sequence[int]) -> list[float]:
-    groups = [flags[i : i + _FLAGS_PER_NUMBER] for i in range(0, len(flags), _FLAGS_PER_NUMBER)]
-    return [float(sum(flag * _FLAGS**i for i, flag in enumerate(group))) for group in groups]
-
-
-def _unpacked(numbers: Sequence[float], count: int) -> list[int]:
-    flags = [int(number) // _FLAGS**i % _FLAGS for number in numbers for i in range(_FLAGS_PER_NUMBER)]
-    return flags[:count]
