@@ -1,6 +1,5 @@
 """What steps on several threads cannot honour, and models whose weights cannot travel: refused before a run.
 
-
 [Note: weights that cannot travel]
 A unit computes with copies of its parameters, and what a copy has is the values in the memory of the parameter: no
 class, no attributes. So these are refused, before anything is trained:
@@ -20,7 +19,7 @@ Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +45,11 @@ from ..devices.gpu.driver import gpu_type
 from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
 
-_OTHER_STRATEGIES = {
-    DeepSpeedPrecision: "DeepSpeedStrategy",
-    FSDPPrecision: "FSDPStrategy",
-    XLAPrecision: "XLAStrategy",
-}
+# Precision plugin -> why it cannot be followed.
 _NOT_FOLLOWED = {
+    DeepSpeedPrecision: "works with DeepSpeedStrategy only",
+    FSDPPrecision: "works with FSDPStrategy only",
+    XLAPrecision: "works with XLAStrategy only",
     BitsandbytesPrecision: "quantizes weights when they are moved to a GPU, and here they stay on the host",
     TransformerEnginePrecision: "keeps scales outside parameters and buffers, which device copies would not share",
 }
@@ -61,18 +59,11 @@ def check_precision(plugin: Precision) -> None:
     """Raises:
     MisconfigurationException: for plugins that need another strategy, or weights that live on a device.
     """
-    name = type(plugin).__name__
-    for kind, strategy in _OTHER_STRATEGIES.items():
-        if isinstance(plugin, kind):
-            raise MisconfigurationException(
-                f"{name} works with {strategy} only: with strategy='roundpipe' set Trainer(precision="
-                f"{plugin.precision!r}) and leave the plugin out"
-            )
     for kind, why in _NOT_FOLLOWED.items():
         if isinstance(plugin, kind):
             raise MisconfigurationException(
-                f"{name} cannot be used with strategy='roundpipe': it {why}. Use precision='bf16-mixed' or "
-                "'bf16-true', or another strategy"
+                f"{type(plugin).__name__} cannot be used with strategy='roundpipe': it {why}. Leave the plugin out and "
+                "set precision='bf16-mixed' or 'bf16-true', or use another strategy"
             )
 
 
@@ -182,17 +173,13 @@ def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
             f"module {name!r} ({kind}) {_PEFT[kind]}: use another method of PEFT, or train it with strategy='auto'"
         )
     frozen = [key for key, p in module._parameters.items() if p is not None and _is_integer(p)]
-    beside = [key for key, value in _own_attributes(module) if _holds_tensors(value)]
+    beside = [key for key, value in vars(module).items() if key not in _INTERNAL and _holds_tensors(value)]
     if has_copies and frozen and beside:
         raise MisconfigurationException(
             f"module {name!r} ({kind}) has the quantized weight {frozen[0]!r}, and keeps tensors that belong to it in "
             f"its attribute {beside[0]!r}, which is neither a parameter nor a buffer and does not travel to a device "
             f"with strategy='roundpipe'. Remedy: {_REMEDY}"
         )
-
-
-def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
 
 
 def _why_not(parameter: nn.Parameter, has_copies: bool) -> str:
