@@ -31,12 +31,12 @@ import hashlib
 import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..common.threads import Worker
-from .arrivals import Arrivals, Gradients
 from .buckets import EACH_FOR_ITSELF, Bucket, Owners, Sender, buckets_of, zeros_for
 from .failures import RankError
 from .group import RankGroup
@@ -44,6 +44,31 @@ from .group import RankGroup
 # What a rank has of a weight: a gradient, one that was not sent, one that no plan foresees; whether it is trained.
 _HAS, _REST, _UNPLANNED, _TRAINED = 1, 2, 4, 8
 _PATIENCE_S = 5.0
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+class Arrivals(Protocol):
+    """The gradients of this rank, as their sum over ranks takes them: while they come, or when all have come."""
+
+    def await_planned(self, masters: Iterable[nn.Parameter]) -> None:
+        """Blocks until all that the plan foresees for ``masters`` has come, or nothing comes any more."""
+
+    def take_planned(self, master: nn.Parameter) -> Tensor | None:
+        """The sum of what has come by plan, which the caller owns; None for nothing."""
+
+    def settle(self) -> None:
+        """The backward has ended: blocks until everything has come.
+
+        Raises:
+            BaseException: what went wrong on its way.
+        """
+
+    def unplanned(self) -> set[nn.Parameter]:
+        """Weights that something has come for besides, and has not been taken."""
+
+    def take(self) -> Gradients:
+        """All that has not been taken."""
 
 
 class Reduction:

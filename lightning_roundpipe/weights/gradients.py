@@ -35,6 +35,7 @@ from .events import tell
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
 _LOOSE: Source = ()
+_UNFORESEEN: Source = (0, 0)
 # Weight -> how many parts of it are going to come from which sources.
 Foreseen = Mapping[nn.Parameter, Mapping[Source, int]]
 # The masters, and what brings their gradients; None for none.
@@ -85,6 +86,14 @@ class GradientStore:
         self._foreseen: Foreseen = {}
         self._planned_dtypes: Mapping[nn.Parameter, torch.dtype] | None = None
         self._is_settled = False
+
+    @classmethod
+    def of(cls, gradients: Mapping[nn.Parameter, Tensor]) -> GradientStore:
+        """A store of gradients that have come already, of which none was foreseen."""
+        store = cls()
+        for master, gradient in gradients.items():
+            store.add(master, gradient, _UNFORESEEN)
+        return store
 
     def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
         """Adds ``gradient`` to what is there; takes ownership of it.

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lightning_roundpipe.optimizer.sharded_state import gathered_state, own_part
 from lightning_roundpipe.optimizer.sharding import Shards
 from lightning_roundpipe.optimizer.updates import Updates, refuse_plain_step, why_not_separable
-from lightning_roundpipe.ranks.arrivals import Given
 from lightning_roundpipe.ranks.buckets import Slice, buckets_of
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
 from lightning_roundpipe.ranks.reduction import Reduction, StepReduction
+from lightning_roundpipe.weights.gradients import GradientStore
 from tests.support.rank_threads import TIMEOUT_S, Hub, ThreadRank, run_ranks
 
 Made = tuple[Shards, dict[str, nn.Parameter]]
@@ -114,7 +114,7 @@ def test_gradients_go_to_their_owner_alone(monkeypatch: pytest.MonkeyPatch, num_
                 for i, weight in enumerate(weights.values())
                 if i != 4 and i != group.rank
             }
-            found.append(StepReduction(training, f"step {number}", {}).finish(Given(brought)))
+            found.append(StepReduction(training, f"step {number}", {}).finish(GradientStore.of(brought)))
         names = {weight: name for name, weight in weights.items()}
         owners = {name: shards.owner_of(weight) for name, weight in weights.items()}
         return owners, [{names[w]: gradient.tolist() for w, gradient in sums.items()} for sums in found]

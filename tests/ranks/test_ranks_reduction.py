@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.transfer import Done
-from lightning_roundpipe.ranks.arrivals import Given
 from lightning_roundpipe.ranks.buckets import Slice, buckets_of
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
@@ -124,7 +123,7 @@ def test_gradients_of_all_shapes_and_dtypes_are_summed(num_bytes: int, monkeypat
         training = Reduction(group, lambda: ((str(i), weight) for i, weight in enumerate(weights)))
         training.agree([], "step")
         brought = dict(zip(weights, gradients(group.rank), strict=True))
-        found = StepReduction(training, "step", {}).finish(Given(brought))
+        found = StepReduction(training, "step", {}).finish(GradientStore.of(brought))
         return [found[weight] for weight in weights]
 
     for found in run_ranks(3, work):
@@ -432,11 +431,11 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     rank.training.agree([], "step")
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (4,), check_invariants=True)
     with pytest.raises(TypeError, match=r"the gradient of 'b' is sparse.*sparse=False"):
-        StepReduction(rank.training, "step", {}).finish(Given({rank.weights["b"]: sparse}))
+        StepReduction(rank.training, "step", {}).finish(GradientStore.of({rank.weights["b"]: sparse}))
 
 
 def test_gradients_of_weights_outside_of_the_module_are_refused() -> None:
     rank = Rank(ThreadRank(Hub(1), 0))
     rank.training.agree([], "step")
     with pytest.raises(RuntimeError, match=r"no part of the LightningModule .*\(3,\).*attributes of the module"):
-        StepReduction(rank.training, "step", {}).finish(Given({nn.Parameter(torch.zeros(3)): torch.ones(3)}))
+        StepReduction(rank.training, "step", {}).finish(GradientStore.of({nn.Parameter(torch.zeros(3)): torch.ones(3)}))

@@ -29,10 +29,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from ...ranks.arrivals import Given, Gradients
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
-from ...ranks.reduction import Reduction, StepReduction
+from ...ranks.reduction import Gradients, Reduction, StepReduction
+from ...weights.gradients import GradientStore
 from ..batches.loss_weight import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
@@ -152,7 +152,7 @@ class RankSteps:
             return gradients
         self._num_backwards += 1
         what = f"manual_backward {self._num_backwards} of {self._what}"
-        return StepReduction(self._reduction, what, self._take_local()).finish(Given(gradients))
+        return StepReduction(self._reduction, what, self._take_local()).finish(GradientStore.of(gradients))
 
     def _take_local(self) -> Gradients:
         local = self._reduction.take_local()
