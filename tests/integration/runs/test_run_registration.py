@@ -149,6 +149,19 @@ def test_chosen_units(units: Any) -> None:
     compare(Small, ours={"options": {"units": units}})
 
 
+def test_arguments_of_torch_compile() -> None:
+    assert RoundPipeStrategy().options.compile_arguments is None
+    assert RoundPipeStrategy(compile_units=True).options.compile_arguments == {}
+    given = {"mode": "max-autotune-no-cudagraphs", "dynamic": True}
+    assert RoundPipeStrategy(compile_units=given).options.compile_arguments == given
+
+
+def test_an_unknown_backend_of_torch_compile_is_an_error() -> None:
+    trainer = make_trainer(options={"compile_units": {"backend": "nonsense"}})
+    with pytest.raises(RuntimeError, match="nonsense"):
+        trainer.fit(Small(), make_loader())
+
+
 def test_fp16_on_gpus_keeps_the_scaler_of_the_user() -> None:
     """What ``precision="16-mixed"`` on GPUs comes to, without a GPU at hand."""
     strategy = RoundPipeStrategy()
