@@ -28,7 +28,7 @@ from .integration.batches.splitting import Batches
 from .integration.checks import check_model
 from .integration.host_strategy import HostStrategy
 from .integration.links import Links
-from .integration.overlap import NO_OVERLAP, OptimizerOverlap, make_overlap
+from .integration.overlap import NO_OVERLAP, OptimizerOverlap
 from .integration.pool import ThreadBudget
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
@@ -198,7 +198,8 @@ class RoundPipeStrategy(HostStrategy):
         if trainer.training:
             self._recordings.start()
             self._sharding = self._make_sharding(self.options)
-            self._overlap = make_overlap(self.options, self.pool, lambda: self.engine, self._sharding)
+            num_threads = ThreadBudget.of(self.pool).updates
+            self._overlap = OptimizerOverlap(self.options, num_threads, lambda: self.engine, self._sharding)
         super().setup(trainer)
         report = None
         if trainer.training:

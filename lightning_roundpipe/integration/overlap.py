@@ -6,7 +6,7 @@ Clipping by norm leaves its multiplication to them: see [Note: clipping by norm]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ..common.attributes import attribute_set
 from ..common.fingerprints import Versions
 from ..common.sizes import num_bytes_of
-from ..devices.pool import DevicePool
 from ..engine.runner import Engine
 from ..optimizer.clipping import clip_factor
 from ..optimizer.masters import Masters
@@ -30,35 +29,10 @@ from ..optimizer.updates import Updates, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
 from ..weights.low_precision import WorkingCopies
-from .pool import ThreadBudget
 from .sharding import Sharding, sharding_refused
 
 # Less is updated before a thread has begun.
 MIN_BYTES = 16 * 2**20
-
-Order = Callable[[], Sequence[Iterable[nn.Parameter]]]
-
-
-def make_overlap(
-    options: RoundPipeOptions, pool: DevicePool, engine: Callable[[], Engine], sharding: Sharding | None = None
-) -> OptimizerOverlap:
-    """The optimizer steps of a ``fit`` on ``pool``, as ``options`` want them."""
-    is_off = options.optimizer_overlap == "off"
-    if is_off and sharding is None:
-        return NO_OVERLAP
-    is_stale = options.optimizer_overlap == "stale"
-
-    def order() -> list[list[nn.Parameter]]:
-        return engine().order_of("training_step")
-
-    return OptimizerOverlap(
-        ThreadBudget.of(pool).updates,
-        order,
-        copies=lambda: engine().working_copies,
-        stale_after_steps=options.stale_after_steps if is_stale else None,
-        is_off=is_off,
-        sharding=sharding,
-    )
 
 
 class OptimizerOverlap:
@@ -66,34 +40,33 @@ class OptimizerOverlap:
 
     Args:
         num_threads: intra-op threads of the updates.
-        order: gives the weights in the order in which the next step needs them, in groups that are needed together.
-        copies: gives the copies of weights in low precision; None for none. Stale steps make theirs of snapshots.
-        stale_after_steps: after so many optimizer steps, training steps compute with the weights from before the last
-            update, see [Note: stale weights] in :mod:`optimizer.stale`; None for never.
-        is_off: whether nothing overlaps.
+        engine: gives that of the fit, which knows in which order the next step needs the weights, and makes copies of
+            them in low precision. Stale steps make theirs of snapshots ([Note: stale weights] in
+            :mod:`optimizer.stale`).
         sharding: of the optimizers over ranks; None for none. Their steps are made on a thread in any case, and waited
             for at once if nothing overlaps.
     """
 
     def __init__(
         self,
+        options: RoundPipeOptions,
         num_threads: int,
-        order: Order,
-        *,
-        copies: Callable[[], WorkingCopies] | None = None,
-        stale_after_steps: int | None = None,
-        is_off: bool = False,
+        engine: Callable[[], Engine],
         sharding: Sharding | None = None,
     ) -> None:
-        self._is_off = is_off
+        self._is_off = options.optimizer_overlap == "off"
         self._sharding = sharding
-        self._stale = None if stale_after_steps is None else StaleWeights()
-        self._stale_after_steps = stale_after_steps or 0
+        self._stale = StaleWeights() if options.optimizer_overlap == "stale" else None
+        self._stale_after_steps = options.stale_after_steps
+
+        def copies() -> WorkingCopies:
+            return engine().working_copies
+
         shards = None if sharding is None else sharding.shards
         self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None, shards)
-        if sharding is not None and copies is not None and self._stale is None:
+        if sharding is not None and self._stale is None:
             sharding.masters = Masters(sharding.shards, copies, self._updates.wait)
-        self._order = order
+        self._engine = engine
         self._module: pl.LightningModule | None = None
         self._is_scripted = False
         self._guarded: list[Optimizer] = []
@@ -162,7 +135,9 @@ class OptimizerOverlap:
             yield
             return
         assert self._module is not None
-        overlapping = self._updates.overlapping(optimizer, self._order, self._module.parameters)
+        overlapping = self._updates.overlapping(
+            optimizer, lambda: self._engine().order_of("training_step"), self._module.parameters
+        )
         with overlapping, clipped_by(self._updates, optimizer, self._module, self._sharding):
             yield
         trainer = self._module.trainer
@@ -229,7 +204,11 @@ class OptimizerOverlap:
                 self._sharding.finish()
 
 
-NO_OVERLAP = OptimizerOverlap(1, list, is_off=True)
+def _no_engine() -> Engine:
+    raise AssertionError("nothing overlaps")
+
+
+NO_OVERLAP = OptimizerOverlap(RoundPipeOptions(optimizer_overlap="off"), 1, _no_engine)
 
 
 def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
