@@ -143,7 +143,7 @@ class Comparing(Task):
     "refused",
     "It assigns to its own weights in every forward: use another method.",
 )
-@compat("Library", "PEFT prefix tuning", "refused", "Its prefix is in a cache: use prompt tuning or p-tuning.")
+@compat("Library", "PEFT prefix tuning", "refused", "Use prompt tuning or p-tuning.")
 @pytest.mark.parametrize(
     ("config", "words"),
     [
