@@ -1,4 +1,4 @@
-"""What Lightning and Hugging Face expect of a strategy, on top of the engine.
+"""What Lightning, Hugging Face and PEFT expect of a strategy, on top of the engine.
 
 - :mod:`steps`: a step, from the batch to what it returns; all that happens around the engine.
 - :mod:`batches`: from a batch to weighted micro-batches, and from their results to those of the batch.

@@ -11,8 +11,7 @@ class, no attributes. So these are refused, before anything is trained:
 - modules that keep the scales of an integer weight in an attribute that is neither a parameter nor a buffer (HQQ). The
   same holds there.
 - modules with hooks of ``accelerate`` (``device_map=``), which put weights on devices of their own choice.
-- modules that assign to their own weights in ``forward``: the assignment would reach a copy. And modules that hand
-  trained tensors to units in an object, such as a cache.
+- modules that assign to their own weights in ``forward``: the assignment would reach a copy.
 
 Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) travel like any others.
 """
@@ -131,11 +130,8 @@ def check_has_data(root: nn.Module) -> None:
 _REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
 # What a parameter class overrides if moving it is more than copying its values.
 _MOVES = ("to", "cpu", "cuda", "__torch_function__")
-# Class of PEFT -> what it does that units cannot do twice, or on copies.
-_PEFT = {
-    "CPTEmbedding": "assigns to its own weights while it runs (CPT projects the trained prompt in its forward)",
-    "PrefixEncoder": "puts its prefix into a key-value cache, to which the recompute of each layer would append again",
-}
+# Class of PEFT -> what it does.
+_WRITES_WEIGHTS = {"CPTEmbedding": "CPT projects the trained prompt in its forward"}
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
@@ -168,9 +164,10 @@ def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
             f"module {name!r} ({kind}) has hooks of accelerate, which move its weights by themselves: "
             "strategy='roundpipe' keeps all weights on the host. Load the model without device_map"
         )
-    if kind in _PEFT and any(weight.requires_grad for weight in module.parameters()):
+    if kind in _WRITES_WEIGHTS:
         raise MisconfigurationException(
-            f"module {name!r} ({kind}) {_PEFT[kind]}: use another method of PEFT, or train it with strategy='auto'"
+            f"module {name!r} ({kind}) assigns to its own weights while it runs ({_WRITES_WEIGHTS[kind]}), and "
+            "strategy='roundpipe' runs it on copies: train it with strategy='auto'"
         )
     frozen = [key for key, p in module._parameters.items() if p is not None and _is_integer(p)]
     beside = [key for key, value in vars(module).items() if key not in _INTERNAL and _holds_tensors(value)]

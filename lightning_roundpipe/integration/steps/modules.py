@@ -23,7 +23,8 @@ class ModuleScan:
         metrics: which all micro-batches share.
         norms: which keep statistics of batches, or of samples.
         lightning_modules: with their names.
-        checkpointed, cached: with activation checkpointing, or ``config``, as models of Hugging Face have them.
+        checkpointed, cached, prompted: with activation checkpointing, ``config``, or prompts, as models of Hugging Face
+            and PEFT have them.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -50,6 +51,7 @@ class ModuleScan:
         self.lightning_modules = [(name, m) for name, m in self.named if isinstance(m, LightningModule)]
         self.cached = [module for module in modules if hasattr(vars(module).get("config"), "__dict__")]
         self.checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+        self.prompted = [module for module in modules if hasattr(type(module), "get_prompt")]
 
     @property
     def couples_rows(self) -> bool:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.huggingface import Task, batches, causal, compare_tasks, padded
-from tests.support.parity import COPIES, Run, fit, make_trainer, ready
+from tests.support.huggingface import Task, batches, build, causal, compare_tasks, padded, pairs
+from tests.support.parity import COPIES, KINDS, Run, fit, make_trainer, ready
 from tests.support.rows import compat
 
 LM = "CAUSAL_LM"
@@ -72,6 +72,7 @@ METHODS = {
     "LoRA, checkpoints": lambda: checkpointed(False),
     "prompt tuning": lambda: prompted("PromptTuningConfig"),
     "p-tuning": lambda: prompted("PromptEncoderConfig", encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
+    "prefix tuning": lambda: prompted("PrefixTuningConfig"),
     "LoHa": lambda: on_query("LoHaConfig", r=2, init_weights=False),
     "LoKr": lambda: on_query("LoKrConfig", r=2, init_weights=False),
     "OFT": lambda: on_query("OFTConfig", oft_block_size=4, init_weights=False),
@@ -92,6 +93,7 @@ METHODS = {
 @compat("Library", "transformers enable_input_require_grads")
 @compat("Library", "PEFT prompt tuning")
 @compat("Library", "PEFT p-tuning")
+@compat("Library", "PEFT prefix tuning")
 @compat("Library", "PEFT LoHa")
 @compat("Library", "PEFT LoKr")
 @compat("Library", "PEFT OFT")
@@ -137,28 +139,51 @@ class Comparing(Task):
         return output.loss + (output.logits - (self.base(batch) if base is None else base)).pow(2).mean()
 
 
+@pytest.mark.parametrize("kind", [Task, Comparing])
+@compat("Library", "PEFT prefix tuning (encoder-decoder)")
+def test_prefixes_of_an_encoder_and_a_decoder(kind: type[Task]) -> None:
+    """Also with a forward of the base model in the same step, which has no prefix."""
+
+    def make() -> Task:
+        config = peft.PrefixTuningConfig(
+            task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
+        )
+        return kind(adapted(config, build("t5")))
+
+    plain, _ = compare_tasks(make, batches(pairs))
+    assert {name for name in plain.moved if "prompt_encoder" in name}
+
+
+@compat("Library", "PEFT prefix tuning")
+def test_prefixes_in_generation() -> None:
+    """The cache grows behind the prefix: in prediction, and in a training step that samples from its own model."""
+
+    class Sampling(Task):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            return self.model.generate(**given, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                tokens = self.predict_step(batch, batch_idx)
+            return self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+
+    runs = compare_tasks(lambda: Sampling(prompted("PrefixTuningConfig")))
+    tokens = [make_trainer(kind).predict(run.module, ready(batches())) for kind, run in zip(KINDS, runs, strict=True)]
+    assert [len(each) for each in tokens[0]] == [5, 4]
+    assert all(torch.equal(one, other) for one, other in zip(*tokens, strict=True))
+
+
 @compat(
     "Library",
     "PEFT CPT",
     "refused",
     "It assigns to its own weights in every forward: use another method.",
 )
-@compat("Library", "PEFT prefix tuning", "refused", "Use prompt tuning or p-tuning.")
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            {"peft_type": "CPT", "cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]},
-            "assigns to its own weights",
-        ),
-        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "puts its prefix into a key-value cache"),
-    ],
-    ids=["CPT", "prefix tuning"],
-)
-def test_methods_that_are_refused(config: dict[str, Any], words: str) -> None:
-    model = adapted(peft.get_peft_config({"task_type": LM, **config}))
-    with pytest.raises(Exception, match=rf"prompt_encoder.default.*{words}.*strategy='auto'"):
-        make_trainer().fit(Task(model), ready(batches()))
+def test_weights_that_are_assigned_in_a_forward_are_refused() -> None:
+    config = peft.CPTConfig(task_type=LM, cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
+    with pytest.raises(Exception, match=r"prompt_encoder.default.*assigns to its own weights.*strategy='auto'"):
+        make_trainer().fit(Task(adapted(config)), ready(batches()))
 
 
 class Allocating(Task):
@@ -259,7 +284,7 @@ def saved(run: Run, folder: Path) -> tuple[dict[str, Tensor], Any, list[str]]:
 
 SAVED: dict[str, Callable[[], nn.Module]] = {
     "lora": lambda: adapted(lora(modules_to_save=["lm_head"])),
-    "prompt": lambda: prompted("PromptTuningConfig"),
+    "prefix": lambda: prompted("PrefixTuningConfig"),
 }
 
 
