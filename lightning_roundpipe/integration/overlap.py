@@ -23,7 +23,6 @@ from ..common.sizes import num_bytes_of
 from ..devices.pool import DevicePool
 from ..engine.runner import Engine
 from ..optimizer.clipping import clip_factor
-from ..optimizer.masters import Masters
 from ..optimizer.stale import StaleWeights
 from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, why_not_separable
@@ -91,8 +90,6 @@ class OptimizerOverlap:
         self._stale_after_steps = stale_after_steps or 0
         shards = None if sharding is None else sharding.shards
         self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None, shards)
-        if sharding is not None and copies is not None and self._stale is None:
-            sharding.masters = Masters(sharding.shards, copies, self._updates.wait)
         self._order = order
         self._module: pl.LightningModule | None = None
         self._is_scripted = False
@@ -134,14 +131,11 @@ class OptimizerOverlap:
 
     @contextlib.contextmanager
     def computing(self, module: pl.LightningModule) -> Iterator[None]:
-        """Around a training step of ``module``, which computes with weights that are stale if they are to be, and on
-        ranks with low copies of those of others.
+        """Around a training step of ``module``, which computes with weights that are stale if they are to be.
 
         Raises:
             MisconfigurationException: if the step has changed one of these.
         """
-        if self._sharding is not None:
-            self._sharding.begin_step()
         if self._stale is None or module.trainer.global_step < self._stale_after_steps:
             yield
             return

@@ -206,7 +206,7 @@ class Updates:
         options = options_of(optimizer)
         gradients = {p: g for p in options if (g := p.grad) is not None}
         shards = self._shards
-        updated = dict.fromkeys(gradients) if shards is None else shards.agree(options, gradients)
+        updated = list(gradients) if shards is None else shards.agree(options, gradients)
         if not updated:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.updating():
