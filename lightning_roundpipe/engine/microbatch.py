@@ -161,7 +161,8 @@ class Microbatch:
     def _free_recorded(self, replica: Replica) -> None:
         """The recording runs all units on one device: what takes memory there must go at once."""
         if self._is_recording and not self.device.aliases_host:
-            replica.harvest_now(self._step.gradients)
+            if found := replica.harvest():
+                self._step.gradients.add(*found, (replica.unit.order,))
             replica.unload()
 
     # --- forward -----------------------------------------------------------------------------------------------

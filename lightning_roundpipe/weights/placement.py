@@ -279,7 +279,8 @@ class Loader:
         """Gradients go home, unit by unit, in the order of the runs of their stage."""
         if self._is_recording:
             for replica in self._replicas.active_on(device):
-                replica.harvest_now(self._gradients)
+                if found := replica.harvest():
+                    self._gradients.add(*found, (replica.unit.order,))
             return
         harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
         planned = run.units if run.has_gradients else ()
