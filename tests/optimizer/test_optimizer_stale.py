@@ -120,28 +120,6 @@ def test_an_update_may_end_during_a_step(make_training: Callable[..., Training])
     assert not torch.equal(ours.weights[0], before[0])
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_weights_come_back_on_every_way_out(make_training: Callable[..., Training], error: type[BaseException]) -> None:
-    ours = make_training()
-    for x in inputs(3):
-        ours.step(x)
-    ours.updates.wait()
-    before, places = values_of(ours.net), [w.data_ptr() for w in ours.weights]
-    seen: list[int] = []
-
-    def fail() -> None:
-        with ours.stale.computing(ours.weights):
-            seen.extend(w.data_ptr() for w in ours.weights)
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert len(seen) == len(places)
-    assert not set(seen) & set(places)
-    assert [w.data_ptr() for w in ours.weights] == places
-    torch.testing.assert_close(values_of(ours.net), before, rtol=0, atol=0)
-
-
 def _add(weight: nn.Parameter) -> None:
     with torch.no_grad():
         weight.add_(1.0)
@@ -215,22 +193,6 @@ def test_a_weight_without_gradient_is_what_it_is(make_training: Callable[..., Tr
     assert torch.equal(ours.used[-1][0], before[0])
 
 
-def test_an_optimizer_step_without_gradients_changes_nothing(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
-    x = inputs(1)[0]
-    for _ in range(3):
-        ours.step(x)
-    ours.optimizer.zero_grad()
-    ours.updates.start(ours.optimizer, [ours.weights])
-    ours.gradients(x)
-    ours.gradients(x)  # accumulates: the same weights
-    newest = values_of(ours.net)
-    torch.testing.assert_close(ours.used[-1], ours.used[-2], rtol=0, atol=0)
-    ours.step(x)
-    ours.step(x)
-    torch.testing.assert_close(ours.used[-1], newest, rtol=0, atol=0)
-
-
 def test_weights_are_frozen_and_unfrozen(make_training: Callable[..., Training]) -> None:
     ours = make_training()
     x = inputs(1)[0]
@@ -259,20 +221,3 @@ def test_a_weight_of_another_shape(make_training: Callable[..., Training]) -> No
     for _ in range(3):
         ours.step(x)
     assert [used[3].shape for used in ours.used] == [(3,), (1,), (1,), (1,)]
-
-
-def test_an_error_in_an_update_is_told_and_the_weights_stay(make_training: Callable[..., Training]) -> None:
-    class Fails(torch.optim.SGD):
-        is_separable = True
-
-        def step(self, closure: Any = None) -> Any:
-            raise ValueError("no update today")
-
-    ours = make_training(lambda p: Fails(p, lr=0.1))
-    x = inputs(1)[0]
-    ours.step(x)
-    with pytest.raises(ValueError, match="no update today"):
-        ours.updates.wait()
-    before = values_of(ours.net)
-    ours.gradients(x)
-    torch.testing.assert_close(ours.used[-1], before, rtol=0, atol=0)
