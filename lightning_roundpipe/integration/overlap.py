@@ -25,7 +25,7 @@ from ..engine.runner import Engine
 from ..optimizer.clipping import clip_factor
 from ..optimizer.stale import StaleWeights
 from ..optimizer.state import unguard
-from ..optimizer.updates import Updates, why_not_separable
+from ..optimizer.updates import Updates, share_memory, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
 from ..weights.low_precision import WorkingCopies
@@ -116,7 +116,7 @@ class OptimizerOverlap:
             if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
         if self._stale is not None:
-            if (why_not := _why_not_stale(module, optimizers)) is not None:
+            if (why_not := _why_not_stale(module, optimizers) or self._why_not(optimizers[0])) is not None:
                 raise _refusal(why_not)
             exact = (
                 f"After {self._stale_after_steps} exact optimizer steps" if self._stale_after_steps else "From now on"
@@ -156,7 +156,7 @@ class OptimizerOverlap:
             yield
             return
         assert self._module is not None
-        overlapping = self._updates.overlapping(optimizer, self._order, self._module.parameters)
+        overlapping = self._updates.overlapping(optimizer, self._order)
         with overlapping, clipped_by(self._updates, optimizer, self._module, self._sharding):
             yield
         trainer = self._module.trainer
@@ -196,7 +196,11 @@ class OptimizerOverlap:
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if self._is_scripted:  # what reads weights in C++ would not wait
             return "a part of the module is a torch.jit.ScriptModule"
-        return why_not_separable(optimizer)
+        assert self._module is not None
+        why_not = why_not_separable(optimizer)
+        if why_not is None and share_memory(p for p in self._module.parameters() if not nn.parameter.is_lazy(p)):
+            return "two parameters of the module share their memory"
+        return why_not
 
     def _guard(self, optimizer: Optimizer) -> None:
         self._updates.guard(optimizer)
@@ -237,7 +241,7 @@ def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) 
         is_renormed = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
         if is_renormed and child.weight in weights:
             return f"the embedding {name!r} with its max_norm changes its weight in the forward"
-    return why_not_separable(optimizers[0])
+    return None
 
 
 def _refusal(why: str) -> MisconfigurationException:

@@ -74,18 +74,12 @@ class Shards:
         num_bytes = min(buckets.BUCKET_BYTES, num_bytes_of(weights) // (_BLOCKS_PER_RANK * self.group.size))
         blocks: list[list[nn.Parameter]] = []
         room = 0
-        ties = buckets.tied(weights)
-        left = dict.fromkeys(weights)
         for weight in weights:
-            together = [tie for tie in ties.get(weight, (weight,)) if tie in left]
-            size = num_bytes_of(together)
-            if together and (not blocks or size > room):
+            if not blocks or weight.nbytes > room:
                 blocks.append([])
                 room = num_bytes
-            for tie in together:
-                blocks[-1].append(tie)
-                del left[tie]
-            room -= size
+            blocks[-1].append(weight)
+            room -= weight.nbytes
         loads = [0] * self.group.size
         owners = {}
         for block in sorted(blocks, key=lambda block: -num_bytes_of(block)):

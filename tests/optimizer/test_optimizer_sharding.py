@@ -54,15 +54,6 @@ def test_owners_have_equal_parts_up_to_one_block_and_are_the_same_on_all_ranks(s
     assert max(loads) - min(loads) <= max(sum(sizes) / (4 * size), max(sizes))
 
 
-def test_owners_of_weights_that_share_memory_are_the_same() -> None:
-    whole = torch.zeros(40)
-    weights = [nn.Parameter(whole[start : start + 10]) for start in (0, 5, 20, 30)]
-    shards = Shards(Alone(0, 2), lambda: ((str(i), weight) for i, weight in enumerate(weights)))
-    shards.refresh()
-    assert shards.owner_of(weights[0]) == shards.owner_of(weights[1])
-    assert {shards.owner_of(weight) for weight in weights} == {0, 1}
-
-
 def test_frozen_weights_do_not_count_and_later_ones_get_an_owner_while_others_keep_theirs() -> None:
     weights = [nn.Parameter(torch.zeros(10), requires_grad=i >= 4) for i in range(8)]
     known = weights[:-1]
