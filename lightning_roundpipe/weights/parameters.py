@@ -211,15 +211,13 @@ class Replica:
         there = {leaf for copies in self._copies for leaf in copies.leaves}
         missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
         num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
-        if not must:
-            if not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-                return False
-            self._start_uploads(weights, missing, num_bytes, must=False)
-            return True
         self._is_loading = True  # what makes room leaves it alone
         try:
-            self.device.memory.reserve("weights", num_bytes)
-            self._start_uploads(weights, missing, num_bytes, must=True)
+            if must:
+                self.device.memory.reserve("weights", num_bytes)
+            elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+                return False
+            self._start_uploads(weights, missing, num_bytes, must=must)
         finally:
             self._is_loading = False
         return True
