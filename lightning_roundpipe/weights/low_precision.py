@@ -44,8 +44,6 @@ from .futures import ParameterFuture, State, await_update, take_unseen, unwaited
 from .units import Unit
 
 Autocast = tuple[bool, torch.dtype]
-# (number of elements, dtype) -> flat host tensor; its content does not matter.
-Allocate = Callable[[int, torch.dtype], Tensor]
 _LOW = (torch.bfloat16, torch.float16)  # what autocast computes in
 # Less is cast before another thread has begun.
 _MIN_HELPED_BYTES = 2**20
@@ -82,19 +80,10 @@ class _Copy:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(num_elements, dtype=dtype)
-
-
 class WorkingCopies:
-    """See [Note: working copies]. May be used from any thread.
+    """See [Note: working copies]. May be used from any thread."""
 
-    Args:
-        allocate: gives the memory of the copies, for example page-locked.
-    """
-
-    def __init__(self, allocate: Allocate = _allocate) -> None:
-        self._allocate = allocate
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
         self._forms: dict[Unit, bool] = {}
@@ -139,7 +128,9 @@ class WorkingCopies:
         with self._lock:
             copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
-                copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+                # Outside of inference mode: else it could not be written to in training.
+                with torch.inference_mode(False), unwaited():
+                    copy = self._copies[master, dtype] = _Copy(torch.empty_like(master, dtype=dtype))
         version = self.version(master, dtype)
         if copy.version != version:
 
@@ -199,10 +190,6 @@ class WorkingCopies:
             for dtype in _LOW:
                 if (copy := self._copies.get((master, dtype))) is not None:
                     yield master, dtype, copy
-
-    def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # else it could not be written to in training
-            return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
 
     def version(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""

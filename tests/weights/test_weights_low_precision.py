@@ -20,34 +20,22 @@ from tests.weights.autocast_training import AUTOCAST, LOW, Block, Model, Trainin
 # --- copies on the host ----------------------------------------------------------------------------------------------
 
 
-class Counting:
-    """Memory for copies, and how often it was asked for."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        self.sizes.append(num_elements)
-        return torch.empty(num_elements, dtype=dtype)
-
-
 def test_a_trainable_master_is_converted_once_per_step_into_the_same_memory() -> None:
-    allocate = Counting()
-    weights = WorkingCopies(allocate)
+    weights = WorkingCopies()
     master = nn.Parameter(torch.randn(3, 5))
     before: Any = None
+    addresses = set()
     for step in range(3):
         weights.begin_step("train", training=True)
         source, version = weights.source(master, LOW), weights.version(master, LOW)
         assert version != before
         assert torch.equal(source, master.to(LOW))
-        address = source.data_ptr()
         master.data.add_(1.0)  # leaves no trace
-        assert weights.source(master, LOW).data_ptr() == address
+        addresses |= {source.data_ptr(), weights.source(master, LOW).data_ptr()}
         assert not torch.equal(source, master.to(LOW)), f"converted twice in step {step}"
         assert weights.version(master, LOW) == version
         before = version
-    assert allocate.sizes == [15]
+    assert len(addresses) == 1
     assert weights.host_bytes == 30
 
 
