@@ -10,9 +10,8 @@ every rank computes with all of them: ::
     rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d   b ->    d ->    a b c d
                                                                      round 1  round 2
 
-Owners get weights in *blocks* of the module's order, the largest blocks first, each to the rank that has least: by the
-order and the sizes alone, so that all ranks agree without a word. What has an owner keeps it; weights that an optimizer
-gets later are shared out then.
+Owners get weights the largest first, each to the rank that has least: by order and sizes alone, so that all ranks agree
+without a word. What has an owner keeps it; weights that an optimizer gets later are shared out then.
 
 In an update, ranks tell each other which weights have a gradient, and then go along these in the same *rounds*. In a
 round each rank updates what it owns and sends it to all others: so all ranks compute at the same time, and the network
@@ -33,9 +32,6 @@ from ..ranks.group import RankGroup
 from ..weights.futures import unwaited
 from . import buckets
 from .stale import StaleWeights
-
-# Blocks are so small that each rank gets about so many, if there are enough weights.
-_BLOCKS_PER_RANK = 4
 
 Work = tuple[list[nn.Parameter], Callable[[], None]]
 
@@ -71,21 +67,11 @@ class Shards:
                 self._share_out([weight for weight in fresh if weight.requires_grad is trains])
 
     def _share_out(self, weights: Sequence[nn.Parameter]) -> None:
-        num_bytes = min(buckets.BUCKET_BYTES, num_bytes_of(weights) // (_BLOCKS_PER_RANK * self.group.size))
-        blocks: list[list[nn.Parameter]] = []
-        room = 0
-        for weight in weights:
-            if not blocks or weight.nbytes > room:
-                blocks.append([])
-                room = num_bytes
-            blocks[-1].append(weight)
-            room -= weight.nbytes
         loads = [0] * self.group.size
         owners = {}
-        for block in sorted(blocks, key=lambda block: -num_bytes_of(block)):
-            owner = loads.index(min(loads))
-            loads[owner] += num_bytes_of(block)
-            owners.update(dict.fromkeys(block, owner))
+        for weight in sorted(weights, key=lambda weight: -weight.nbytes):
+            owners[weight] = loads.index(min(loads))
+            loads[owners[weight]] += weight.nbytes
         self._owners.update({weight: owners[weight] for weight in weights})
 
     def owner_of(self, weight: nn.Parameter) -> int | None:

@@ -41,9 +41,9 @@ class Alone(RankGroup):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_owners_have_equal_parts_up_to_one_block_and_are_the_same_on_all_ranks(size: int) -> None:
+def test_owners_have_equal_parts_up_to_one_weight_and_are_the_same_on_all_ranks(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    sizes = [100 * size, *torch.randint(1, 60, (90,), generator=generator).tolist()]
+    sizes = torch.randint(1, 60, (90,), generator=generator).tolist()
     owners = []
     for rank in range(size):
         shards, weights = made(Alone(rank, size), *sizes)
@@ -51,7 +51,7 @@ def test_owners_have_equal_parts_up_to_one_block_and_are_the_same_on_all_ranks(s
         assert [shards.is_mine(weight) for weight in weights.values()] == [owner == rank for owner in owners[-1]]
     assert owners == [owners[0]] * size
     loads = [sum(n for n, owner in zip(sizes, owners[0], strict=True) if owner == rank) for rank in range(size)]
-    assert max(loads) - min(loads) <= max(sum(sizes) / (4 * size), max(sizes))
+    assert max(loads) - min(loads) <= max(sizes)
 
 
 def test_frozen_weights_do_not_count_and_later_ones_get_an_owner_while_others_keep_theirs() -> None:
