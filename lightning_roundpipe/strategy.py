@@ -89,7 +89,6 @@ class RoundPipeStrategy(HostStrategy):
             waits for no update, and computes with the weights from before the last one.
         stale_after_steps: with ``"stale"``: so many optimizer steps are exact at first.
         shard_optimizer: each of several ranks keeps the optimizer state of a part of the weights, and updates these.
-            Of the others it keeps the copy in low precision alone, where only that travels to devices.
         reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
             and rounded once. None is the dtype of the weights.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such

@@ -149,7 +149,11 @@ class Microbatch:
         target.throttle()
 
     def _replica(self, call: Call, *, learns: bool = True) -> Replica:
-        replica = self._replicas.get(call, self.device, self._lock.baseline, learns=learns)
+        if call.local is None:  # a graph that was kept is part of the replica that it was made on
+            call.is_low = not learns and self._replicas.weights.is_low(call.unit, call.autocast)
+        replica = self._replicas.get(
+            call.unit, self.device, self._lock.baseline, is_low=call.is_low, trained=call.trained
+        )
         if not self.device.aliases_host:
             self._segment.loader.prefetch(self.device)
         return replica
@@ -157,7 +161,8 @@ class Microbatch:
     def _free_recorded(self, replica: Replica) -> None:
         """The recording runs all units on one device: what takes memory there must go at once."""
         if self._is_recording and not self.device.aliases_host:
-            replica.harvest_now(self._step.gradients)
+            if found := replica.harvest():
+                self._step.gradients.add(*found, (replica.unit.order,))
             replica.unload()
 
     # --- forward -----------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from ..common.fingerprints import Versions
 from ..common.sizes import num_bytes_of
 from ..engine.runner import Engine
 from ..optimizer.clipping import clip_factor
-from ..optimizer.masters import Masters
 from ..optimizer.stale import StaleWeights
 from ..optimizer.state import unguard
-from ..optimizer.updates import Updates, why_not_separable
+from ..optimizer.updates import Updates, share_memory, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
 from ..weights.low_precision import WorkingCopies
@@ -64,8 +63,6 @@ class OptimizerOverlap:
 
         shards = None if sharding is None else sharding.shards
         self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None, shards)
-        if sharding is not None and self._stale is None:
-            sharding.masters = Masters(sharding.shards, copies, self._updates.wait)
         self._engine = engine
         self._module: pl.LightningModule | None = None
         self._is_scripted = False
@@ -92,7 +89,7 @@ class OptimizerOverlap:
             if self._is_worth_it(optimizer) and self._why_not(optimizer) is None:
                 self._guard(optimizer)
         if self._stale is not None:
-            if (why_not := _why_not_stale(module, optimizers)) is not None:
+            if (why_not := _why_not_stale(module, optimizers) or self._why_not(optimizers[0])) is not None:
                 raise _refusal(why_not)
             exact = (
                 f"After {self._stale_after_steps} exact optimizer steps" if self._stale_after_steps else "From now on"
@@ -107,14 +104,11 @@ class OptimizerOverlap:
 
     @contextlib.contextmanager
     def computing(self, module: pl.LightningModule) -> Iterator[None]:
-        """Around a training step of ``module``, which computes with weights that are stale if they are to be, and on
-        ranks with low copies of those of others.
+        """Around a training step of ``module``, which computes with weights that are stale if they are to be.
 
         Raises:
             MisconfigurationException: if the step has changed one of these.
         """
-        if self._sharding is not None:
-            self._sharding.begin_step()
         if self._stale is None or module.trainer.global_step < self._stale_after_steps:
             yield
             return
@@ -135,9 +129,7 @@ class OptimizerOverlap:
             yield
             return
         assert self._module is not None
-        overlapping = self._updates.overlapping(
-            optimizer, lambda: self._engine().order_of("training_step"), self._module.parameters
-        )
+        overlapping = self._updates.overlapping(optimizer, lambda: self._engine().order_of("training_step"))
         with overlapping, clipped_by(self._updates, optimizer, self._module, self._sharding):
             yield
         trainer = self._module.trainer
@@ -177,7 +169,11 @@ class OptimizerOverlap:
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if self._is_scripted:  # what reads weights in C++ would not wait
             return "a part of the module is a torch.jit.ScriptModule"
-        return why_not_separable(optimizer)
+        assert self._module is not None
+        why_not = why_not_separable(optimizer)
+        if why_not is None and share_memory(p for p in self._module.parameters() if not nn.parameter.is_lazy(p)):
+            return "two parameters of the module share their memory"
+        return why_not
 
     def _guard(self, optimizer: Optimizer) -> None:
         self._updates.guard(optimizer)
@@ -222,7 +218,7 @@ def _why_not_stale(module: pl.LightningModule, optimizers: Sequence[Optimizer]) 
         is_renormed = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
         if is_renormed and child.weight in weights:
             return f"the embedding {name!r} with its max_norm changes its weight in the forward"
-    return why_not_separable(optimizers[0])
+    return None
 
 
 def _refusal(why: str) -> MisconfigurationException:

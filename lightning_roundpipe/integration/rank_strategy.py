@@ -266,10 +266,8 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """All ranks evaluate with the buffers of rank 0, and with whole weights where they may need these."""
+        """All ranks evaluate with the buffers of rank 0."""
         self.share_buffers()
-        if self._sharding is not None:
-            self._sharding.before_evaluation()
 
     def share_buffers(self) -> None:
         """Gives the other ranks the buffers of rank 0 that have changed; all ranks call this at the same time."""
@@ -331,34 +329,11 @@ class RankStrategy(ParallelStrategy):
         """
         if self._sharding is None:
             return super().optimizer_state(optimizer)
-        self._check_is_connected()
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        return self._sharding.state_of(optimizer)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: with all masters on rank 0, which writes it.
-
-        Raises:
-            RankError: if ranks have parted, and have the masters of their own weights only.
-        """
-        if self._sharding is None or self._sharding.masters is None:
-            return super().lightning_module_state_dict()
-        self._check_is_connected()
-        with self._sharding.whole_on_rank_0():
-            return super().lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads all weights on all ranks."""
-        if self._sharding is not None:
-            self._sharding.before_load()
-        super().load_model_state_dict(checkpoint, strict=strict)
-
-    def _check_is_connected(self) -> None:
         if self._group is ALONE:
             raise RankError(
                 "ranks are not connected any more after an error, and the state of a sharded optimizer is on all of "
                 "them: no checkpoint can be written. Resume from the last one"
             )
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._sharding.state_of(optimizer)

@@ -10,35 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
 from ..optimizer.clipping import norms_of
-from ..optimizer.masters import Masters
 from ..optimizer.sharded_state import gathered_state, own_part
 from ..optimizer.sharding import Shards
 from ..optimizer.updates import refuse_plain_step
 from ..ranks.group import RankGroup
-
-# Callbacks that compute with weights, or write them, now and then.
-_NEED_WEIGHTS = tuple(
-    getattr(lightning_callbacks, name)
-    for name in ("ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
-    if hasattr(lightning_callbacks, name)
-)
 
 
 class Sharding:
@@ -50,10 +39,7 @@ class Sharding:
 
     Attributes:
         shards: which rank owns which weights.
-        masters: that ranks do not keep of the weights of others; None if they keep all.
     """
-
-    masters: Masters | None = None
 
     def __init__(
         self, group: RankGroup, module: pl.LightningModule, optimizers: Callable[[], Sequence[Optimizer]]
@@ -91,47 +77,10 @@ class Sharding:
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
             self._undo.enter_context(attribute_set(scaler, "_unscale_grads_", self._unscaling(scaler)))
-        self._divide_masters()
-
-    def _divide_masters(self) -> None:
-        trainer = self._module.trainer
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        writers = [type(callback).__name__ for callback in callbacks if isinstance(callback, _NEED_WEIGHTS)]
-        if self.masters is None or writers:
-            if writers:
-                rank_zero_info(f"shard_optimizer=True: all ranks keep all weights, as {writers[0]} computes with them")
-            self.masters = None
-            return
-        self.shards.keeping = masters = self.masters
-        masters.begin()
-        on_run_end = trainer.fit_loop.on_run_end
-
-        def give_back_first() -> None:
-            masters.give_back()  # before any hook for the end of training
-            on_run_end()
-
-        self._undo.enter_context(attribute_set(trainer.fit_loop, "on_run_end", give_back_first))
-
-    def begin_step(self) -> None:
-        """A training step begins."""
-        if self.masters is not None and (count := self.masters.begin_step()):
-            rank_zero_info(
-                f"shard_optimizer=True: {count} weights that other ranks update are kept in low precision alone"
-            )
 
     def finish(self) -> None:
         """The fit has ended."""
         self._undo.close()
-        rounded = [] if self.masters is None else self.masters.release()
-        self.masters = None
-        if rounded:
-            more = f" and {len(rounded) - 1} more weights" if len(rounded) > 1 else ""
-            warnings.warn(
-                f"ranks have parted after an error: on rank {self._group.rank} {self.shards.name_of(rounded[0])!r}"
-                f"{more}, which other ranks update, have values that are rounded to low precision. Resume from the "
-                "last checkpoint",
-                stacklevel=2,
-            )
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -166,20 +115,6 @@ class Sharding:
         return unscale_grads
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
-
-    def whole_on_rank_0(self) -> contextlib.AbstractContextManager[None]:
-        """While open, the weights of rank 0 have the values for a checkpoint; a collective."""
-        return contextlib.nullcontext() if self.masters is None else self.masters.whole_on_rank_0()
-
-    def before_evaluation(self) -> None:
-        """An evaluation within the fit begins; a collective."""
-        if self.masters is not None:
-            self.masters.before_evaluation()
-
-    def before_load(self) -> None:
-        """Weights are about to be loaded: all ranks load all of them."""
-        if self.masters is not None:
-            self.masters.release()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """For a checkpoint: of all ranks on rank 0, elsewhere of this one; a collective."""

@@ -4,6 +4,5 @@
 - :mod:`buckets`, :mod:`state`: weights that are updated together; the state of the optimizer meanwhile.
 - :mod:`clipping`: clipping by norm as a part of the update.
 - :mod:`sharding`, :mod:`sharded_state`: optimizers whose state and updates are divided among ranks.
-- :mod:`masters`: weights of which ranks keep low copies alone, unless they update them.
 - :mod:`stale`: weights of the step before, for ``optimizer_overlap="stale"``.
 """

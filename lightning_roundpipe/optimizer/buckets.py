@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.fingerprints import version_of
-from ..common.sizes import extent_of, num_bytes_of
+from ..common.sizes import num_bytes_of
 from .stale import StaleWeights
 from .state import GuardedState
 
@@ -21,37 +21,14 @@ Options = dict[str, Any]
 BUCKET_BYTES = 16 * 2**20
 
 
-def tied(weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """Weights whose memory overlaps, by weight, where there are several."""
-    extents = []
-    for weight in weights:
-        if weight.numel() and weight.layout is torch.strided:
-            first, stop = extent_of(weight)
-            start = weight.data_ptr()
-            extents.append((start, start + (stop - first) * weight.element_size(), weight))
-    groups: list[list[nn.Parameter]] = []
-    end = 0
-    for start, stop, weight in sorted(extents, key=lambda extent: extent[0]):
-        if start >= end:
-            groups.append([])
-        groups[-1].append(weight)
-        end = max(end, stop)
-    return {weight: group for group in groups if len(group) > 1 for weight in group}
-
-
-def buckets_of(
-    weights: Iterable[nn.Parameter],
-    order: Sequence[Iterable[nn.Parameter]],
-    ties: Mapping[nn.Parameter, Sequence[nn.Parameter]],
-) -> list[list[nn.Parameter]]:
-    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time; those in the same
-    memory together."""
+def buckets_of(weights: Iterable[nn.Parameter], order: Sequence[Iterable[nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """The weights that are to be updated, in the order in which they are needed, a few MiB at a time."""
     left = dict.fromkeys(weights)
     buckets: list[list[nn.Parameter]] = []
     num_bytes = BUCKET_BYTES
     for group in [*order, list(left)]:
-        fresh = [p for first in group if first in left for p in ties.get(first, (first,)) if p in left]
-        for parameter in (fresh := list(dict.fromkeys(fresh))):
+        fresh = [parameter for parameter in dict.fromkeys(group) if parameter in left]
+        for parameter in fresh:
             del left[parameter]
         if not fresh:
             continue

@@ -3,17 +3,15 @@
 [Note: sharded optimizer]
 Every trained weight has one *owner*, the rank that gets its gradient, keeps its state and updates it. The others have
 neither; their ``.grad`` is None, so that optimizers make nothing for them. The weights themselves are on all ranks, as
-every rank computes with all of them, but may be kept there in low precision ([Note: divided masters] in
-:mod:`optimizer.masters`): ::
+every rank computes with all of them: ::
 
                     gradients                    update                      weights
     rank 0   a b c d ----> sums of a, c   moments of a, c: new a, c   a ->    c ->    a b c d
     rank 1   a b c d ----> sums of b, d   moments of b, d: new b, d   b ->    d ->    a b c d
                                                                      round 1  round 2
 
-Owners get weights in *blocks* of the module's order, the largest blocks first, each to the rank that has least: by the
-order and the sizes alone, so that all ranks agree without a word. What has an owner keeps it; weights that an optimizer
-gets later are shared out then.
+Owners get weights the largest first, each to the rank that has least: by order and sizes alone, so that all ranks agree
+without a word. What has an owner keeps it; weights that an optimizer gets later are shared out then.
 
 In an update, ranks tell each other which weights have a gradient, and then go along these in the same *rounds*. In a
 round each rank updates what it owns and sends it to all others: so all ranks compute at the same time, and the network
@@ -25,8 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,25 +31,10 @@ from ..common.sizes import num_bytes_of
 from ..ranks.buckets import Owners
 from ..ranks.group import RankGroup
 from ..weights.futures import unwaited
-from ..weights.kept_low import low_of
 from . import buckets
 from .stale import StaleWeights
 
-# Blocks are so small that each rank gets about so many, if there are enough weights.
-_BLOCKS_PER_RANK = 4
-
 Work = tuple[list[nn.Parameter], Callable[[], None]]
-
-
-class Keeping(Protocol):
-    """What ranks keep of the weights of others."""
-
-    def kept(self, weights: Sequence[nn.Parameter]) -> list[float]:
-        """By this rank, of each weight; something that others can be told."""
-
-    def told(self, weight: nn.Parameter, kept: Sequence[float]) -> torch.dtype | None:
-        """What all ranks keep of a weight that is about to be updated: in which dtype its owner hands it out, None for
-        its own."""
 
 
 class Shards(Owners):
@@ -64,15 +45,12 @@ class Shards(Owners):
 
     Attributes:
         version: is another one when more weights have an owner.
-        num_updates: that have begun.
-        keeping: what ranks keep of the weights of others; None for all.
     """
 
     def __init__(self, group: RankGroup, weights: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self.group = group
         self.version = 0
-        self.num_updates = 0
-        self.keeping: Keeping | None = None
+        self._num_updates = 0  # that have begun
         self._weights = weights
         self._owners: dict[nn.Parameter, int] = {}  # in an order that is the same on all ranks
         self._names: dict[nn.Parameter, str] = {}
@@ -90,37 +68,12 @@ class Shards(Owners):
                 self._share_out([weight for weight in fresh if weight.requires_grad is trains])
 
     def _share_out(self, weights: Sequence[nn.Parameter]) -> None:
-        num_bytes = min(buckets.BUCKET_BYTES, num_bytes_of(weights) // (_BLOCKS_PER_RANK * self.group.size))
-        blocks: list[list[nn.Parameter]] = []
-        room = 0
-        ties = buckets.tied(weights)
-        left = dict.fromkeys(weights)
-        for weight in weights:
-            together = [tie for tie in ties.get(weight, (weight,)) if tie in left]
-            size = num_bytes_of(together)
-            if together and (not blocks or size > room):
-                blocks.append([])
-                room = num_bytes
-            for tie in together:
-                blocks[-1].append(tie)
-                del left[tie]
-            room -= size
         loads = [0] * self.group.size
         owners = {}
-        for block in sorted(blocks, key=lambda block: -num_bytes_of(block)):
-            owner = loads.index(min(loads))
-            loads[owner] += num_bytes_of(block)
-            owners.update(dict.fromkeys(block, owner))
+        for weight in sorted(weights, key=lambda weight: -weight.nbytes):
+            owners[weight] = loads.index(min(loads))
+            loads[owners[weight]] += weight.nbytes
         self._owners.update({weight: owners[weight] for weight in weights})
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """All that have an owner, in the same order on all ranks."""
-        return list(self._owners)
-
-    def name_of(self, weight: nn.Parameter) -> str:
-        """In the module."""
-        return self._names[weight]
 
     def owner_of(self, weight: nn.Parameter) -> int | None:
         """The rank that updates ``weight``; None for those of no optimizer."""
@@ -132,11 +85,8 @@ class Shards(Owners):
 
     # --- an update -----------------------------------------------------------------------------------------------
 
-    def agree(
-        self, weights: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, torch.dtype | None]:
-        """An optimizer of ``weights`` steps: those that are updated, by any rank, in the order in which they are sent,
-        and in which dtype; None for their own.
+    def agree(self, weights: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+        """An optimizer of ``weights`` steps: those that are updated, by any rank, in the order in which they are sent.
 
         Args:
             gradients: that this rank has.
@@ -145,21 +95,16 @@ class Shards(Owners):
             RankError: if other ranks do something else.
         """
         self.refresh()
-        self.num_updates += 1
+        self._num_updates += 1
         known = set(weights)
         order = [weight for weight in self._owners if weight in known]
         mine = [float(weight in gradients and self.is_mine(weight)) for weight in order]
-        kept = [] if self.keeping is None else self.keeping.kept(order)
-        rows = self.group.exchange([*mine, *kept], f"what optimizer step {self.num_updates} updates")
-        columns = list(zip(*rows, strict=True))
-        updated = {weight: i for i, weight in enumerate(order) if any(columns[i])}
-        if self.keeping is None:
-            return dict.fromkeys(updated)
-        return {weight: self.keeping.told(weight, columns[len(order) + i]) for weight, i in updated.items()}
+        rows = self.group.exchange(mine, f"what optimizer step {self._num_updates} updates")
+        return [weight for weight, *flags in zip(order, *rows, strict=True) if any(flags)]
 
     def works(
         self,
-        updated: Mapping[nn.Parameter, torch.dtype | None],
+        updated: Iterable[nn.Parameter],
         step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
         stale: StaleWeights | None,
     ) -> list[Work]:
@@ -179,88 +124,59 @@ class Shards(Owners):
                 num_bytes = {}
             rounds[-1].append(weight)
             num_bytes[owner] = num_bytes.get(owner, 0) + weight.nbytes
-        return [
-            (weights, self._round({weight: updated[weight] for weight in weights}, step_of, stale))
-            for weights in rounds
-        ]
+        return [(weights, self._round(weights, step_of, stale)) for weights in rounds]
 
     def _round(
         self,
-        updated: Mapping[nn.Parameter, torch.dtype | None],
+        updated: list[nn.Parameter],
         step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
         stale: StaleWeights | None,
     ) -> Callable[[], None]:
+        of_ranks: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(self.group.size)]
         with unwaited():
-            parts = [
-                _Part(weight, self._owners[weight], _memory_of(weight), dtype or weight.dtype)
-                for weight, dtype in updated.items()
-            ]
-        mine = [weight for weight in updated if self.is_mine(weight)]
-        what = f"the update of {self._names[next(iter(updated))]} in optimizer step {self.num_updates}"
-        step = step_of(mine) if mine else None
-        return functools.partial(_take_turn, self.group, parts, [] if step is None else [step], what, stale)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A weight of a round.
-
-    Attributes:
-        memory: what this rank keeps of it.
-        wire: the dtype in which it travels.
-    """
-
-    weight: nn.Parameter
-    owner: int
-    memory: Tensor
-    wire: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """That travel."""
-        return self.memory.numel() * self.wire.itemsize
-
-    def on_wire(self) -> Tensor:
-        """The bytes that travel."""
-        return _bytes_of(self.memory.to(self.wire).contiguous())
-
-    def fill(self, found: Tensor) -> None:
-        """Takes the bytes that have come."""
-        values = self.memory
-        if values.dtype != self.wire or not values.is_contiguous():
-            values = torch.empty(values.shape, dtype=self.wire)
-        _bytes_of(values).copy_(found)
-        if values is not self.memory:
-            self.memory.copy_(values)
-
-
-def _memory_of(weight: nn.Parameter) -> Tensor:
-    low = low_of(weight)
-    return weight.data if low is None else low
+            for weight in updated:
+                of_ranks[self._owners[weight]][weight] = weight.data
+        mine = list(of_ranks[self.group.rank])
+        what = f"the update of {self._names[updated[0]]} in optimizer step {self._num_updates}"
+        return functools.partial(_take_turn, self.group, of_ranks, [step_of(mine)] if mine else [], what, stale)
 
 
 @torch.no_grad()
 def _take_turn(
-    group: RankGroup, parts: Sequence[_Part], steps: list[Callable[[], None]], what: str, stale: StaleWeights | None
+    group: RankGroup,
+    of_ranks: Sequence[Mapping[nn.Parameter, Tensor]],
+    steps: list[Callable[[], None]],
+    what: str,
+    stale: StaleWeights | None,
 ) -> None:
     """One round of an update, on its thread.
 
     Args:
+        of_ranks: the weights that each rank owns, with their memory.
         steps: updates what this rank owns, if that is anything; is empty afterwards, as it holds gradients.
     """
     for step in steps:
         step()
     steps.clear()
-    of_ranks = [[part for part in parts if part.owner == rank] for rank in range(group.size)]
-    mine = torch.cat([torch.empty(0, dtype=torch.uint8), *(part.on_wire() for part in of_ranks[group.rank])])
-    sizes = [sum(part.num_bytes for part in theirs) for theirs in of_ranks]
+    parts = [_bytes_of(memory.contiguous()) for memory in of_ranks[group.rank].values()]
+    mine = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+    sizes = [num_bytes_of(theirs.values()) for theirs in of_ranks]
     for rank, (theirs, found) in enumerate(zip(of_ranks, group.share(mine, sizes, what), strict=True)):
         if rank == group.rank:
             continue
-        for part, values in zip(theirs, torch.split(found, [part.num_bytes for part in theirs]), strict=True):
-            part.fill(values)
+        parts = list(torch.split(found, [memory.nbytes for memory in theirs.values()]))
+        for (weight, memory), part in zip(theirs.items(), parts, strict=True):
+            _fill(memory, part)
             if stale is not None:
-                stale.refill(part.weight, part.memory)
+                stale.refill(weight, memory)
+
+
+def _fill(memory: Tensor, found: Tensor) -> None:
+    """Writes the bytes that have come."""
+    values = memory if memory.is_contiguous() else torch.empty(memory.shape, dtype=memory.dtype)
+    _bytes_of(values).copy_(found)
+    if values is not memory:
+        memory.copy_(values)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..common.attributes import attribute_set
+from ..common.sizes import extent_of
 from ..weights.events import tell
 from ..weights.futures import Training, Update, can_be_pending, take_unseen, unwaited
 from ..weights.low_precision import WorkingCopies
-from .buckets import Bucket, buckets_of, options_of, tied
+from .buckets import Bucket, buckets_of, options_of
 from .sharding import Shards
 from .stale import StaleWeights
 from .state import GuardedState
@@ -70,6 +72,17 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
             if not can_be_pending(parameter):
                 return f"a parameter of {kind.__name__} is a {type(parameter).__name__} on {parameter.device}"
     return None
+
+
+def share_memory(weights: Iterable[nn.Parameter]) -> bool:
+    """Whether the memory of two of ``weights`` on the host overlaps: then one would change while the other is read."""
+    extents = []
+    with unwaited():
+        for weight in weights:
+            if weight.device.type == "cpu" and weight.layout is torch.strided and (start := weight.data_ptr()):
+                first, stop = extent_of(weight)
+                extents.append((start, start + (stop - first) * weight.element_size()))
+    return any(start < stop for (_, stop), (start, _) in pairwise(sorted(extents)))
 
 
 def refuse_plain_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -128,7 +141,6 @@ class Updates:
         self._shards = shards
         self._training = Training()
         self._last: Update | None = None
-        self._tied: tuple[list[tuple[int, int]], dict[nn.Parameter, list[nn.Parameter]]] = [], {}
         self._closing: Optimizer | None = None  # whose closure runs
         self._factor: Tensor | None = None
 
@@ -137,13 +149,11 @@ class Updates:
         self,
         optimizer: Optimizer,
         order: Callable[[], Sequence[Iterable[nn.Parameter]]],
-        others: Callable[[], Iterable[nn.Parameter]] = tuple,
     ) -> Iterator[None]:
         """While open, ``optimizer.step`` calls its closure and leaves the update to the thread.
 
         Args:
             order: gives the weights in the order in which they are needed next, in groups that are needed together.
-            others: gives parameters that may be in the same memory as weights that are updated.
         """
 
         plain = optimizer.step
@@ -161,7 +171,7 @@ class Updates:
             finally:
                 self._closing = None
             fresh = _without_state(optimizer)
-            self.start(optimizer, order(), self._factor, others())
+            self.start(optimizer, order(), self._factor)
             if fresh:
                 self._wait_for_state(optimizer, fresh)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -188,14 +198,12 @@ class Updates:
         optimizer: Optimizer,
         order: Sequence[Iterable[nn.Parameter]],
         factor: Tensor | None = None,
-        others: Iterable[nn.Parameter] = (),
     ) -> None:
         """Begins an optimizer step; it comes after those that have begun already.
 
         Args:
             order: see :meth:`overlapping`.
             factor: a number that the gradients are multiplied by first.
-            others: see :meth:`overlapping`.
 
         Raises:
             BaseException: what went wrong in one before.
@@ -206,23 +214,21 @@ class Updates:
         options = options_of(optimizer)
         gradients = {p: g for p in options if (g := p.grad) is not None}
         shards = self._shards
-        updated = dict.fromkeys(gradients) if shards is None else shards.agree(options, gradients)
+        updated = list(gradients) if shards is None else shards.agree(options, gradients)
         if not updated:
             return
         with contextlib.nullcontext() if self._stale is None else self._stale.updating():
             for parameter in updated:
                 # What is copied to devices was made of the old values.
                 torch.autograd.graph.increment_version(parameter)
-        ties = self._ties((*updated, *others))
 
         def step_of(parameters: list[nn.Parameter]) -> Callable[[], None]:
             return Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale).step
 
         if shards is None:
-            steps = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order, ties)]
+            works = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order)]
         else:
-            steps = shards.works(updated, step_of, self._stale)
-        works = [(list(dict.fromkeys(q for p in ps for q in ties.get(p, (p,)))), step) for ps, step in steps]
+            works = shards.works(updated, step_of, self._stale)
         finish = None if self._copies is None else self._copies().updating()
         update = Update(works, self._training, self._last, self._num_threads, finish)
         try:
@@ -233,15 +239,6 @@ class Updates:
         except BaseException:  # no thread could be started, or Ctrl-C
             update.cancel()
             raise
-
-    def _ties(self, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
-        """Those of ``weights`` that share memory with others."""
-        weights = tuple(dict.fromkeys(weights))
-        with unwaited():
-            places = [(id(weight), weight.data_ptr()) for weight in weights]
-            if places != self._tied[0]:
-                self._tied = places, tied(weights)
-        return self._tied[1]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
         """The first update of weights is waited for: the state made for them depends on the default dtype, which

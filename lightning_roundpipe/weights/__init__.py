@@ -6,6 +6,5 @@
 - :mod:`gradients`: gradients on their way home, added up in an order that does not depend on timing.
 - :mod:`casts`, :mod:`low_precision`: which weights may travel in the dtype of autocast, and their copies in it.
 - :mod:`futures`, :mod:`harmless`: weights whose update is still running, and who need not wait for it.
-- :mod:`kept_low`: weights of which this process keeps the copy in low precision alone.
 - :mod:`events`: the hook by which tests follow weights.
 """

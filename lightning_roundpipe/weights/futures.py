@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from ..common.threads import Surroundings, intra_op_threads_kept, set_intra_op_threads
 from .events import tell
-from .harmless import HARMLESS, OF_GRADIENT
+from .harmless import HARMLESS
 
 
 class State(enum.Enum):
@@ -295,35 +295,19 @@ class PendingParameter(nn.Parameter):
         for parameter in _pending_in((args, kwargs)):
             if (future := _futures.get(id(parameter))) is not None:
                 future.wait()
-            if (look := _looks.get(id(parameter))) is None:
-                _classify(parameter)  # perhaps made one by torch.utils.swap_tensors
-            elif func not in OF_GRADIENT:
-                look()
-        with unwaited() if func in OF_GRADIENT else contextlib.nullcontext():  # a weight may still be watched
-            return func(*args, **kwargs)
+            _classify(parameter)  # perhaps made one by torch.utils.swap_tensors
+        return func(*args, **kwargs)
 
 
 _futures: dict[int, ParameterFuture] = {}
-# What a look at a weight calls besides; see :mod:`weights.kept_low`.
-_looks: dict[int, Callable[[], None]] = {}
-
-
-def call_at_look(parameter: nn.Parameter, look: Callable[[], None] | None) -> None:
-    """Code that looks at ``parameter``, and not at its gradient alone, calls ``look`` first; None ends that."""
-    if look is not None:
-        _looks[id(parameter)] = look
-    else:
-        _looks.pop(id(parameter), None)
-    _classify(parameter)
 
 
 def _classify(parameter: nn.Parameter) -> None:
     """Gives ``parameter`` the class that it should have; other threads may do so at the same time."""
-    key = id(parameter)
-    is_pending = key in _futures or key in _looks
+    is_pending = id(parameter) in _futures
     while True:
         parameter.__class__ = PendingParameter if is_pending else nn.Parameter
-        if (key in _futures or key in _looks) is is_pending:
+        if (id(parameter) in _futures) is is_pending:
             return
         is_pending = not is_pending
 

@@ -91,18 +91,25 @@ class GradientStore:
     def of(cls, gradients: Mapping[nn.Parameter, Tensor]) -> GradientStore:
         """A store of gradients that have come already, of which none was foreseen."""
         store = cls()
-        for master, gradient in gradients.items():
-            store.add(master, gradient, _UNFORESEEN)
+        store.add(list(gradients), Done(list(gradients.values())), _UNFORESEEN)
         return store
 
-    def add(self, master: nn.Parameter, gradient: Tensor, source: Source) -> None:
-        """Adds ``gradient`` to what is there; takes ownership of it.
+    def add(self, masters: Sequence[nn.Parameter], arriving: Transfer, source: Source) -> None:
+        """Waits for what ``arriving`` brings, one gradient per master, and adds it to what is there; takes ownership.
 
         Args:
             source: where it comes from. Parts of a shared weight are added up per source, and the sums in the order
                 of the sources.
         """
-        self._add([master], [gradient], source)
+        gradients = arriving.wait(Edge.GRADIENTS)
+        with self._lock:
+            rows = [self._gradients.setdefault(master, {}) for master in masters]
+        for master, parts, gradient in zip(masters, rows, gradients, strict=True):
+            known = parts.get(source)
+            if known is None and source == _LOOSE:
+                gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
+            parts[source] = sum_up(known, gradient, master.dtype)
+        tell("take", masters, transfer=arriving)
 
     def add_loose(self, masters: Sequence[nn.Parameter], arriving: Transfer, ordinal: int) -> None:
         """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
@@ -146,8 +153,8 @@ class GradientStore:
                 )
                 return
             try:
-                if self._error is None:
-                    self._take_in(source, part)
+                if self._error is None and part[1] is not None:
+                    self.add(part[0], part[1], source)
             except BaseException as error:  # must reach the thread that runs the step
                 self._error = error
             with self._lock:
@@ -156,21 +163,6 @@ class GradientStore:
                 part = queue.waiting.get(queue.next)
                 queue.is_busy = part is not None
                 self._changed.notify_all()
-
-    def _take_in(self, source: Source, part: _Part) -> None:
-        masters, arriving = part
-        if arriving is not None:
-            self._add(masters, arriving.wait(Edge.GRADIENTS), source)
-            tell("take", masters, transfer=arriving)
-
-    def _add(self, masters: Sequence[nn.Parameter], gradients: Sequence[Tensor], source: Source) -> None:
-        with self._lock:
-            rows = [self._gradients.setdefault(master, {}) for master in masters]
-        for master, parts, gradient in zip(masters, rows, gradients, strict=True):
-            known = parts.get(source)
-            if known is None and source == _LOOSE:
-                gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
-            parts[source] = sum_up(known, gradient, master.dtype)
 
     def close(self) -> None:
         """The step has ended, well or not, and so have its transfers: what is not in a sum is lost.
@@ -200,8 +192,9 @@ class GradientStore:
         with self._changed:
             self._await_quiet()
         for source, queue in self._queues.items():
-            for ordinal in sorted(queue.waiting) if self._error is None else ():
-                self._take_in(source, queue.waiting[ordinal])
+            for _, (masters, arriving) in sorted(queue.waiting.items()) if self._error is None else ():
+                if arriving is not None:
+                    self.add(masters, arriving, source)
         with self._changed:
             self._queues = {}
             self._be_settled()

@@ -1,4 +1,4 @@
-"""Functions of torch that look at a weight, but at nothing that an update writes, or at no value of it."""
+"""Functions of torch that look at a weight, but at nothing that an update writes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,3 @@ def _harmless() -> Iterator[Any]:
 
 
 HARMLESS = frozenset(_harmless())
-
-# They look at no value of the weight, but wait for its update.
-OF_GRADIENT = frozenset(
-    {
-        *(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")),
-        torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
-    }
-)  # fmt: skip

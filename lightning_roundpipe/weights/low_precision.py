@@ -41,12 +41,9 @@ from ..common.threads import Worker
 from .casts import CastWatch, Use, in_doubt
 from .events import tell
 from .futures import ParameterFuture, State, await_update, take_unseen, unwaited
-from .kept_low import low_of
 from .units import Unit
 
 Autocast = tuple[bool, torch.dtype]
-# (number of elements, dtype) -> flat host tensor; its content does not matter.
-Allocate = Callable[[int, torch.dtype], Tensor]
 _LOW = (torch.bfloat16, torch.float16)  # what autocast computes in
 # Less is cast before another thread has begun.
 _MIN_HELPED_BYTES = 2**20
@@ -83,25 +80,15 @@ class _Copy:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(num_elements, dtype=dtype)
-
-
 class WorkingCopies:
-    """See [Note: working copies]. May be used from any thread.
+    """See [Note: working copies]. May be used from any thread."""
 
-    Args:
-        allocate: gives the memory of the copies, for example page-locked.
-    """
-
-    def __init__(self, allocate: Allocate = _allocate) -> None:
-        self._allocate = allocate
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._evidence: dict[tuple[Unit, bool], _Evidence] = {}
         self._forms: dict[Unit, bool] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], _Copy] = {}
         self._samples: dict[nn.Parameter, bytes] = {}  # in this step
-        self._needed: dict[nn.Parameter, torch.dtype] | None = None  # None: something was learned
         self._helper: Worker | None = None
         self._num_steps = 0
         self._num_updates = 0
@@ -135,15 +122,15 @@ class WorkingCopies:
     def source(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """What to upload for a device copy in ``dtype``, on the host; it does not change before the next step."""
         await_update(master)  # with no lock held
-        if (low := low_of(master)) is not None:
-            return low if low.dtype == dtype else low.to(dtype)
         if dtype == master.dtype:
             with unwaited():
                 return master.detach()
         with self._lock:
             copy = self._copies.get((master, dtype))
             if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
-                copy = self._copies[master, dtype] = _Copy(self._make(master, dtype))
+                # Outside of inference mode: else it could not be written to in training.
+                with torch.inference_mode(False), unwaited():
+                    copy = self._copies[master, dtype] = _Copy(torch.empty_like(master, dtype=dtype))
         version = self.version(master, dtype)
         if copy.version != version:
 
@@ -163,13 +150,6 @@ class WorkingCopies:
         tell("refresh", (master,), place=dtype)
         with unwaited():
             copy.data.copy_(master.detach())
-
-    def surrender(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The copy in ``dtype`` of a master that is not updated at the moment; the caller's from now on."""
-        with self._lock:
-            copy = self._copies.pop((master, dtype), None) or _Copy(self._make(master, dtype))
-        self._convert(copy, master, dtype)
-        return copy.data
 
     def updating(self) -> Callable[[ParameterFuture], None]:
         """An update begins; what is to be called on its thread for each bucket that it has written."""
@@ -210,10 +190,6 @@ class WorkingCopies:
             for dtype in _LOW:
                 if (copy := self._copies.get((master, dtype))) is not None:
                     yield master, dtype, copy
-
-    def _make(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # else it could not be written to in training
-            return self._allocate(master.numel(), dtype).as_strided(master.shape, _strides_for(master))
 
     def version(self, master: nn.Parameter, dtype: torch.dtype) -> Hashable:
         """Equal as long as a device copy that was made of :meth:`source` is still right."""
@@ -258,7 +234,6 @@ class WorkingCopies:
         """Forgets everything, copies included."""
         with self._lock:
             self._evidence.clear()
-            self._needed = None
             self._forms.clear()
             self._copies.clear()
 
@@ -305,7 +280,6 @@ class WorkingCopies:
             for master, use in uses.items():
                 evidence.uses[master] = max(use, evidence.uses.get(master, use))
             self._forms[unit] = False
-            self._needed = None
 
     def is_low(self, unit: Unit, autocast: Autocast | None = None) -> bool:
         """Whether ``unit`` takes its low form at the moment.
@@ -320,7 +294,6 @@ class WorkingCopies:
             if autocast is not None and evidence.autocast != autocast:
                 evidence.autocast = None
                 self._forms[unit] = False
-                self._needed = None
             form = self._forms.get(unit)
             if form is None:
                 # Without facts its next run learns.
@@ -351,36 +324,12 @@ class WorkingCopies:
 
     def _dtype_of(self, unit: Unit, master: nn.Parameter) -> torch.dtype:
         evidence = self._evidence.get((unit, self._trains))
-        return master.dtype if evidence is None else _dtype_by(evidence, master)
-
-    def needed(self) -> Mapping[nn.Parameter, torch.dtype]:
-        """In which dtype steps need each master, as far as runs have shown: its own, if some step or other does. The
-        same object as long as nothing is learned."""
-        with self._lock:
-            if self._needed is None:
-                found: dict[nn.Parameter, torch.dtype] = {}
-                for (unit, _), evidence in self._evidence.items():
-                    for master in unit.parameters():
-                        dtype = _dtype_by(evidence, master) if evidence.travels else master.dtype
-                        found[master] = dtype if found.get(master, dtype) == dtype else master.dtype
-                self._needed = found
-            return self._needed
-
-    def unevaluated(self) -> set[nn.Parameter]:
-        """Masters of units that have run in training, and not in evaluation yet."""
-        with self._lock:
-            units = [unit for unit, trains in self._evidence if trains and (unit, False) not in self._evidence]
-        return {master for unit in units for master in unit.parameters()}
-
-
-def _dtype_by(evidence: _Evidence, master: nn.Parameter) -> torch.dtype:
-    """In which dtype ``master`` travels for the low form of the unit that this is known about."""
-    if evidence.autocast is None:
-        return master.dtype
-    dtype = evidence.autocast[1]
-    worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
-    is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
-    return dtype if is_low else master.dtype
+        if evidence is None or evidence.autocast is None:
+            return master.dtype
+        dtype = evidence.autocast[1]
+        worst = Use.CAST if master.requires_grad else Use.CAST_AGAIN
+        is_low = evidence.uses.get(master, Use.OTHER) <= worst and dtype.itemsize < master.dtype.itemsize
+        return dtype if is_low else master.dtype
 
 
 def _sample(master: nn.Parameter) -> bytes:

@@ -5,7 +5,7 @@ The user's parameters are the *master weights*; they never leave the host and th
 step runs. A unit computes on a *replica*: a shallow structural copy of its module tree whose parameters are fresh
 leaves. On a device that shares the host's memory the leaves alias the masters; elsewhere they are device copies, which
 come and go as :mod:`weights.placement` decides. Gradients of all micro-batches of a stage add up in the leaves'
-``.grad`` and go home to a :class:`GradientStore` when the stage's last micro-batch leaves. A unit that has a low form
+``.grad`` and go home (:mod:`weights.gradients`) when the stage's last micro-batch leaves. A unit that has a low form
 (see [Note: working copies] in :mod:`weights.low_precision`) has a replica of each form; in the low one, gradients are
 added up in the masters' dtype beside the leaves.
 """
@@ -27,7 +27,7 @@ from ..devices.transfer import Done, Edge, Transfer
 from .buffers import ComingBuffers
 from .events import tell
 from .futures import unwaited
-from .gradients import GradientStore, sum_up
+from .gradients import sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, Written, rebind
 
@@ -211,15 +211,13 @@ class Replica:
         there = {leaf for copies in self._copies for leaf in copies.leaves}
         missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
         num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
-        if not must:
-            if not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-                return False
-            self._start_uploads(weights, missing, num_bytes, must=False)
-            return True
         self._is_loading = True  # what makes room leaves it alone
         try:
-            self.device.memory.reserve("weights", num_bytes)
-            self._start_uploads(weights, missing, num_bytes, must=True)
+            if must:
+                self.device.memory.reserve("weights", num_bytes)
+            elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+                return False
+            self._start_uploads(weights, missing, num_bytes, must=must)
         finally:
             self._is_loading = False
         return True
@@ -388,13 +386,6 @@ class Replica:
             self.book_gradients(False, self.device.free(gradients, after=arriving))
         tell("download", masters, self.unit.name, self, arriving)
         return masters, arriving
-
-    def harvest_now(self, store: GradientStore) -> None:
-        """Brings the gradients home at once."""
-        if (harvested := self.harvest()) is not None:
-            for master, gradient in zip(harvested[0], harvested[1].wait(Edge.GRADIENTS), strict=True):
-                store.add(master, gradient, (self.unit.order,))
-            tell("take", harvested[0], self.unit.name, transfer=harvested[1])
 
 
 def _structure_of(module: nn.Module) -> list[int]:

@@ -15,7 +15,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,23 +29,6 @@ from .parameters import Relay, Replica
 from .units import Unit, Written
 
 _NEVER = 1 << 60
-
-
-class PlacedCall(Protocol):
-    """What an execution of a unit tells of itself to get a replica.
-
-    Attributes:
-        autocast: whether autocast is on, and its dtype.
-        trained: for each parameter of the unit whether it requires a gradient.
-        is_low: the form of the replica that it runs on.
-        local: the graph that was kept on a replica; None for none.
-    """
-
-    unit: Unit
-    autocast: tuple[bool, torch.dtype]
-    trained: tuple[bool, ...]
-    is_low: bool
-    local: Any
 
 
 @dataclass(frozen=True)
@@ -124,26 +106,31 @@ class ReplicaCache:
         return replica.is_loaded
 
     def get(
-        self, call: PlacedCall, device: Device, baseline: Callable[[], Iterable[Written]], *, learns: bool = False
+        self,
+        unit: Unit,
+        device: Device,
+        baseline: Callable[[], Iterable[Written]],
+        *,
+        is_low: bool,
+        trained: tuple[bool, ...],
     ) -> Replica:
-        """The replica of the unit of ``call`` on ``device``, active, in the form that the call needs; notes the form.
+        """The replica of ``unit`` on ``device``, active.
 
         Args:
-            learns: whether something is to be learned about the unit, which takes the full form.
             baseline: gives attributes that belong to some micro-batch at the moment, with their values for all others.
+            is_low: in which form.
+            trained: for each parameter of the unit whether it requires a gradient.
         """
-        if call.local is None:  # a graph that was kept is part of the replica that it was made on
-            call.is_low = not learns and self.weights.is_low(call.unit, call.autocast)
-        replica = self._replicas.get((id(call.unit), device.index, call.is_low))
+        replica = self._replicas.get((id(unit), device.index, is_low))
         if replica is None or not replica.is_active:
-            replica = self._activated(call.unit, device, call.is_low, baseline)
+            replica = self._activated(unit, device, is_low, baseline)
         elif replica.num_hooks != self._num_hooks:
             self._look_again(replica, baseline)
             replica.refresh(baseline)
             replica.load_buffers()
         self._num_uses += 1
         replica.last_use = self._num_uses
-        replica.switch(call.trained)
+        replica.switch(trained)
         return replica
 
     def _activated(
@@ -292,7 +279,8 @@ class Loader:
         """Gradients go home, unit by unit, in the order of the runs of their stage."""
         if self._is_recording:
             for replica in self._replicas.active_on(device):
-                replica.harvest_now(self._gradients)
+                if found := replica.harvest():
+                    self._gradients.add(*found, (replica.unit.order,))
             return
         harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
         planned = run.units if run.has_gradients else ()

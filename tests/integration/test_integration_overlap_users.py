@@ -62,38 +62,24 @@ def test_clipping_in_a_hook(compare_modes: Any, clip_val: float | None, where: s
 # --- weights in the same memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_weights_in_the_same_memory(compare_modes: Any, is_frozen: bool, looks: bool) -> None:
-    """Tied by ``data``, or a frozen alias of a trained weight: who has waited for one of them sees both finished."""
+@pytest.mark.parametrize("is_part", [False, True])
+def test_updates_of_weights_in_the_same_memory_do_not_overlap(
+    compare_modes: Any, is_part: bool, is_frozen: bool
+) -> None:
+    """Tied by ``data``, or in parts, and a frozen alias of a trained weight."""
 
-    class Learns(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-            self.body[3][0].weight.data = self.body[0][0].weight.data
-            self.body[3][0].weight.requires_grad_(not is_frozen)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if looks:
-                first, second = (self.body[index][0].weight for index in ((0, 3) if batch_idx % 2 else (3, 0)))
-                view = first.detach()
-                self.seen.append(view.clone())
-                assert torch.equal(second.detach(), view)
-                assert torch.equal(self.seen[-1], view)
-
-    compare_modes(Learns)
-
-
-def test_weights_that_share_a_part_of_their_memory(compare_modes: Any) -> None:
     class Learns(Small):
         def __init__(self) -> None:
             super().__init__()
             first, last = self.body[0][0].weight, self.body[3][0].weight
-            memory = torch.cat([first.detach(), last.detach()])
-            first.data, last.data = memory[: len(first)], memory[2 : 2 + len(last)]
+            last.data = first.data
+            if is_part:
+                memory = torch.cat([first.detach(), last.detach()])
+                first.data, last.data = memory[: len(first)], memory[2 : 2 + len(last)]
+            last.requires_grad_(not is_frozen)
 
-    compare_modes(Learns)
+    compare_modes(Learns, overlaps=False)
 
 
 # --- weights that are not used by one call of one unit alone ----------------------------------------------------------

@@ -271,11 +271,18 @@ class Renorms(Small):
         self.table = nn.Embedding(3, 3, max_norm=1.0)
 
 
+class Shares(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[3][0].weight.data = self.body[0][0].weight.data
+
+
 REFUSED = {
     Manual: "manual optimization",
     NoOptimizer: "returned 0 optimizers",
     Couples: "LBFGS is not known to update each parameter by itself",
     Renorms: "the embedding 'table' with its max_norm",
+    Shares: "two parameters of the module share their memory",
 }
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.optimizer.stale import StaleWeights
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import PendingParameter, is_pending
-
-_TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
+from tests.optimizer.held_updates import TIMEOUT_S, Gated
 
 
 def _sgd(weights: Any) -> torch.optim.Optimizer:
@@ -33,17 +32,6 @@ def inputs(count: int) -> Tensor:
 
 def values_of(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
-
-
-class Gated(torch.optim.SGD):
-    """Updates when the gate is open."""
-
-    is_separable = True
-    gate = threading.Event()
-
-    def step(self, closure: Any = None) -> Any:
-        assert self.gate.wait(_TIMEOUT_S)
-        return super().step(closure)
 
 
 class Training:
@@ -74,22 +62,24 @@ class Training:
 
 
 @pytest.fixture
-def make_training() -> Iterator[Callable[..., Training]]:
-    made: list[Training] = []
-    Gated.gate = threading.Event()
-
-    def make(make_optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd) -> Training:
-        made.append(Training(make_optimizer))
-        return made[-1]
-
-    yield make
-    Gated.gate.set()
-    for training in made:
-        training.updates.join()
+def ours() -> Iterator[Training]:
+    training = Training(_sgd)
+    yield training
+    training.updates.join()
 
 
-def test_a_step_is_not_kept_waiting_and_everybody_else_is(make_training: Callable[..., Training]) -> None:
-    ours = make_training(lambda p: Gated(p, lr=0.1))
+@pytest.fixture
+def gated() -> Iterator[tuple[Training, threading.Event]]:
+    """A training whose updates begin when the gate is open."""
+    training, gate = Training(Gated), threading.Event()
+    training.optimizer.gates[training.weights[0].data_ptr()] = gate
+    yield training, gate
+    gate.set()
+    training.updates.join()
+
+
+def test_a_step_is_not_kept_waiting_and_everybody_else_is(gated: tuple[Training, threading.Event]) -> None:
+    ours, gate = gated
     first, second = inputs(2)
     ours.step(first)
     assert all(type(w) is PendingParameter for w in ours.weights)
@@ -100,46 +90,24 @@ def test_a_step_is_not_kept_waiting_and_everybody_else_is(make_training: Callabl
     reader = threading.Thread(target=lambda: seen.append(ours.weights[0].detach().clone()))
     reader.start()
     assert not seen
-    Gated.gate.set()
-    reader.join(_TIMEOUT_S)
+    gate.set()
+    reader.join(TIMEOUT_S)
     assert not torch.equal(seen[0], ours.used[0][0])
     ours.updates.wait()
     assert not is_pending(ours.weights)
     assert len(gradients) == len(ours.weights)
 
 
-def test_an_update_may_end_during_a_step(make_training: Callable[..., Training]) -> None:
-    ours = make_training(lambda p: Gated(p, lr=0.1))
+def test_an_update_may_end_during_a_step(gated: tuple[Training, threading.Event]) -> None:
+    ours, gate = gated
     ours.step(inputs(1)[0])
     with ours.stale.computing(ours.weights):
         before = values_of(ours.net)
-        Gated.gate.set()
+        gate.set()
         ours.updates.wait()
         torch.testing.assert_close(values_of(ours.net), before, rtol=0, atol=0)
     assert all(type(w) is nn.Parameter for w in ours.weights)
     assert not torch.equal(ours.weights[0], before[0])
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_weights_come_back_on_every_way_out(make_training: Callable[..., Training], error: type[BaseException]) -> None:
-    ours = make_training()
-    for x in inputs(3):
-        ours.step(x)
-    ours.updates.wait()
-    before, places = values_of(ours.net), [w.data_ptr() for w in ours.weights]
-    seen: list[int] = []
-
-    def fail() -> None:
-        with ours.stale.computing(ours.weights):
-            seen.extend(w.data_ptr() for w in ours.weights)
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert len(seen) == len(places)
-    assert not set(seen) & set(places)
-    assert [w.data_ptr() for w in ours.weights] == places
-    torch.testing.assert_close(values_of(ours.net), before, rtol=0, atol=0)
 
 
 def _add(weight: nn.Parameter) -> None:
@@ -158,9 +126,8 @@ def _replace(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize("write", [_add, _load, _replace])
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_the_next_step_sees_what_a_user_has_written(
-    make_training: Callable[..., Training], write: Callable[[nn.Parameter], None], num_steps: int
+    ours: Training, write: Callable[[nn.Parameter], None], num_steps: int
 ) -> None:
-    ours = make_training()
     x = inputs(1)[0]
     for _ in range(num_steps):
         ours.step(x)
@@ -178,8 +145,7 @@ def test_the_next_step_sees_what_a_user_has_written(
     assert torch.equal(ours.used[-1][0], after)
 
 
-def test_a_write_without_a_trace_arrives_two_steps_later(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
+def test_a_write_without_a_trace_arrives_two_steps_later(ours: Training) -> None:
     x = inputs(1)[0]
     ours.step(x)
     ours.step(x)
@@ -189,8 +155,7 @@ def test_a_write_without_a_trace_arrives_two_steps_later(make_training: Callable
         assert bool((ours.used[-1][0] > 50.0).all()) is is_there
 
 
-def test_a_write_after_the_step_and_before_its_update(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
+def test_a_write_after_the_step_and_before_its_update(ours: Training) -> None:
     x = inputs(1)[0]
     ours.step(x)
     found = ours.gradients(x)
@@ -203,8 +168,7 @@ def test_a_write_after_the_step_and_before_its_update(make_training: Callable[..
     assert torch.equal(ours.used[-1][0], after[0])
 
 
-def test_a_weight_without_gradient_is_what_it_is(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
+def test_a_weight_without_gradient_is_what_it_is(ours: Training) -> None:
     x = inputs(1)[0]
     for _ in range(2):
         ours.step(x)
@@ -215,24 +179,7 @@ def test_a_weight_without_gradient_is_what_it_is(make_training: Callable[..., Tr
     assert torch.equal(ours.used[-1][0], before[0])
 
 
-def test_an_optimizer_step_without_gradients_changes_nothing(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
-    x = inputs(1)[0]
-    for _ in range(3):
-        ours.step(x)
-    ours.optimizer.zero_grad()
-    ours.updates.start(ours.optimizer, [ours.weights])
-    ours.gradients(x)
-    ours.gradients(x)  # accumulates: the same weights
-    newest = values_of(ours.net)
-    torch.testing.assert_close(ours.used[-1], ours.used[-2], rtol=0, atol=0)
-    ours.step(x)
-    ours.step(x)
-    torch.testing.assert_close(ours.used[-1], newest, rtol=0, atol=0)
-
-
-def test_weights_are_frozen_and_unfrozen(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
+def test_weights_are_frozen_and_unfrozen(ours: Training) -> None:
     x = inputs(1)[0]
     ours.weights[0].requires_grad_(False)
     for _ in range(3):
@@ -249,8 +196,7 @@ def test_weights_are_frozen_and_unfrozen(make_training: Callable[..., Training])
     assert not torch.equal(after, first)
 
 
-def test_a_weight_of_another_shape(make_training: Callable[..., Training]) -> None:
-    ours = make_training()
+def test_a_weight_of_another_shape(ours: Training) -> None:
     x = inputs(1)[0]
     ours.step(x)
     ours.updates.wait()
@@ -259,20 +205,3 @@ def test_a_weight_of_another_shape(make_training: Callable[..., Training]) -> No
     for _ in range(3):
         ours.step(x)
     assert [used[3].shape for used in ours.used] == [(3,), (1,), (1,), (1,)]
-
-
-def test_an_error_in_an_update_is_told_and_the_weights_stay(make_training: Callable[..., Training]) -> None:
-    class Fails(torch.optim.SGD):
-        is_separable = True
-
-        def step(self, closure: Any = None) -> Any:
-            raise ValueError("no update today")
-
-    ours = make_training(lambda p: Fails(p, lr=0.1))
-    x = inputs(1)[0]
-    ours.step(x)
-    with pytest.raises(ValueError, match="no update today"):
-        ours.updates.wait()
-    before = values_of(ours.net)
-    ours.gradients(x)
-    torch.testing.assert_close(ours.used[-1], before, rtol=0, atol=0)

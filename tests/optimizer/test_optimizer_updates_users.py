@@ -39,7 +39,7 @@ class Plain(torch.optim.Optimizer):
     is_separable = True
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__(weights, {"lr": 0.1, "step": 0})
+        super().__init__(weights, {"lr": 0.1, "step": torch.zeros(())})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -56,74 +56,34 @@ class Plain(torch.optim.Optimizer):
         weight.add_(weight.grad, alpha=-lr)
 
 
-class AssignsData(Plain):
-    def update(self, weight: Any, lr: float) -> None:
-        weight.data = weight.data - lr * weight.grad
-
-
-class AssignsGradient(Plain):
-    def update(self, weight: Any, lr: float) -> None:
-        weight.grad = weight.grad.sign()
-        super().update(weight, lr)
-
-
-class DropsGradient(Plain):
-    def update(self, weight: Any, lr: float) -> None:
-        super().update(weight, lr)
-        weight.grad = None
-
-
-class CountsInGroup(Plain):
-    def count(self, group: dict[str, Any]) -> None:
-        group["step"] += 1
-
-
-class AddsOption(Plain):
-    def count(self, group: dict[str, Any]) -> None:
-        group["begun"] = True
-
-
-class CountsInTensor(Plain):
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__(weights)
-        self.param_groups[0]["step"] = torch.zeros(())
-
-    def count(self, group: dict[str, Any]) -> None:
-        group["step"] += 1
-
-
-class CountsItself(Plain):
-    num_steps = 0
-
-    def count(self, group: dict[str, Any]) -> None:
-        self.num_steps += 1
-
-
-class CountsInState(Plain):
-    def count(self, group: dict[str, Any]) -> None:
-        self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
-
-
-LOST = {
-    AssignsData: "gives a parameter other memory instead of writing it in place",
-    AssignsGradient: "gives a parameter another gradient instead of writing it in place",
-    DropsGradient: "gives a parameter another gradient instead of writing it in place",
-    CountsInGroup: "writes the options of its parameter groups",
-    AddsOption: "writes the options of its parameter groups",
-    CountsInTensor: "writes the options of its parameter groups",
-    CountsItself: "writes attributes of the optimizer",
-    CountsInState: "keeps state that belongs to no parameter",
+MEMORY = "gives a parameter other memory instead of writing it in place"
+GRADIENT = "gives a parameter another gradient instead of writing it in place"
+OPTIONS = "writes the options of its parameter groups"
+# name -> (method of :class:`Plain`, what it is replaced by, what the error says)
+LOST: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "data": ("update", lambda self, weight, lr: setattr(weight, "data", weight.data - lr * weight.grad), MEMORY),
+    "gradient": ("update", lambda self, weight, lr: setattr(weight, "grad", weight.grad.sign()), GRADIENT),
+    "no gradient": ("update", lambda self, weight, lr: setattr(weight, "grad", None), GRADIENT),
+    "option": ("count", lambda self, group: group.update(lr=0.2), OPTIONS),
+    "new option": ("count", lambda self, group: group.update(begun=True), OPTIONS),
+    "option in a tensor": ("count", lambda self, group: group["step"].add_(1), OPTIONS),
+    "attribute": ("count", lambda self, group: setattr(self, "num_steps", 1), "writes attributes of the optimizer"),
+    "state": (
+        "count",
+        lambda self, group: self.state["all"].update(step=1),
+        "keeps state that belongs to no parameter",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", LOST, ids=lambda kind: kind.__name__)
-def test_what_an_optimizer_writes_is_an_error_where_it_would_be_lost(kind: type[Plain]) -> None:
+@pytest.mark.parametrize("name", LOST)
+def test_what_an_optimizer_writes_is_an_error_where_it_would_be_lost(name: str) -> None:
+    method, function, what = LOST[name]
     weights = make_weights()
     fill_gradients(weights, 0)
     updates = Updates(1)
-    updates.start(kind(weights), one_by_one(weights))
-    expected = f"the step of {kind.__name__} {LOST[kind]}"
-    with pytest.raises(RuntimeError, match=re.escape(expected)) as caught:
+    updates.start(type("Lossy", (Plain,), {method: function})(weights), one_by_one(weights))
+    with pytest.raises(RuntimeError, match=re.escape(f"the step of Lossy {what}")) as caught:
         updates.wait()
     assert "Leave out is_separable = True, or use optimizer_overlap='off'" in str(caught.value)
     assert not is_pending(weights)

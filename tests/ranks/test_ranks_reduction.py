@@ -288,7 +288,7 @@ def test_a_step_without_a_plan_sends_what_the_others_send_early() -> None:
         rank.training.agree([], "step 1")
         store = GradientStore()
         for name, value in values:
-            store.add(rank.weights[name], torch.full((4,), value), SOURCES[name][:1])
+            store.add([rank.weights[name]], Done([torch.full((4,), value)]), SOURCES[name][:1])
         found = StepReduction(rank.training, "step 1", {}).finish(store)
         return {name: found[weight].tolist() for name, weight in reversed(rank.weights.items())}
 

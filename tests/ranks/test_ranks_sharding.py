@@ -176,6 +176,17 @@ class Held(L.Callback):
         self.state_bytes.append(state_bytes(trainer.optimizers))
 
 
+class Middle(L.Callback):
+    """Writes a checkpoint after the second step, whose update is still under way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+
+
 def all_trained(folder: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """One training after the other, between which ranks stay connected; the checkpoint of each has its name."""
     return {name: trained_on_a_rank(name, folder) for name in names}
@@ -205,7 +216,7 @@ def trained_on_a_rank(name: str, folder: str, resumed: str | None = None, **more
         devices=2 * size,
         num_microbatches=2,
         options={"shard_optimizer": True, **case.options, **more},
-        callbacks=[held],
+        callbacks=[held, Middle(Path(folder) / f"{name}, middle.ckpt")],
         use_distributed_sampler=False,
         max_epochs=1 if resumed is None else 2,
         **case.settings,
@@ -221,17 +232,22 @@ def trained_on_a_rank(name: str, folder: str, resumed: str | None = None, **more
     }
 
 
-def trained_plainly(case: Case, size: int, epochs: int = 1) -> tuple[L.LightningModule, L.Trainer, Watch]:
+def trained_plainly(
+    case: Case, size: int, epochs: int = 1, callbacks: Iterable[L.Callback] = ()
+) -> tuple[L.LightningModule, L.Trainer, Watch]:
     module, watch = make_module(case.module), Watch()
-    trainer = make_trainer("plain", callbacks=[watch], max_epochs=epochs, **case.settings)
+    trainer = make_trainer("plain", callbacks=[watch, *callbacks], max_epochs=epochs, **case.settings)
     trainer.fit(module, ready(batches(size)))
     return module, trainer, watch
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for size, names in ON.items() for name in names])
-def test_sharded_ranks_train_as_one_device_and_write_its_checkpoint(of_ranks: OfRanks, name: str, size: int) -> None:
+def test_sharded_ranks_train_as_one_device_and_write_its_checkpoints(
+    of_ranks: OfRanks, tmp_path: Path, name: str, size: int
+) -> None:
     case = CASES[name]
-    module, trainer, _ = trained_plainly(case, size)
+    module, trainer, _ = trained_plainly(case, size, callbacks=[Middle(tmp_path / f"{name}, middle.ckpt")])
+    trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
     start = make_module(case.module).state_dict()
     assert max(float((value - start[key]).abs().max()) for key, value in module.state_dict().items()) > 1e-3
     folder, ranks = of_ranks[size]
@@ -241,11 +257,12 @@ def test_sharded_ranks_train_as_one_device_and_write_its_checkpoint(of_ranks: Of
         assert one["steps"] == trainer.global_step
         for key, value in one["weights"].items():
             assert torch.equal(value, found[0]["weights"][key]), key
-    checkpoint = torch.load(folder / f"{name}.ckpt", weights_only=True)
-    expected = [optimizer.state_dict() for optimizer in trainer.optimizers]
-    for state in expected:  # where a weight is trained later, plain state has it at the end
-        state["state"] = dict(sorted(state["state"].items()))
-    assert_alike(checkpoint["optimizer_states"], expected, rtol=case.rtol, atol=case.rtol * 0.01)
+    for file in (f"{name}.ckpt", f"{name}, middle.ckpt"):
+        checkpoint, expected = (torch.load(place / file, weights_only=True) for place in (folder, tmp_path))
+        for state in expected["optimizer_states"]:  # where a weight is trained later, plain state has it at the end
+            state["state"] = dict(sorted(state["state"].items()))
+        for part in ("state_dict", "optimizer_states"):
+            assert_alike(checkpoint[part], expected[part], rtol=case.rtol, atol=case.rtol * 0.01)
 
 
 @pytest.mark.parametrize("size", ON)

@@ -1,4 +1,4 @@
-"""Optimizers divided among ranks: loss scaling, stale steps, other wires, several fits, errors and what is refused."""
+"""Optimizers divided among ranks: loss scaling, stale steps, several fits, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
 from tests.support.forks import Forks

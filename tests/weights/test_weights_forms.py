@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.engine.plain_loop import cut_at, each_call_its_stage
@@ -169,11 +168,8 @@ class Moody(nn.Module):
 
 def test_a_unit_that_returns_something_else_is_learned_in_its_full_form() -> None:
     class Changing(Model):
-        def step(self, tokens: Tensor) -> Tensor:
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = torch.stack(block(x)).sum(0)
-            return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return torch.stack(block(x)).sum(0)
 
     model = Changing()
     moods: list[str] = []  # in place: nothing tells the engine of a change
@@ -202,24 +198,17 @@ class Returning(nn.Module):
 
 
 class Scaled(Model):
-    def step(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x, weight = block(x)
-            x = x * weight.mean()
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        x, weight = block(x)
+        return x * weight.mean()
 
 
 class Twice(Model):
     """From some step on, every block is called once more, with an argument that is new to it."""
 
-    def step(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, "once")
-            if self.is_later:
-                x = block(x, "again")
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        x = block(x, "once")
+        return block(x, "again") if self.is_later else x
 
 
 class Told(Block):
@@ -228,11 +217,8 @@ class Told(Block):
 
 
 class Checkpointed(Model):
-    def step(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=self.is_reentrant)
 
 
 def test_a_unit_that_gives_its_weight_away() -> None:

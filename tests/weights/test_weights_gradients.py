@@ -157,6 +157,28 @@ def test_a_step_that_has_failed_leaves_the_thread_with_nothing_to_do(adder: Work
     assert adder.done().wait(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_gradients_of_a_shared_weight_add_up_in_the_order_of_their_sources(order: tuple[int, ...]) -> None:
+    parameter, store = nn.Parameter(torch.zeros(1)), GradientStore()
+    for source in order:
+        store.add([parameter], Done([torch.tensor([[1e8, 1.0, -1e8][source]])]), (source,))
+    assert store.take()[parameter].item() == 0.0, "as 1e8 swallows what is added to it"
+    assert store.take() == {}
+
+
+def test_a_gradient_that_float16_cannot_hold_is_infinite() -> None:
+    masters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    store = GradientStore(lambda: dict.fromkeys(masters[:2], torch.float16))
+    for master in masters:
+        store.add([master], Done([torch.tensor([4e4, -4e4])]), (0,))
+        store.add([master], Done([torch.tensor([2.5519e4, -2.5521e4])]), (0,))
+    store.add([masters[1]], Done([torch.ones(2)]), (1,))  # of another unit: added up in float32
+    found = store.take()
+    assert found[masters[0]].tolist() == [65504.0, float("-inf")]
+    assert found[masters[1]].tolist() == [65520.0, -65520.0]
+    assert found[masters[2]].tolist() == [65519.0, -65521.0]
+
+
 # --- one pass over memory ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_roundpipe.common.threads import Worker
 from lightning_roundpipe.weights import events
 from lightning_roundpipe.weights.casts import Use
-from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
 from tests.weights.autocast_training import AUTOCAST, LOW, Block, Model, Training
@@ -21,34 +20,22 @@ from tests.weights.autocast_training import AUTOCAST, LOW, Block, Model, Trainin
 # --- copies on the host ----------------------------------------------------------------------------------------------
 
 
-class Counting:
-    """Memory for copies, and how often it was asked for."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        self.sizes.append(num_elements)
-        return torch.empty(num_elements, dtype=dtype)
-
-
 def test_a_trainable_master_is_converted_once_per_step_into_the_same_memory() -> None:
-    allocate = Counting()
-    weights = WorkingCopies(allocate)
+    weights = WorkingCopies()
     master = nn.Parameter(torch.randn(3, 5))
     before: Any = None
+    addresses = set()
     for step in range(3):
         weights.begin_step("train", training=True)
         source, version = weights.source(master, LOW), weights.version(master, LOW)
         assert version != before
         assert torch.equal(source, master.to(LOW))
-        address = source.data_ptr()
         master.data.add_(1.0)  # leaves no trace
-        assert weights.source(master, LOW).data_ptr() == address
+        addresses |= {source.data_ptr(), weights.source(master, LOW).data_ptr()}
         assert not torch.equal(source, master.to(LOW)), f"converted twice in step {step}"
         assert weights.version(master, LOW) == version
         before = version
-    assert allocate.sizes == [15]
+    assert len(addresses) == 1
     assert weights.host_bytes == 30
 
 
@@ -252,16 +239,3 @@ def test_gradients_that_autocast_computes_in_float16() -> None:
     shared = known_unit(weights, {}, half)
     weights.note_run(shared, half, {unit.module.up.weight: Use.CAST})
     assert weights.gradient_dtypes() == {}, "two gradients are added up in float32"
-
-
-def test_a_gradient_that_float16_cannot_hold_is_infinite() -> None:
-    masters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    store = GradientStore(lambda: dict.fromkeys(masters[:2], torch.float16))
-    for master in masters:
-        store.add(master, torch.tensor([4e4, -4e4]), (0,))
-        store.add(master, torch.tensor([2.5519e4, -2.5521e4]), (0,))
-    store.add(masters[1], torch.ones(2), (1,))  # of another unit: added up in float32
-    found = store.take()
-    assert found[masters[0]].tolist() == [65504.0, float("-inf")]
-    assert found[masters[1]].tolist() == [65520.0, -65520.0]
-    assert found[masters[2]].tolist() == [65519.0, -65521.0]

@@ -1,9 +1,10 @@
-"""Which weights are on a device when: slots, prefetch, what stays and what has to go."""
+"""Which weights are on a device when: who loads them, prefetch, what stays and what has to go."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,22 +18,14 @@ from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import (
-    CallCost,
-    CostProfile,
-    Machine,
-    Partition,
-    Stage,
-    StageKind,
-    round_robin,
-    stage_costs,
-)
+from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind, round_robin, stage_costs
 from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.placement import Loader, ReplicaCache, StageRun
 from lightning_roundpipe.weights.units import Unit, UnitTable
 from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.partitions import everything_recomputed
 
 WIDTH = 32
 NUM_BLOCKS = 4
@@ -65,17 +58,6 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def each_call_its_stage(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
-    """The last call is fused, every other one has a stage for its forward and one for its backward."""
-    last = len(costs.calls) - 1
-    if not training:
-        return Partition(last + 1, tuple(Stage(i, StageKind.FORWARD, i, i + 1) for i in range(last + 1)))
-    pieces = [(StageKind.FORWARD, i, i + 1) for i in range(last)]
-    pieces.append((StageKind.FUSED, last, last + 1))
-    pieces.extend((StageKind.BACKWARD, i, i + 1) for i in reversed(range(last)))
-    return Partition(last + 1, tuple(Stage(i, *piece) for i, piece in enumerate(pieces)))
-
-
 class Run:
     """Steps of a model on devices that copy lazily."""
 
@@ -85,7 +67,7 @@ class Run:
         self.model = Model(self.listeners)
         pool = [torch.device("cpu")] * num_devices
         self.pool = DevicePool(pool, link=LazyLink(), memory_limit=memory_limit)
-        self.engine = Engine(self.model, self.pool, each_call_its_stage, num_threads=1)
+        self.engine = Engine(self.model, self.pool, everything_recomputed, num_threads=1)
 
     def step(self, *, training: bool = True, num_microbatches: int = 2) -> StepResult:
         parts = torch.linspace(-1, 1, 2 * num_microbatches * WIDTH).reshape(-1, WIDTH).chunk(num_microbatches)
@@ -300,21 +282,6 @@ def test_frozen_weights_stay_from_step_to_step() -> None:
     assert run.loaded() == {"blocks.0", "blocks.1", "blocks.2"}
 
 
-def test_a_frozen_weight_that_changes_is_fetched_again() -> None:
-    run = Run()
-    for block in list(run.model.blocks)[:3]:
-        block.requires_grad_(False)
-    for _ in range(3):
-        before = run.step()
-    with torch.no_grad():
-        run.model.blocks[1].linear.weight.mul_(1.5)
-    assert bytes_of_weights(run) == 2 * BLOCK_BYTES
-    fresh = Run()
-    fresh.model.load_state_dict(run.model.state_dict())
-    assert torch.equal(run.step().outputs[0], fresh.step().outputs[0])
-    assert not torch.equal(run.step().outputs[0], before.outputs[0])
-
-
 def test_weights_stay_from_batch_to_batch_of_an_evaluation() -> None:
     run = Run()
     run.step(training=False)
@@ -376,3 +343,49 @@ def test_what_could_not_be_uploaded_is_not_on_the_books(monkeypatch: pytest.Monk
         run.step()
     run.engine.close()
     assert run.pool[0].memory.used == 0
+
+
+# --- who loads, and what is waited for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_the_thread_that_runs_the_step_loads_nothing(num_microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(num_devices=2)
+    run.step()
+    loaders: list[str] = []
+    load = Replica.load
+
+    def noting(replica: Replica, *args: Any, **kwargs: Any) -> bool:
+        loaders.append(threading.current_thread().name)
+        return load(replica, *args, **kwargs)
+
+    monkeypatch.setattr(Replica, "load", noting)
+    run.step(num_microbatches=num_microbatches)
+    assert loaders
+    assert all(name.startswith("roundpipe-microbatch-") for name in loaders)
+
+
+def test_a_device_does_not_wait_for_an_update_of_weights_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block 1 is loaded on device 1 when block 0 has begun to run on device 0, and not before."""
+    run = Run(num_devices=2)
+    run.step()
+    first_runs = threading.Event()
+    run.listeners[:] = [lambda index: index or first_runs.set()]
+    second = run.model.blocks[1]
+    is_pending, load = placement.is_pending, Replica.load
+    in_time: list[bool] = []
+
+    def seems_pending(parameters: Any) -> bool:
+        found = list(parameters)
+        is_waited_for = any(p is second.linear.weight for p in found) and not first_runs.is_set()
+        return is_waited_for or is_pending(found)
+
+    def load_when_updated(replica: Replica, *args: Any, **kwargs: Any) -> bool:
+        if replica.unit.module is second and not in_time:
+            in_time.append(first_runs.wait(20))  # as an upload that waits for an update
+        return load(replica, *args, **kwargs)
+
+    monkeypatch.setattr(placement, "is_pending", seems_pending)
+    monkeypatch.setattr(Replica, "load", load_when_updated)
+    run.step()
+    assert in_time == [True]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
-from lightning_roundpipe.weights.parameters import GradientStore
-from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.steps import Steps, balanced
 
 WIDTH = 4
 
@@ -42,30 +38,23 @@ class Model(nn.Module):
         return (x * scale).square().mean()
 
 
-def make_engine(model: nn.Module, copies: bool, num_devices: int = 2) -> Engine:
-    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
-        make: Callable[..., Partition] = partition if training else partition_forward
-        return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
+def steps_of(model: nn.Module, *, copies: bool) -> Steps:
+    return Steps(model, balanced(2), num_devices=2, copies=copies)
 
-    return Engine(model, DevicePool([torch.device("cpu")] * num_devices, link=LazyLink() if copies else None), plan)
+
+def wanted_gradients(model: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(torch.stack([model(part) for part in parts]).mean(), list(model.parameters())))
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 def test_a_unit_may_return_its_own_weight(copies: bool) -> None:
     model = Model()
-    rows = torch.randn(6, WIDTH)
-    parts = rows.chunk(3)
-    losses = [model(part) for part in parts]
-    wanted = torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters()))
-    engine = make_engine(model, copies)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    losses = [model(part).detach() for part in parts]
+    steps = steps_of(model, copies=copies)
     for _ in range(2):
-        result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
-        torch.testing.assert_close(result.outputs, [loss.detach() for loss in losses])
-        found = [result.gradients[parameter] for parameter in model.parameters()]
-        torch.testing.assert_close(found, list(wanted))
-        with torch.no_grad():
-            evaluated = engine.run(StepRequest(model, parts, [1 / 3] * 3, "evaluate", 0))
-        torch.testing.assert_close(evaluated.outputs, [loss.detach() for loss in losses])
+        torch.testing.assert_close(steps.gradients(parts), wanted_gradients(model, parts))
+        torch.testing.assert_close(steps.evaluate(parts).outputs, losses)
 
 
 class Compiled(nn.Module):
@@ -99,12 +88,10 @@ class Holds(nn.Module):
 def test_submodules_that_the_user_compiled_compute_with_the_replica(how: str) -> None:
     model = Compiled(how)
     parts = torch.randn(6, WIDTH).chunk(3)
-    wanted = torch.autograd.grad(torch.stack([model(p) for p in parts]).mean(), list(model.parameters()))
-    engine = make_engine(model, True)
+    steps = steps_of(model, copies=True)
     for _ in range(2):
-        result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
-        torch.testing.assert_close([result.gradients[p] for p in model.parameters()], list(wanted))
-    facts = [facts for unit in engine._current_table().units.values() for facts in unit.facts.values()]
+        torch.testing.assert_close(steps.gradients(parts), wanted_gradients(model, parts))
+    facts = [facts for unit in steps.engine._current_table().units.values() for facts in unit.facts.values()]
     assert [one.has_loose for one in facts] == [False] * len(facts)  # no unit computed with masters
     assert facts
 
@@ -112,22 +99,19 @@ def test_submodules_that_the_user_compiled_compute_with_the_replica(how: str) ->
 def test_what_was_freed_in_inference_mode_may_be_unfrozen() -> None:
     model = Model().requires_grad_(False)
     parts = torch.randn(6, WIDTH).chunk(3)
-    engine = make_engine(model, True)
+    steps = steps_of(model, copies=True)
     with torch.inference_mode():
-        engine.run(StepRequest(model, parts, [1 / 3] * 3, "evaluate", 0))
+        steps.evaluate(parts)
     model.requires_grad_(True)
-    wanted = torch.autograd.grad(torch.stack([model(p) for p in parts]).mean(), list(model.parameters()))
-    result = engine.run(StepRequest(model, parts, [1 / 3] * 3, "train", 0, loss_of=lambda output: output))
-    torch.testing.assert_close([result.gradients[p] for p in model.parameters()], list(wanted))
+    torch.testing.assert_close(steps.gradients(parts), wanted_gradients(model, parts))
 
 
 def test_a_transposed_weight_is_seen_by_replicas() -> None:
     model = Model()
     rows = torch.randn(4, WIDTH)
-    engine = make_engine(model, copies=False)
+    steps = steps_of(model, copies=False)
     for _ in range(2):
-        result = engine.run(StepRequest(model, [rows], [1.0], "train", 0, loss_of=lambda output: output))
-        torch.testing.assert_close(result.outputs[0], model(rows).detach())
+        torch.testing.assert_close(steps.train([rows]).outputs[0], model(rows).detach())
         weight = model.blocks[1].linear.weight
         weight.data = weight.data.t()  # same memory, shape and dtype
 
@@ -141,21 +125,8 @@ def test_a_module_that_is_replaced_in_the_middle_of_a_step_is_an_error() -> None
         model.blocks[2].linear = nn.Linear(WIDTH, WIDTH)
         return model(x)
 
-    engine = make_engine(model, copies=False)
+    steps = steps_of(model, copies=False)
     message = "a module in a OwnWeight of the unit 'blocks.2' was replaced .* or in on_train_batch_start"
     with pytest.raises(RuntimeError, match=message):
-        engine.run(StepRequest(step, [rows], [1.0], "train", 0, loss_of=lambda output: output))
-    engine.run(StepRequest(model, [rows], [1.0], "train", 0, loss_of=lambda output: output))
-
-
-def test_gradients_of_a_shared_weight_add_up_in_the_order_of_their_sources() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    parts = {(0,): 1e8, (1,): 1.0, (2,): -1e8}  # in floating point the order of summation shows
-    totals = set()
-    for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]:
-        store = GradientStore()
-        for source in order:
-            store.add(parameter, torch.tensor([parts[(source,)]]), (source,))
-        totals.add(store.take()[parameter].item())
-    assert len(totals) == 1
-    assert store.take() == {}
+        steps.train([rows], function=step)
+    steps.train([rows])

@@ -36,8 +36,6 @@ from ...common.trees import tensors_in
 from ...devices.pool import DevicePool
 from ...options import RoundPipeOptions
 from ...usercode.lock import current
-from ...weights.futures import await_update, can_be_pending, unwaited
-from ...weights.kept_low import low_of
 from ..batches.splitting import Batches
 from .hints import BatchHints, note_single_rows
 from .modules import ModuleScan
@@ -279,17 +277,14 @@ class _Weights:
         found = self.written()
         if found or self.samples is None or not with_samples:
             return found
-        pairs = [(weight, sample, _sample(weight)) for weight, sample in zip(self._weights, self.samples, strict=True)]
-        return [weight for weight, sample, now in pairs if len(now) == len(sample) and not torch.equal(now, sample)]
+        pairs = zip(self._weights, self.samples, strict=True)
+        return [weight for weight, sample in pairs if not torch.equal(_sample(weight), sample)]
 
 
 def _sample(weight: nn.Parameter) -> Tensor:
-    """A copy of evenly spread elements, as bytes: NaN equals NaN. Nothing of tensors with a layout of their own, and of
-    weights that this rank keeps low."""
-    await_update(weight)
-    with unwaited():
-        data = weight.detach()
-    if not can_be_pending(weight) or data.layout is not torch.strided or low_of(weight) is not None:
+    """A copy of evenly spread elements, as bytes: NaN equals NaN. Nothing of tensors with a layout of their own."""
+    data = weight.detach()  # waits for an update that is under way; until then the weight is of another class
+    if type(weight) is not nn.Parameter or data.layout is not torch.strided:
         return torch.empty(0)
     return sample_of(data).view(torch.uint8)
 
