@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
 from tests.support.forks import Forks
