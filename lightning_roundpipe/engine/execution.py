@@ -261,8 +261,6 @@ def run_replayed(
     Raises:
         RuntimeError: if it draws, and there were several.
     """
-    replica.has_gradients = torch.is_grad_enabled()
-    replica.book_gradients(replica.has_gradients)
     here = replica.device.torch_device
     if here.type == "cpu":
         result = run_unit(context, call, replica, leaves)
