@@ -54,10 +54,7 @@ def checkpoints_passed_through() -> Iterator[None]:
             yield from generator(state.recomputed(run), *args, **kwargs)
 
     class UpToUnit(hook):  # type: ignore[misc]
-        """Sees what autograd saves in a checkpoint; from its first unit on, and inside of it, that is kept.
-
-        What is kept must not lead to the graph: a node that keeps its own result would never be freed.
-        """
+        """Sees what autograd saves in a checkpoint, and leaves it alone behind a unit."""
 
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)

@@ -37,7 +37,6 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 
-from ..common.graphs import has_saved_tensor_hooks
 from ..usercode.lock import UserCodeLock, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
@@ -264,6 +263,5 @@ def _has_hooks(unit: Unit) -> bool:
 
 
 def _has_other_modes() -> bool:
-    """Whether user code has entered something around the unit that sees every operator, or all that autograd saves."""
-    num_modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return num_modes > 0 or has_saved_tensor_hooks()
+    """Whether user code has entered a mode around the unit that sees every operator."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..common import trees
 from ..common.attributes import UnitWrites, assign, read
+from ..common.graphs import has_saved_tensor_hooks
 from ..common.seeds import derive_seed
 from ..devices.offload import TravellingActivations
 from ..usercode.generators import ForeignSeeded
@@ -176,7 +177,7 @@ def _forward(
 ) -> tuple[Any, Draws, bool]:
     """The unit's forward: (result, where it drew, whether it was compiled now)."""
     compiler = context.compiler
-    if draws.host or draws.foreign:
+    if draws.host or draws.foreign or has_saved_tensor_hooks():
         call.is_compiled = False
         with _NOTHING if compiler is None else context.lock.unit_running():
             return *_forward_watched(context, call, replica, args, kwargs, draws), False
@@ -212,6 +213,10 @@ def _forward_watched(
     """The unit's forward, with what it draws on the host redirected: (result, where it drew); see
     [Note: private randomness] in :mod:`autograd.randomness`."""
     with contextlib.ExitStack() as stack:
+        if has_saved_tensor_hooks():
+            # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit. What is
+            # kept instead must not lead to the graph: a node that keeps its own result would never be freed.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity))
         seed = _seed(context, call)
         seeded, watch = ForeignSeeded(seed), None
         if draws.foreign:
@@ -245,6 +250,10 @@ def _check_containers(call: Call, leaves: list[Any], num_arguments: int, args: A
             "followed through the pipeline: return it from its forward, or make the module around it the unit with "
             "RoundPipeStrategy(units=[TheClassAroundIt])"
         )
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> contextlib.AbstractContextManager[Any]:
