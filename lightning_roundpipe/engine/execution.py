@@ -22,9 +22,11 @@ from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, w
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
+from ..devices.device import Device
 from ..devices.offload import as_reloaded
 from ..devices.transfer import Edge
 from ..usercode.loose_gradients import leaves_behind, node_of
+from ..usercode.moves import moved
 from ..weights.parameters import Replica
 
 _MAX_FACTS = 64
@@ -184,6 +186,41 @@ def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list
         result = run_unit(context, call, replica, given)
         if casts is not None:
             casts.note_results(result.slots.values())
+    return result
+
+
+def _all_at(target: torch.device, leaves: list[Any], context: UnitContext) -> list[Any]:
+    """``leaves`` with their tensors on a device, as part of the graph."""
+    return [
+        moved(x, target, context.activations, "run again") if isinstance(x, Tensor) and x.device != target else x
+        for x in leaves
+    ]
+
+
+def run_replayed(
+    context: UnitContext, call: Call, replica: Replica, leaves: list[Any], homes: list[Device]
+) -> UnitResult:
+    """Runs a unit that user code calls again in its backward, on the thread of autograd that does so, with the graph.
+
+    Args:
+        homes: where its calls by the micro-batch have run, and their results are; one at least.
+
+    Raises:
+        RuntimeError: if it draws, and there were several.
+    """
+    here = replica.device.torch_device
+    if here.type == "cpu":
+        result = run_unit(context, call, replica, leaves)
+    else:
+        with torch.get_device_module(here).device(here):
+            result = run_unit(context, call, replica, _all_at(here, leaves, context))
+        result.leaves = _all_at(homes[-1].torch_device, result.leaves, context)
+    if len(homes) > 1 and result.draws:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers, is called {len(homes)} times, and sits in an activation "
+            "checkpoint of the user code, so it cannot be told which call is run again. Remove the checkpoint: "
+            "RoundPipe recomputes units by itself."
+        )
     return result
 
 

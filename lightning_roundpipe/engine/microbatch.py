@@ -34,7 +34,7 @@ from ..autograd.unit_run import InsideUnit, UnitContext, autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
-from ..devices.device import Run
+from ..devices.device import Device, Run
 from ..devices.offload import SavedInputs, TravellingActivations
 from ..devices.transfer import Edge
 from ..planning.partition import StageKind
@@ -80,6 +80,8 @@ class Microbatch:
         self._replicas = resources.replicas
         self._training = request.training
         self._calls: list[Call] = []  # whose backward may come, in order
+        self._called: list[Unit] = []
+        self._homes: list[Device] = []  # where they ran
         self._loose = LooseGradients()
         self._saved = SavedInputs()
         owners = self._pool.owners
@@ -92,6 +94,7 @@ class Microbatch:
             resources.compiler, InsideUnit(state),
         )  # fmt: skip
         self._has_entered = False
+        self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
         self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
         is_engine = functools.partial(getattr, self.pending, "is_flushing")
@@ -105,8 +108,9 @@ class Microbatch:
         self.schedule_index, self._segment = schedule_index, segment
         self._gate, self._is_recording = segment.gate, plan.recording
         self._stage = -1
-        self._num_called_before = self.state.num_calls
+        self._num_called_before = len(self._called)
         self._next_position = len(plan.carried)
+        self._replayed: dict[Unit, list[int]] = {}
         self.state.call_unit = self.call
         self.record = SegmentRecord(self.index)
 
@@ -161,8 +165,8 @@ class Microbatch:
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
         self._gate.check()
-        call = Call(unit, self.state.num_calls, self._segment.trained(unit), self.pending)
-        self.state.num_calls += 1
+        call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
+        self._called.append(unit)
         self.record.called.append(unit)
         position = self._locate(unit)
         if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
@@ -220,6 +224,7 @@ class Microbatch:
     ) -> ForwardResult:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
+        self._homes.append(device)
         kind = (
             self._training, records, torch.is_grad_enabled(), is_training, len(leaves),
             tuple(call.differentiable), call.trained, call.autocast,
@@ -311,8 +316,8 @@ class Microbatch:
     def _backward_of_user_code(self, roots: list[tuple[Tensor, Tensor]] | None = None) -> None:
         """Backward through the graph of user code: from ``roots``, which are emptied, or from what waits there (flush).
 
-        Holds the user-code lock where that runs user code again, or depends on flags of parameters that each
-        micro-batch has for itself.
+        Holds the user-code lock where that runs user code again, which may call units, or depends on flags of
+        parameters that each micro-batch has for itself.
         """
         device, state = self.device, self.state
         runs_code = self._step.resources.backward_runs_user_code.is_set()
@@ -324,6 +329,7 @@ class Microbatch:
             if locks:
                 self._lock.acquire(state)
             started = device.stamp()
+            self._has_lane = runs_code
             put_on_mode(state)
             try:
                 if roots is None:
@@ -332,6 +338,7 @@ class Microbatch:
                     self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
             finally:
                 take_off_mode(state)
+                self._has_lane = False
                 self._lock.release(state)
         what = "user code" if roots is None else "loss"
         self.record.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))

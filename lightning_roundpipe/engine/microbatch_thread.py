@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ..autograd.escape import check_escape
 from ..autograd.recompute import Call, versions_of
+from ..autograd.unit_run import UnitResult
+from ..common import trees
 from ..common.threads import Worker
-from ..devices.device import Device
+from ..devices.device import Device, Run
 from ..planning.schedule import Action
 from ..usercode.implicit_transfers import ImplicitTransfers, put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState, entered
@@ -29,6 +31,7 @@ from ..usercode.outputs import Results
 from ..weights.units import Unit
 from .barrier import Collective, closure_end
 from .context import SegmentContext, StepContext
+from .execution import run_replayed
 from .microbatch import Microbatch
 
 
@@ -118,8 +121,36 @@ class MicrobatchThread(Microbatch):
             check_escape([loss.grad_fn, *self.user_code_nodes()], self._replicas.leaf_names())
         return loss, torch.ones_like(loss).mul_(weight)  # in float16 maybe infinite: torch 2.6 cannot fill with that
 
+    def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit called by user code's own recomputation (activation checkpointing around units): runs inline.
+
+        On GPUs on a thread of autograd, which must not wait for the lane of a unit whose backward needs the thread.
+        """
+        self._gate.check()
+        made = self._replayed.setdefault(unit, [i for i, u in enumerate(self._called) if u is unit])
+        call = Call(unit, made[-1] if made else len(self._called), self._segment.trained(unit), self.pending)
+        leaves: list[Any] = []
+        call.structure = trees.flatten_call(args, kwargs, [], leaves)
+        lane = contextlib.nullcontext() if self._has_lane else self.device.computing()
+        take_off_mode(self.state)
+        try:
+            with self._lock.released(self.state), lane:
+                result = self._run_replayed(call, leaves, made)
+        finally:
+            put_on_mode(self.state)
+        return trees.unflatten(result.structure, result.leaves)
+
+    def _run_replayed(self, call: Call, leaves: list[Any], made: list[int]) -> UnitResult:
+        replica = self._replica(call)
+        started = self.device.stamp()
+        homes = [self._homes[i] for i in made] or [self.device]
+        result = run_replayed(self._context, call, replica, leaves, homes)
+        self.place.leave_unit(homes[-1])
+        self.record.runs.append(Run(self.device, "F", call.unit.name, started, self.device.stamp(), self._stage))
+        return result
+
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
-        self.state.call_unit = _refuse_call
+        self.state.call_unit = self._replay  # what user code calls from now on, it has called before
         take_off_mode(self.state)
         try:
             super().backward(roots, retain_graph=retain_graph)
@@ -212,11 +243,3 @@ class MicrobatchThread(Microbatch):
         self._saved.clear()
         self.state.call_unit = None
         self._gate.retire(self.schedule_index)
-
-
-def _refuse_call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise RuntimeError(
-        f"unit {unit.name!r} is called in the backward, by a function or a hook of the user, where its gradients "
-        "cannot be followed: make the module around the function a unit with "
-        "RoundPipeStrategy(units=[TheClassAroundIt])"
-    )

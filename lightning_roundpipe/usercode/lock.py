@@ -28,7 +28,7 @@ unit runs inside ``unit_running()``. No thread waits for ever, because every thr
 
 and a thread that has one of them waits only for those below it. User code releases the lock before it calls a unit or
 waits for an upload or a generator. Autograd's thread of a GPU serves all backwards there: while it runs user code that
-gives up the lock, to wait for a generator, no thread with the lock may wait for it. Hence ``walking()``.
+gives up the lock, to call a unit again, no thread with the lock may wait for it. Hence ``walking()``.
 
 [Note: attribute writes]
 Writes are noticed by a replacement of ``nn.Module.__setattr__`` (:mod:`engine.patches`), which ignores threads that are
@@ -68,7 +68,6 @@ class UserCodeState:
             been done.
         lock: of the step; None when no step runs.
         call_unit: runs a unit; None while the thread is inside one.
-        num_calls: of units so far.
         mode: what brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where
             it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
@@ -86,7 +85,6 @@ class UserCodeState:
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
         self.call_unit: Callable[..., Any] | None = None
-        self.num_calls = 0
         self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
         self.on_module_hook: Callable[[], None] = lambda: None

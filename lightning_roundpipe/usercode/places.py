@@ -5,7 +5,7 @@ In the forward user code is where its micro-batch is. In the backward the micro-
 calls has to fit the graph that was made in the forward::
 
     a hook on a tensor, a function of the user     on the device whose thread of autograd calls it
-    what a checkpoint runs again                   where it was
+    what a checkpoint runs again                   where it was, from unit to unit
 """
 
 from __future__ import annotations
@@ -59,3 +59,8 @@ class UserCodePlace:
                 self._again = before
 
         return again
+
+    def leave_unit(self, device: Device) -> None:
+        """A recomputation has called a unit again, which was on ``device`` in the forward."""
+        if self._again is not None:
+            self._again = device

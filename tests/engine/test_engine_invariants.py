@@ -391,7 +391,9 @@ class Checkpointed(Model):
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
-def test_nothing_survives_a_step_with_checkpoints_around_units(copies: bool, is_reentrant: bool) -> None:
+def test_nothing_survives_a_step_that_calls_units_again_in_checkpoints_of_user_code(
+    copies: bool, is_reentrant: bool
+) -> None:
     model = Checkpointed(Probe())
     model.is_reentrant = is_reentrant
     engine = make_engine(model, copies=copies)
