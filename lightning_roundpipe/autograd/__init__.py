@@ -2,8 +2,8 @@
 
 - :mod:`recompute`, :mod:`escape`: cuts, calls, pending gradients; tensors that leave a unit unseen.
 - :mod:`unit_run`, :mod:`unit_backward`: one execution of a unit on a replica, with the hooks inside it; its backward.
-- :mod:`undo`, :mod:`repeats`: buffers and gradients before a run of a unit, and how they are put back; whether a
-  second run does the same.
+- :mod:`undo`, :mod:`repeats`: buffers before a run of a unit, and how they are put back; whether a second run does the
+  same.
 - :mod:`randomness`, :mod:`checkpointing`, :mod:`parametrizations`: random numbers, the user's own checkpointing, cached
   weights.
 - :mod:`compiling`: units through ``torch.compile``.

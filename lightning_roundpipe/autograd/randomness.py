@@ -17,9 +17,8 @@ default generator of the host would be cheap, but every unit that draws would ha
 unit of all virtual devices would compute at a time. The mode costs a little for each operator of a unit that draws on
 the host, and lets them compute side by side.
 
-The mode gives its generator to operators that take a ``generator`` argument; others have an overload that does, and
-what remains runs in an exclusive section while the default generator holds the private state (see
-[Note: exclusive sections] in :mod:`usercode.lock`).
+The mode gives its generator to operators that take a ``generator`` argument; others run in an exclusive section while
+the default generator holds the private state (see [Note: exclusive sections] in :mod:`usercode.lock`).
 
 Compiled, a unit draws other numbers than as it is. So one that draws on a GPU runs again as it has run before: see
 [Note: compiled units] in :mod:`autograd.compiling`.
@@ -49,21 +48,6 @@ class Draws:
         return self.host or self.gpu or self.foreign
 
 
-def _takes_generator(func: torch._ops.OpOverload) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-def _generator_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload of a random operator that takes a generator, with the same arguments otherwise."""
-    packet = func.overloadpacket
-    name = func._overloadname
-    for candidate in ("generator" if name == "default" else f"{name}_generator", f"generator_with_{name}"):
-        overload = getattr(packet, candidate, None)
-        if overload is not None and _takes_generator(overload):
-            return overload  # type: ignore[no-any-return]
-    return None
-
-
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Fused attention counts as random whether it drops anything or not."""
     for i, argument in enumerate(func._schema.arguments):
@@ -84,7 +68,7 @@ class PrivateRandomness(ThreadsDispatchMode):
         draws: where random operators have run so far.
     """
 
-    _how: ClassVar[dict[Any, Any]] = {}  # operator -> None (not random), "argument", an overload, or "borrow"
+    _how: ClassVar[dict[Any, Any]] = {}  # operator -> None (not random), "argument" or "borrow"
 
     def __init__(self, seed: int, exclusive: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,11 +79,10 @@ class PrivateRandomness(ThreadsDispatchMode):
     @classmethod
     def _decide(cls, func: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            how: Any = None
-        elif _takes_generator(func):
-            how = "argument"
+            how = None
         else:
-            how = _generator_overload(func) or "borrow"
+            takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+            how = "argument" if takes_generator else "borrow"
         cls._how[func] = how
         return how
 
@@ -120,8 +103,6 @@ class PrivateRandomness(ThreadsDispatchMode):
             return func(*(self._generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
         if how == "argument" or kwargs.get("generator") is not None:  # the user's own generator would move on twice
             return func(*args, **{**kwargs, "generator": self._generator})
-        if how != "borrow":
-            return how(*args, **kwargs, generator=self._generator)
         with self._exclusive():
             default = torch.default_generator
             before = default.get_state()

@@ -1,7 +1,6 @@
-"""What a run of a unit changes on its replica: what was there before, and how it is put back.
+"""Buffers that a run of a unit changes on its replica: what was there before, and how it is put back.
 
-    before = buffers_of(replica)     forward    changed_buffers(replica, before)    put_back(before)    forward again
-    before = gradients_of(replica)   backward   drop_new(before)                                        backward again
+    before = buffers_of(replica)     forward     changed_buffers(replica, before)     put_back(before)     forward again
 
 Used by the thread that holds the compute lane of the replica's device.
 """
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from ..common.fingerprints import version_of
 from ..weights.parameters import Replica
 
-# (leaf of the replica, its gradient, the version of that)
-Gradients = list[tuple[nn.Parameter, Tensor | None, int]]
 # (module of the replica, name, buffer, its version, its value)
 Buffers = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
@@ -61,18 +58,3 @@ def put_back(before: Buffers) -> None:
         for copy, name, buffer, _, value in before:
             copy._buffers[name] = buffer
             buffer.copy_(value)
-
-
-def gradients_of(replica: Replica) -> Gradients:
-    """Those of its leaves, as they are now; not their values."""
-    return [(leaf, now := leaf.grad, 0 if now is None else now._version) for leaf in replica.leaves]
-
-
-def drop_new(before: Gradients) -> bool:
-    """Gradients are what they were; False if that cannot be, because something was added to one of them."""
-    for leaf, gradient, version in before:
-        if gradient is None:
-            leaf.grad = None
-        elif leaf.grad is not gradient or gradient._version != version:
-            return False
-    return True

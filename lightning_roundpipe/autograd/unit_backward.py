@@ -3,7 +3,7 @@
     saved arguments --enter--> aliases --run_unit--> slots, whose gradients came --backward--> arguments, weights
 
 Everything here runs on the thread of the micro-batch, which holds the compute lane of the replica's device and not the
-user-code lock. Where memory runs out, see [Note: a unit that does not fit] in :mod:`engine.execution`.
+user-code lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..usercode.moves import moved
 from ..weights.parameters import Replica
 from .recompute import Call, Entry, Slot
 from .repeats import check_repeats
-from .undo import drop_new, gradients_of
 from .unit_run import UnitContext, UnitResult, autocast_as, run_unit
 
 
@@ -41,35 +40,8 @@ def run_unit_backward(
     """
     assert call.facts is not None
     replica.has_gradients = True
-    relays, is_final = call.relays, leaves is None or replica.device.aliases_host or call.facts.has_loose
-    before = [] if is_final else gradients_of(replica)
-    try:
-        _attempt_backward(context, call, replica, gradients, leaves, loose)
-    except torch.OutOfMemoryError:
-        if is_final or has_run_hooks(call, relays) or not drop_new(before):
-            raise
-    else:
-        replica.add_up()
-        return
-    # Outside of the handler, whose traceback held tensors of the attempt.
-    call.relays = relays
-    replica.device.make_room()
-    _attempt_backward(context, call, replica, gradients, leaves, loose)
-    replica.add_up()
-
-
-def _attempt_backward(
-    context: UnitContext,
-    call: Call,
-    replica: Replica,
-    gradients: list[Tensor],
-    leaves: list[Any] | None,
-    loose: LooseGradients,
-) -> None:
-    """See :func:`run_unit_backward`; gradients of weights are added to those that are there."""
     local = call.local if leaves is None else _recompute(context, call, replica, list(leaves))
     assert local is not None
-    assert call.facts is not None
     check_repeats(call, local)
     roots = [local[slot] for slot in call.gradients]
     inside = context.inside
@@ -79,15 +51,7 @@ def _attempt_backward(
             loose.run_unit_backward(roots, gradients, replica.leaves)
         else:
             run_backward(roots, gradients)
-
-
-def has_run_hooks(call: Call, relays: list[bool] | None) -> bool:
-    """Whether hooks on submodules may have run in an attempt that has failed.
-
-    Args:
-        relays: of the call before the attempt: in a recomputation only those run that change an output.
-    """
-    return bool(call.relays or call.relayed) if relays is None else any(relays)
+    replica.add_up()
 
 
 def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:

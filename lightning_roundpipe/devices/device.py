@@ -178,8 +178,9 @@ class Device(ABC):
     def make_room(self) -> None:
         """The allocator has run out of memory: what is not in use goes, and what is leaving is waited for.
 
-        Called by the thread that holds the compute lane, and no other lock, before it tries once more. Outside of the
-        handler of the error, whose traceback holds tensors. See [Note: device memory] in :mod:`devices.memory`.
+        Called by the thread that holds the compute lane, and no other lock, before it tries once more, or between
+        steps. Outside of the handler of the error, whose traceback holds tensors. See [Note: device memory] in
+        :mod:`devices.memory`.
         """
         self.memory.make_room()
         self.empty_cache()

@@ -15,8 +15,8 @@ Weights and gradients leave the headroom free, which is for activations: a GPU d
 go any more they take it all the same, because what is known of activations is an upper bound.
 
 The allocator of a GPU may run out of memory where the books have some left, because of what they do not know. Then
-everything that is not in use goes (:meth:`DeviceMemory.make_room`), what has failed is tried once more, and from then
-on a little more is kept free.
+everything that is not in use goes (:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the
+whole step) is tried once more, and from then on a little more is kept free.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DeviceMemory:
     def make_room(self) -> None:
         """The allocator has run out of memory: evicts all that is not in use, and waits for all that is leaving.
 
-        Called by the thread that holds the compute lane.
+        Called by the thread that holds the compute lane, or between steps.
         """
         while self.evict(0):
             pass

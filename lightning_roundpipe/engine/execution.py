@@ -4,18 +4,6 @@ A forward takes its arguments to the device, saves them if it will be run again,
 where the call is recomputed, with the local graph where that is kept, and always with it where the unit's facts are not
 known yet; see [Note: cutting autograd] and [Note: facts] in :mod:`autograd.recompute`. Everything here runs on the
 thread of the micro-batch, which holds the compute lane of the replica's device and not the user-code lock.
-
-[Note: a unit that does not fit]
-Where the allocator of the device has no memory left while a unit computes, all goes that is not in use
-(:meth:`Device.make_room`), and the unit is run once more, by the same thread:
-
-    run --> torch.OutOfMemoryError --> taken back --> make room --> run --> the step fails, and is run again
-                                 |                                          with smaller micro-batches
-                                 +--> cannot be taken back ------------------^
-
-It gets the same arguments and the same seed, and what it has written on modules and buffers is put back before. That
-cannot be done if it has changed an argument in place, if hooks of the user have seen something already, if a graph that
-was kept is used up, or if a gradient has been added to one that was there.
 """
 
 from __future__ import annotations
@@ -29,7 +17,7 @@ from torch import Tensor
 
 from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot, flagged_of
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
-from ..autograd.unit_backward import add_changed, enter, has_run_hooks
+from ..autograd.unit_backward import add_changed, enter
 from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, without_weights
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
@@ -91,13 +79,13 @@ def run_forward(
         similar = unit.facts_of_kind(key[1])
         call.draws = replace(call.draws, foreign=similar is None or similar.draws.foreign)
     before = buffers_of(replica) if facts is None or unit.written else []
-    done = _run_with_room(context, call, replica, leaves, records, before)
+    done = _run(context, call, replica, leaves, records)
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
         put_back(before)
         replica = full(call) if replica.is_low else replica
         call.facts = facts = None
         before = buffers_of(replica)
-        done = _run_with_room(context, call, replica, leaves, records, before)
+        done = _run(context, call, replica, leaves, records)
     if facts is None:
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
@@ -133,45 +121,9 @@ def _take_flags(call: Call, facts: Facts, result: UnitResult, records: bool) -> 
         drop_graph(result, keeps_flags=True)
 
 
-def _run_with_room(
-    context: UnitContext,
-    call: Call,
-    replica: Replica,
-    leaves: list[Any],
-    records: bool,
-    before: Buffers,
-) -> ForwardResult:
-    """Runs the unit; a second time if there was no room: see [Note: a unit that does not fit].
-
-    Args:
-        before: what is put back for that.
-    """
-    relays = call.relays
-    done = _attempt(context, call, replica, leaves, records)
-    if done is None:  # the traceback, which held tensors of the attempt, is gone
-        put_back(before)
-        call.relays = relays
-        replica.device.make_room()
-        done = _attempt(context, call, replica, leaves, records, is_last=True)
-        assert done is not None
-    return done
-
-
-def _attempt(
-    context: UnitContext,
-    call: Call,
-    replica: Replica,
-    leaves: list[Any],
-    records: bool,
-    *,
-    is_last: bool = False,
-) -> ForwardResult | None:
-    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home.
-
-    Returns:
-        None if the memory of the device was not enough, and nothing is in the way of another attempt.
-    """
-    facts, activations, relays = call.facts, context.activations, call.relays
+def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any], records: bool) -> ForwardResult:
+    """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home."""
+    facts, activations = call.facts, context.activations
     label = f"inputs {call.unit.name}"
     before = torch.is_grad_enabled()
     if replica.device.aliases_host:
@@ -194,11 +146,6 @@ def _attempt(
             enter(call, given, context.anchor)
         run = _run_watched if facts is None else run_unit
         result = run(context, call, replica, given)
-    except torch.OutOfMemoryError:
-        is_changed = any([version_of(arrived[i]) != version for i, version in versions.items()])
-        if is_last or is_changed or has_run_hooks(call, relays) or replica.device.aliases_host:
-            raise
-        return None
     finally:
         torch._C._set_grad_enabled(before)
     call.changed = [i for i, version in versions.items() if version_of(arrived[i]) != version]
@@ -261,8 +208,6 @@ def run_replayed(
     Raises:
         RuntimeError: if it draws, and there were several.
     """
-    replica.has_gradients = torch.is_grad_enabled()
-    replica.book_gradients(replica.has_gradients)
     here = replica.device.torch_device
     if here.type == "cpu":
         result = run_unit(context, call, replica, leaves)

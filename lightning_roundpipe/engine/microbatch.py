@@ -334,7 +334,7 @@ class Microbatch:
             if locks:
                 self._lock.acquire(state)
             started = device.stamp()
-            state.loose, self._has_lane = self._loose, runs_code
+            self._has_lane = runs_code
             put_on_mode(state)
             try:
                 if roots is None:
@@ -343,7 +343,7 @@ class Microbatch:
                     self.pending.run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
             finally:
                 take_off_mode(state)
-                state.loose, self._has_lane = None, False
+                self._has_lane = False
                 self._lock.release(state)
         what = "user code" if roots is None else "loss"
         self.record.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))

@@ -142,7 +142,6 @@ class MicrobatchThread(Microbatch):
 
     def _run_replayed(self, call: Call, leaves: list[Any], made: list[int]) -> UnitResult:
         replica = self._replica(call)
-        self._loose.own.update(replica.leaves)
         started = self.device.stamp()
         homes = [self._homes[i] for i in made] or [self.device]
         result = run_replayed(self._context, call, replica, leaves, homes)

@@ -30,7 +30,7 @@ from ..usercode.gpu_draws import gpu_generators_left_alone
 from ..usercode.implicit_transfers import functions_followed
 from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
-from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_followed
+from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_refused
 from ..weights.units import Unit, UnitTable
 
 _lock = threading.Lock()
@@ -74,7 +74,7 @@ def patch(stack: contextlib.ExitStack, table: UnitTable, num_threads: int | None
     """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step."""
     parameters = [p for module in table.modules for p in module._parameters.values() if p is not None]
     stack.enter_context(intercepted(table))
-    stack.enter_context(nested_backwards_followed())
+    stack.enter_context(nested_backwards_refused())
     stack.enter_context(hooks_out_of_the_way(parameters))
     stack.enter_context(process_settings_kept())
     stack.enter_context(parametrizations_apart())

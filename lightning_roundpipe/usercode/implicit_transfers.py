@@ -83,11 +83,6 @@ _OF_TO = (frozenset({"memory_format"}), frozenset({"device", "dtype", "other", "
 _MADE_ON_HOST = frozenset({"tensor", "as_tensor", "asarray"})
 # These write operands whose versions do not show it.
 _WRITES_UNSEEN = frozenset({"batch_norm", "instance_norm"})
-# Ways to the memory of a tensor that its version does not follow.
-_data: Any = vars(torch._C.TensorBase)["data"]
-_OPENS = frozenset(
-    {_data.__get__, _data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage}
-)
 
 
 class ImplicitTransfers(TorchFunctionMode):
@@ -120,8 +115,6 @@ class ImplicitTransfers(TorchFunctionMode):
         state = current()
         if state is not None and not _is_user_code(state):
             return func(*args, **kwargs)
-        if func in _OPENS and (opened := _parameter_of(args[0])) is not None:
-            self._parameters.open(opened)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)

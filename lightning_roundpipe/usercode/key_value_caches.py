@@ -39,14 +39,14 @@ def caches_followed() -> Iterator[None]:
     @functools.wraps(original)
     def update(self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx < len(self.layers):
-            bring(self.layers[layer_idx], key_states.device)
+            _bring(self.layers[layer_idx], key_states.device)
         return original(self, key_states, value_states, layer_idx, *args, **kwargs)
 
     with attribute_set(caches.Cache, "update", update):
         yield
 
 
-def bring(layer: Any, device: torch.device) -> None:
+def _bring(layer: Any, device: torch.device) -> None:
     """All tensors of one layer of a cache come to ``device``, if its keys are elsewhere."""
     keys = getattr(layer, "keys", None)
     if keys is None or keys.device == device:

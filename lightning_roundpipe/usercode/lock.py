@@ -43,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -56,13 +56,6 @@ from .generators import UserGenerators
 from .outputs import without_graph
 
 _RECHECK_S = 2.0
-
-
-class NestedBackwards(Protocol):
-    """Runs a backward that user code begins inside the engine's; see [Note: loose parameters]."""
-
-    def run_nested_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Arguments are those of ``torch.autograd.backward``."""
 
 
 class UserCodeState:
@@ -82,7 +75,6 @@ class UserCodeState:
         recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
         on_late_code: called when user code asks for something in the backward: uses an activation checkpoint, or
             registers a hook on a tensor.
-        loose: takes the gradients of leaves while the engine walks the graph of user code; None otherwise.
     """
 
     def __init__(self, index: int, seed: int) -> None:
@@ -95,7 +87,6 @@ class UserCodeState:
         self.call_unit: Callable[..., Any] | None = None
         self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
-        self.loose: NestedBackwards | None = None
         self.on_module_hook: Callable[[], None] = lambda: None
         self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
         self.on_late_code: Callable[[], None] = lambda: None

@@ -25,9 +25,8 @@ The graph inside a unit belongs to its replica, and accumulates into the replica
 bring a parameter from elsewhere into it; the first call of the unit notes so (``Facts.has_loose``), and the leaves of
 such a graph are found and asked for as well.
 
-A function of the user may begin a backward of its own inside the engine's (reversible layers, Reformer): it asks for
-gradients too, and hands those of tensors that it has made itself to their ``.grad``. The walk finds functions of users,
-too: their backward is user code.
+The walk finds functions of users, too: their backward is user code. One that begins a backward of its own there, which
+would accumulate into the masters, is refused (:func:`nested_backwards_refused`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from ..common.graphs import is_of_user, walk_graph
 from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Joined, Transfer
 from ..weights.gradients import added
-from .lock import current
 
 _LEAF_NODE: Any = vars(torch._C._functions)["AccumulateGrad"]
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -73,12 +71,10 @@ class LooseGradients:
     """What the backward of one micro-batch gives for leaves between units; see [Note: loose parameters].
 
     Attributes:
-        own: leaves of replicas on which units run that are called in the middle of the backward: they accumulate.
         is_walking: whether the engine itself walks a graph of this micro-batch at the moment.
     """
 
     def __init__(self) -> None:
-        self.own: set[Tensor] = set()
         self.is_walking = False
         self._edges: dict[Tensor, GradientEdge] = {}
         self._sums: dict[Tensor, Tensor] = {}
@@ -116,21 +112,6 @@ class LooseGradients:
         edges = leaves_behind(map(node_of, roots))
         for leaf, gradient in self._walk(roots, gradients, edges, retain_graph=False):
             if leaf not in own:
-                self._add(leaf, gradient)
-            else:
-                _accumulate(leaf, gradient)
-
-    def run_nested_backward(
-        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False
-    ) -> None:
-        """``torch.autograd.backward``, called by user code in the middle of :meth:`run_backward`."""
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        leaves = list(leaves_behind(map(node_of, roots)))
-        found = torch.autograd.grad(roots, leaves, grad_tensors, retain_graph, create_graph, allow_unused=True)
-        for leaf, gradient in zip(leaves, found, strict=True):
-            if gradient is None:
-                continue
-            if isinstance(leaf, nn.Parameter) and leaf not in self.own:
                 self._add(leaf, gradient)
             else:
                 _accumulate(leaf, gradient)
@@ -188,7 +169,6 @@ class LooseGradients:
     def clear(self) -> None:
         """Nothing is kept, neither of the graph nor of gradients."""
         self._edges = {}
-        self.own = set()
         self._sums = {}
         self._aside = {}
 
@@ -239,28 +219,30 @@ def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def nested_backwards_followed() -> Iterator[None]:
-    """While open, a backward that user code runs inside one of the engine's does not accumulate into parameters."""
+def nested_backwards_refused() -> Iterator[None]:
+    """While open, a backward that user code runs inside one of the engine's must not accumulate into parameters."""
     original = torch.autograd.backward
 
     @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         # In a backward that asks for gradients; torch has the same test, for its reentrant checkpoints.
         is_nested = torch._C._current_graph_task_id() != -1 and not _engine.is_checkpoint_valid()
-        if not is_nested or kwargs.get("inputs") is not None:
-            original(*args, **kwargs)
-        elif (state := current()) is not None and state.loose is not None:
-            kwargs.pop("inputs", None)
-            state.loose.run_nested_backward(*args, **kwargs)
-        else:
+        if is_nested and kwargs.get("inputs") is None and _reaches_parameters(tensors):
             raise RuntimeError(
-                "a function of the user runs a backward inside the backward of a step, on a thread of autograd, where "
-                "its gradients cannot be followed: make the module around it a unit with "
-                "RoundPipeStrategy(units=[TheClassAroundIt])"
+                "a function of the user (an activation checkpoint of another library, reversible layers) runs a "
+                "backward of its own inside the backward of the step, where its gradients cannot be followed. Leave "
+                "the checkpoint out: RoundPipe recomputes units by itself; or make the module around the function a "
+                "unit with RoundPipeStrategy(units=[TheClassAroundIt])"
             )
+        original(tensors, *args, **kwargs)
 
     with attribute_set(torch.autograd, "backward", backward):
         yield
+
+
+def _reaches_parameters(tensors: Any) -> bool:
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(map(node_of, roots)))
 
 
 @contextlib.contextmanager

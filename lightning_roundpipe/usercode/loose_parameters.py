@@ -15,9 +15,7 @@ backward that the *user* runs any gradient goes to the master at once.
 
 A copy is given up when a stage run of its device ends, no graph leads through it and no view of it is left: the weight
 of a head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
-master that was changed in place since the upload is uploaded anew. Changes that leave no trace in the version of the
-parameter (through ``.data``, NumPy) cannot be noticed, so a parameter that was opened that way is not kept in this
-step.
+master that was changed in place since the upload is uploaded anew.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class _Copy:
 
     Attributes:
         tensor: the copy.
-        version: of the master when the copy was made; None if the master may have changed without a trace.
+        version: of the master when the copy was made.
         upload: which made it.
         has_sum: whether gradients are added up on the device.
         gradient: the sum of what has arrived; None before the first.
@@ -76,7 +74,7 @@ class _Copy:
         self.device = device
         self.upload = upload
         (self.tensor,) = upload.tensors
-        self.version: int | None = version_of(master)
+        self.version = version_of(master)
         self.num_bytes = num_bytes_of([self.tensor])
         self.has_sum = self.num_bytes >= LARGE_BYTES
         self.gradient: Tensor | None = None
@@ -142,7 +140,6 @@ class LooseParameters:
         self._lock = threading.Lock()  # of the next two; never held during a wait
         self._copies: list[_Copy] = []
         self._newest: dict[tuple[int, int], _Copy] = {}
-        self._opened: dict[int, nn.Parameter] = {}
         self._num_sent: dict[int, int] = {}  # downloads of sums, by device
 
     def use(
@@ -154,7 +151,7 @@ class LooseParameters:
         *,
         tracks: bool,
     ) -> Tensor | None:
-        """``master`` on ``device``; None if it cannot be kept there.
+        """``master`` on ``device``; None if it is not there, and the calling thread must not wait for it.
 
         Called by user code, which gives up the user-code lock if there is something to upload: it waits for the device.
 
@@ -164,7 +161,7 @@ class LooseParameters:
             tracks: whether the result is part of the graph.
         """
         found = self._find(master, device, tracks)
-        if found is None and state is not None and id(master) not in self._opened and may_wait(state, gradients):
+        if found is None and state is not None and may_wait(state, gradients):
             assert state.lock is not None
             with state.lock.released(state), device.occupied():
                 self._make(master, device, tracks)
@@ -217,19 +214,10 @@ class LooseParameters:
 
     def before_write(self, master: nn.Parameter) -> None:
         """``master`` is about to be changed in place: no upload may still be reading it."""
-        for copy in self._copies_of(master):
-            copy.upload.await_done()
-
-    def open(self, master: nn.Parameter) -> None:
-        """``master`` may be changed from now on without a trace: its copies are right only until then."""
-        self.before_write(master)
-        self._opened[id(master)] = master
-        for copy in self._copies_of(master):
-            copy.version = None
-
-    def _copies_of(self, master: nn.Parameter) -> list[_Copy]:
         with self._lock:
-            return [copy for copy in self._copies if copy.master is master]
+            copies = [copy for copy in self._copies if copy.master is master]
+        for copy in copies:
+            copy.upload.await_done()
 
     def end_stage_run(self, device: Device) -> None:
         """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""
@@ -257,7 +245,6 @@ class LooseParameters:
 
     def drop(self) -> None:
         """The step has ended, well or not: nothing stays on the books, gradients that are still here are lost."""
-        self._opened.clear()
         for copy in self._take(lambda copy: True):
             copy.device.memory.release("weights", copy.num_bytes)
             copy.device.memory.release("gradients", copy.gradient_bytes)

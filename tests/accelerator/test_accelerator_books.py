@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.devices.pool import DevicePool
-from tests.support.engine.visited_units import KEPT, NUM_MICROBATCHES, NUM_STEPS, RECOMPUTED, train
 from tests.support.parity import assert_alike, fit
 
 pytestmark = pytest.mark.accelerator
@@ -137,79 +135,6 @@ def test_lanes_that_wait_for_work_hold_no_memory(
     assert unlimited.memory_allocated(0) == 0
 
 
-# --- units -------------------------------------------------------------------------------------------------------
-
-
-IDLE_BYTES, WORKSPACE_BYTES, LIMIT_BYTES = 8 * MIB, 12 * MIB, 16 * MIB
-
-
-class Workspace:
-    """From one visit of a unit on, it needs more than is free on a device before what is not in use has gone."""
-
-    def __init__(self, pool: DevicePool, first: int) -> None:
-        self._pool, self._first = pool, first
-        self.idle: dict[int, Tensor] = {}
-        self.num_visits = 0
-
-    def __call__(self) -> None:
-        if not self.num_visits:  # the engine has told the books by now what evicts
-            for index, device in enumerate(self._pool.devices):
-                self.idle[index] = taken(IDLE_BYTES, index)
-                device.memory.evict = functools.partial(self._evict, index, device.memory.evict)
-                torch.sim.set_memory_limit(LIMIT_BYTES, index)
-        self.num_visits += 1
-        if self._first and self.num_visits >= self._first:
-            taken(WORKSPACE_BYTES, torch.sim.current_device())
-
-    def _evict(self, index: int, evict: Callable[[int], bool], num_bytes: int) -> bool:
-        return evict(num_bytes) or self.idle.pop(index, None) is not None
-
-
-def train_with_workspace(place: str, unit: int, first: int) -> tuple[dict[str, Any], int, int]:
-    """What a training gives; on how many devices what was idle had to go, and how often the place was visited."""
-    pool = DevicePool([torch.device("sim", index) for index in range(2)])
-    workspace = Workspace(pool, first)
-    try:
-        found = train(pool, {place: workspace}, unit)
-        num_evicted = len(pool) - len(workspace.idle)
-    finally:
-        workspace.idle.clear()
-        pool.dispose()
-        for index in range(2):
-            torch.sim.set_memory_limit(NO_LIMIT, index)
-    return {name: value.cpu() for name, value in found.items()}, num_evicted, workspace.num_visits
-
-
-@pytest.mark.parametrize(
-    ("place", "unit"),
-    [
-        ("forward start", RECOMPUTED),
-        ("forward middle", RECOMPUTED),
-        ("forward middle", KEPT),
-        ("backward end", RECOMPUTED),
-    ],
-)
-def test_a_unit_that_runs_out_of_memory_is_run_once_more_with_the_same_results(
-    unlimited: ModuleType, place: str, unit: int
-) -> None:
-    right, num_evicted, num_visits = train_with_workspace(place, unit, 0)
-    assert num_evicted == 0
-    for first in (1, num_visits // 2, num_visits):
-        unlimited.reset_stats()
-        found, num_evicted, _ = train_with_workspace(place, unit, first)
-        assert unlimited.stats()["ooms"] == num_evicted >= 1
-        assert unlimited.stats()["races"] == 0
-        torch.testing.assert_close(found, right, rtol=0, atol=0)
-        assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
-
-
-def test_what_cannot_be_taken_back_fails_and_leaves_nothing(unlimited: ModuleType) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        train_with_workspace("backward middle", KEPT, NUM_STEPS * NUM_MICROBATCHES)
-    gc.collect()
-    assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
-
-
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +163,57 @@ def test_a_step_that_does_not_fit_is_run_again_with_smaller_micro_batches(unlimi
     assert min(found.watch.num_microbatches) > 4
     assert unlimited.stats()["races"] == 0
     plain.assert_moved()
+    assert_alike(found.results, plain.results)
+    gc.collect()
+    assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
+
+
+IDLE_BYTES, WORKSPACE_BYTES, LIMIT_BYTES = 8 * MIB, 12 * MIB, 16 * MIB
+
+
+class Workspace(nn.Tanh):
+    """Needs more than is free on a GPU before what is not in use has gone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "sim":
+            taken(WORKSPACE_BYTES, x.device.index)
+        return super().forward(x)
+
+
+class WithWorkspace(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].append(Workspace())
+
+
+class Idle(L.Callback):
+    """From the second batch on there is something on each GPU that is not in use."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for index, device in enumerate(trainer.strategy.pool.devices):  # type: ignore[attr-defined]
+                self.kept[index] = taken(IDLE_BYTES, index)
+                device.memory.evict = functools.partial(self.evict, index, device.memory.evict)
+                torch.sim.set_memory_limit(LIMIT_BYTES, index)  # type: ignore[attr-defined]
+
+    def evict(self, index: int, evict: Callable[[int], bool], num_bytes: int) -> bool:
+        return evict(num_bytes) or self.kept.pop(index, None) is not None
+
+
+def test_a_step_for_which_the_allocator_has_no_room_is_run_again_as_it_is(unlimited: ModuleType) -> None:
+    batches = list(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0)))
+    plain = fit("plain", WithWorkspace, batches)
+    unlimited.reset_stats()
+    settings = {"accelerator": "roundpipe", "devices": [0, 1], "num_microbatches": 4}
+    idle = Idle()
+    found = fit("roundpipe", WithWorkspace, batches, callbacks=[idle], **settings)
+    assert not idle.kept
+    assert found.watch.num_microbatches == [4, 4, 4]
+    assert unlimited.stats()["ooms"] >= 1
+    assert unlimited.stats()["races"] == 0
     assert_alike(found.results, plain.results)
     gc.collect()
     assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]

@@ -133,7 +133,9 @@ def test_the_generators_are_afterwards_what_they_were() -> None:
     assert_identical(torch.sim.get_rng_state_all(), before)
 
 
-def test_a_unit_that_draws_pays_no_dispatch_mode_after_its_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_draws_pays_no_dispatch_mode_and_excludes_no_user_code_after_its_first_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[int] = []
     make = randomness.PrivateRandomness.__init__
 
@@ -141,11 +143,18 @@ def test_a_unit_that_draws_pays_no_dispatch_mode_after_its_first_calls(monkeypat
         made.append(seed)
         make(self, seed, *args)
 
+    def excluding(lock: UserCodeLock, **options: Any) -> Any:
+        made.append(-1)
+        return exclusive(lock, **options)
+
+    exclusive = UserCodeLock.exclusive
+    monkeypatch.setattr(UserCodeLock, "exclusive", excluding)
     monkeypatch.setattr(randomness.PrivateRandomness, "__init__", noting)
     torch.manual_seed(0)
     steps = Steps(Model(torch.sin), balanced(2), num_devices=2, device_type="sim")
     steps.train(parts(), 0)
-    assert made
+    assert len(set(made)) > 1
+    assert -1 in made
     made.clear()
     steps.train(parts(), 1)
     assert made == []

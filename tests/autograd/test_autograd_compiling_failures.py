@@ -102,11 +102,6 @@ def test_an_error_of_the_unit_is_the_users_own() -> None:
     steps.train(parts_of(3, 3, 3))
 
 
-def test_unknown_options_are_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match="nonsense"):
-        steps_of(Model(), {"backend": "nonsense"})
-
-
 def test_structures_do_not_share_a_limit(monkeypatch: pytest.MonkeyPatch, graphs: Graphs) -> None:
     monkeypatch.setattr(compiling, "_MAX_VERSIONS", 2)
     widths = iter(range(2, 100))

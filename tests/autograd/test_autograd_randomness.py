@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.autograd.randomness import Draws
 from lightning_roundpipe.autograd.recompute import GradientCutError
-from lightning_roundpipe.autograd.unit_run import InsideUnit, run_unit
-from lightning_roundpipe.common import trees
-from lightning_roundpipe.common.seeds import derive_seed
-from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from tests.support.engine.modelled import kept, recomputed
 from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
@@ -84,21 +78,9 @@ def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
     Steps(model).train(torch.randn(4, WIDTH, requires_grad=True).chunk(2), function=function)
 
 
-@pytest.mark.parametrize("allow_unused", [False, True])
-def test_a_gradient_taken_through_a_unit_is_refused(allow_unused: bool) -> None:
-    model = Model(torch.tanh)
-
-    def penalty(x: Tensor) -> Tensor:
-        loss = model(x)
-        torch.autograd.grad(loss, x, create_graph=True, allow_unused=allow_unused)
-        return loss
-
-    with pytest.raises(GradientCutError, match=r"blocks\.2"):
-        run_once(penalty, model)
-
-
 TAKES: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
     "of an input": lambda loss, x, model: torch.autograd.grad(loss, x),
+    "of an input, or none": lambda loss, x, model: torch.autograd.grad(loss, x, allow_unused=True),
     "of weights": lambda loss, x, model: torch.autograd.grad(loss, list(model.parameters())),
     "backward": lambda loss, x, model: loss.backward(),
 }
@@ -152,33 +134,3 @@ def test_a_unit_that_fills_a_list_it_was_given_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="changes a list or dict that it was given"):
         run_once(step, model)
-
-
-# --- on GPUs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("draws", [Draws(gpu=True), Draws(gpu=True, host=True)], ids=["gpu", "both"])
-def test_a_unit_draws_from_the_seeded_generator_of_its_gpu(monkeypatch: pytest.MonkeyPatch, draws: Draws) -> None:
-    """Without a dispatch mode if it draws there alone, and in no exclusive section: user code goes on."""
-    generator = torch.Generator().manual_seed(1)
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(default_generators=[None, generator]))
-    state, lock = UserCodeState(0, 0), UserCodeLock((), lambda: False)
-
-    class Drawing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert torch._C._len_torch_dispatch_stack() == draws.host
-            assert not lock.is_held_by(state)
-            return torch.empty(3).uniform_() if draws.host else torch.rand(3, generator=generator)
-
-    device = SimpleNamespace(torch_device=torch.device("cuda", 1))
-    call = SimpleNamespace(
-        facts=SimpleNamespace(draws=draws), index=4, side=[], relayed={}, relays=None, is_compiled=None
-    )
-    leaves: list[Any] = []
-    call.structure = trees.flatten_call((torch.zeros(3),), {}, [], leaves)
-    context = SimpleNamespace(state=state, lock=lock, compiler=None, inside=InsideUnit(state))
-    before = generator.get_state()
-    (drawn,) = run_unit(context, call, SimpleNamespace(module=Drawing(), device=device), leaves).leaves
-    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(derive_seed(0, 0, 4))))
-    assert generator.get_state().equal(before)
-    assert not lock.is_held_by(state)

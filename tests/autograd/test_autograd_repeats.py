@@ -16,6 +16,7 @@ from lightning_roundpipe.autograd import repeats
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.steps import Steps
 
 WIDTH, ROWS = 4, 6
 
@@ -115,3 +116,35 @@ def test_results_are_compared_in_the_first_step_alone(monkeypatch: pytest.Monkey
     next(run)
     next(run)
     assert len(compared) == num_compared
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer; for negative numbers it has a second result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.count += 1
+        result = self.linear(x)
+        return result, result.tanh() if x[0, 0] < 0 else None
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["aliases", "copies"])
+def test_a_unit_that_gives_more_than_before_is_run_once_more_from_the_same_buffers(copies: bool) -> None:
+    unit = Counting()
+    run = Steps(nn.ModuleList([unit]), num_devices=2, copies=copies)
+
+    def function(x: Tensor) -> Tensor:
+        result, other = unit(x)
+        return (result.square() if other is None else result * other).mean()
+
+    parts = torch.ones(6, WIDTH).chunk(3)
+    run.train(parts, function=function)
+    assert unit.count == 3
+    found = run.train([-part for part in parts], function=function).gradients
+    assert unit.count == 6
+    wanted = torch.autograd.grad(function(-parts[0]), unit.linear.weight)
+    torch.testing.assert_close([found[unit.linear.weight]], list(wanted))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from lightning_roundpipe.usercode.key_value_caches import bring, caches_followed
+from lightning_roundpipe.usercode.key_value_caches import caches_followed
 
 
 def keys(length: int, device: str = "cpu") -> Tensor:
@@ -34,21 +34,6 @@ def test_layer_that_is_appended_to_follows_and_the_others_stay() -> None:
     assert found.shape == values.shape == (1, 1, 4, 2)
     assert cache.layers[1].device == torch.device("meta")
     assert torch.equal(cache.layers[0].keys, keys(3))
-
-
-def test_nothing_is_copied_on_the_same_device() -> None:
-    layer = filled().layers[0]
-    before = (layer.keys, layer.values)
-    bring(layer, torch.device("cpu"))
-    assert layer.keys is before[0]
-    assert layer.values is before[1]
-
-
-def test_first_keys_of_a_layer_decide_where_it_is() -> None:
-    with caches_followed():
-        cache = filled()
-    assert len(cache.layers) == 2
-    assert torch.equal(cache.layers[1].values, keys(3) + 1)
 
 
 def test_method_is_put_back_and_needs_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

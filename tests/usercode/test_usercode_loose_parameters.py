@@ -130,14 +130,6 @@ def test_a_write_waits_for_the_upload_that_reads(step: UserCode, weight: nn.Para
     torch.testing.assert_close(used, before, rtol=0, atol=0)
 
 
-def test_a_parameter_that_was_opened_is_not_kept(step: UserCode, weight: nn.Parameter) -> None:
-    step.use(weight)
-    step.parameters.open(weight)
-    weight.data.zero_()
-    used = step.parameters.use(weight, step.devices[0], step.state, step.loose, tracks=True)
-    assert used is None
-
-
 @pytest.mark.usefixtures("without_collector")
 def test_copies_are_given_up_when_no_graph_leads_through_them(step: UserCode, weight: nn.Parameter) -> None:
     loss = step.use(weight).square().sum()

@@ -15,7 +15,7 @@ from lightning_roundpipe.engine.runner import StepRequest
 from lightning_roundpipe.usercode.outputs import Results, brought_home, without_graph
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import kept
-from tests.support.engine.steps import Steps, balanced
+from tests.support.engine.steps import Steps
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tensor": (lambda x: x, lambda v: v),
@@ -135,31 +135,3 @@ def test_what_is_left_in_attributes_is_on_the_host() -> None:
     assert [entry["rows"].device.type for entry in model.collected[0]] == ["cpu", "cpu"]
     assert [rows.device.type for rows in model.features["rows"]] == ["cpu", "cpu"]
     assert model.last[0].device.type == "cpu"
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().mean(), "rows": x, "name": "n"}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_results_of_a_step_have_come_from_devices_with_copies(training: bool) -> None:
-    """On devices with copies of their own every tensor of a result has travelled."""
-    model = Model()
-    engine = Steps(model, balanced(2), num_devices=2, copies=True).engine
-    batches = [torch.randn(2, 3) for _ in range(3)]
-    with torch.set_grad_enabled(training):
-        for seed in range(2):
-            loss_of = (lambda output: output["loss"]) if training else None
-            found = engine.run(StepRequest(model, batches, [1 / 3] * 3, training, seed, loss_of=loss_of)).outputs
-            assert [output["name"] for output in found] == ["n"] * 3
-            for output, batch in zip(found, batches, strict=True):
-                expected = model(batch)
-                torch.testing.assert_close(output["rows"], expected["rows"].detach())
-                torch.testing.assert_close(output["loss"], expected["loss"].detach())

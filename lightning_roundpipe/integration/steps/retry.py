@@ -2,25 +2,27 @@
 
 [Note: steps that are run again]
 
-    note the state --> run --> does not fit ---> put back --> twice as many micro-batches --> run ...
-                          |--> device lost ----> put back --> the same, on the others ------> run ...
+    note the state --> run --> no room --------> put back --> the same, where room was made --> run ...
+                          |--> does not fit ---> put back --> twice as many micro-batches ----> run ...
+                          |--> device lost ----> put back --> the same, on the others --------> run ...
                           '--> any other error: the user's
 
 *Steps that do not fit.*
-Whether a step fits is only known when it runs: the planner, the books of a device or the driver of a GPU say that it
-does not, though all has gone that was not in use ([Note: a unit that does not fit] in :mod:`engine.execution`). Nothing
-is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step changes before it
-succeeds (buffers, metrics that user code updates, generators) is noted before it and put back (:mod:`step_state`). Then
-the same batch is split into twice as many micro-batches, and planned for anew.
+Whether a step fits is only known when it runs: the planner, the books of a device or the allocator of a GPU say that it
+does not. Nothing is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step
+changes before it succeeds (buffers, metrics that user code updates, generators) is noted before it and put back
+(:mod:`step_state`). Then the same batch is split into twice as many micro-batches, and planned for anew. An allocator
+may have no room because of what is there without being in use, or in pieces: so the first time in a step all of that
+goes (:meth:`Device.make_room`), a little more is kept free from then on, and the same micro-batches are run again.
 
 - ``num_microbatches="auto"``: again and again, as long as there are rows.
 - A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
   is 1, which is how users say that something else does.
 
-Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is run again,
-and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest batch that
-fits with the number of micro-batches that training starts with. Every trial starts without plan and costs, as training
-does. What no batch size would make fit ends the search.
+Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is split
+further, and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest
+batch that fits with the number of micro-batches that training starts with. Every trial starts without plan and costs,
+as training does. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
@@ -124,7 +126,7 @@ class Retry:
             self._tried_rows = batches.batch_size
             self._forget(kind)
         state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices], self._written)
-        num_retries = 0
+        num_retries, has_made_room = 0, False
         while True:
             more: Batches | None = None
             try:
@@ -136,6 +138,9 @@ class Retry:
                     state.restore()
                     if why_not is not None:
                         raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
+                elif isinstance(error, torch.OutOfMemoryError) and not has_made_room and self._can_repeat(state):
+                    state.restore()
+                    has_made_room = True
                 elif isinstance(error, _OUT_OF_MEMORY):
                     more = self._more(error, kind, batches, split, state, num_retries)
                     reason = str(error)
@@ -148,8 +153,7 @@ class Retry:
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()
             if more is None:
-                self._go_on_without(lost)
-                self._announce_loss(kind, lost)
+                self._recover(kind, lost)
                 batches = split(state.batch, wanted)
                 continue
             self._forget(kind)
@@ -159,6 +163,18 @@ class Retry:
             wanted, batches = 2 * before, more
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)
+
+    def _recover(self, kind: str, lost: Sequence[Device]) -> None:
+        """The same micro-batches are going to be run again: on the devices that are left, or where room was made."""
+        if lost:
+            self._go_on_without(lost)
+            self._announce_loss(kind, lost)
+        else:
+            for device in self._pool.devices:
+                device.make_room()
+
+    def _can_repeat(self, state: StepState) -> bool:
+        return self._final is None and not isinstance(state.batch, Iterator) and state.lost() is None
 
     def _why_final(self, lost: Sequence[Device], state: StepState) -> str | None:
         """Why a step that has lost devices is not run again, and what to do; None if it is."""

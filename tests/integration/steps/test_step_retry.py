@@ -171,8 +171,36 @@ def test_errors_of_the_books_that_smaller_microbatches_do_not_change(make_retry:
     assert attempts.tried == [2]
 
 
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_further(make_retry: Any) -> None:
+    pool, attempts = cpu_pool(2, memory_limit=100), Attempts(8, NO_ROOM)
+    make_retry(pool=pool).run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried == [2, 2, 4, 8]
+    assert [device.memory.spare for device in pool.devices] == [5, 5]
+
+
+def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:
+    root = Statistics()
+    retry, errors = make_retry(1, root, is_auto=False), [NO_ROOM]
+
+    def attempt(batches: Batches) -> int:
+        root.mean.add_(1.0)
+        if errors:
+            raise errors.pop()
+        return len(batches.microbatches)
+
+    assert retry.run("training_step", torch.zeros(8, 1), split, attempt)[1] == 1
+    assert root.mean.tolist() == [1.0] * 3
+    attempts = Attempts(99, NO_ROOM, effect=lambda: retry.forbid("it is by hand"))
+    with pytest.raises(DeviceOutOfMemoryError, match="it is by hand"):
+        retry.run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [1]
+
+
 def test_errors_of_the_driver(make_retry: Any) -> None:
-    attempts = Attempts(99, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    attempts = Attempts(99, NO_ROOM)
     with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):
         make_retry().run("training_step", torch.zeros(2, 1), split, attempts)
 
@@ -185,7 +213,7 @@ FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False
     [
         (8, FULL, True),
         (8, StageMemoryError("too small", fits_if_split=True), True),
-        (8, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (8, NO_ROOM, True),
         (8, FULL_OF_WEIGHTS, False),
         (1, FULL, False),
     ],
@@ -193,13 +221,13 @@ FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False
 def test_the_batch_size_finder_meets_the_limit(
     make_retry: Any, forgotten: list[str], rows: int, error: Exception, is_understood: bool
 ) -> None:
-    """Nothing is run again, and Lightning goes on with a smaller batch; but not if no batch would fit."""
+    """Nothing is split further, and Lightning goes on with a smaller batch; but not if no batch would fit."""
     retry, attempts = make_retry(is_trial=lambda: True), Attempts(4, error)
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         retry.run("training_step", torch.zeros(rows, 1), split, attempts)
     assert is_oom_error(caught.value) is is_understood
     assert str(error) in str(caught.value)
-    assert attempts.tried == [min(2, rows)]
+    assert attempts.tried == [min(2, rows)] * (2 if error is NO_ROOM else 1)
     retry.run("training_step", torch.zeros(rows, 1), split, Attempts(1))
     assert forgotten == ["training_step"], "once per size: every trial begins like a training"
     retry.run("training_step", torch.zeros(rows + 1, 1), split, Attempts(1))
