@@ -238,28 +238,6 @@ def test_written_where_it_was_asked_for(loader: Any, tmp_path: Path, monkeypatch
     assert {path.name for path in tmp_path.glob("*.json")} == {"one.json", "two.json", "costs.json"}
 
 
-@pytest.mark.parametrize(
-    ("options", "paths"),
-    [
-        ({}, ["same.json", "same.json"]),
-        ({}, ["same.json", "other/../same.json"]),
-        ({"trace": "same.json"}, ["same.json"]),
-        ({"save_profile": "same.json"}, ["same.json"]),
-        ({"trace": "same.json", "save_profile": "same.json"}, []),
-    ],
-)
-def test_files_are_not_written_twice(
-    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], paths: list[str]
-) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    trainer = make_trainer(options=options, callbacks=[RoundPipeTimeline(path) for path in paths])
-    for _ in range(2):
-        with pytest.raises(MisconfigurationException, match=r"same\.json' would be written twice: give each"):
-            trainer.fit(Small(), loader)
-        assert trainer.strategy._recordings.writers == []
-
-
 def test_picture(loader: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "steps.svg"
