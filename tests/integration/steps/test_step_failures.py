@@ -180,20 +180,20 @@ def test_exceptions_in_training(place: str, step: int, microbatch: int) -> None:
     assert_next_fit_is_fresh(ours)
 
 
-@pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
-def test_exceptions_with_real_copies(place: str) -> None:
-    module = Trapped(Trap(place))
-    trainer = make_trainer(num_microbatches=MICROBATCHES, devices=3, options={"virtual_copies": True})
-    with pytest.raises(Injected, match=f"in {place}"):
-        trainer.fit(module, loader(7))
-    assert_next_fit_is_fresh(module)
+COPIES: dict[str, Any] = {"devices": 3, "options": {"virtual_copies": True}}
 
 
-@pytest.mark.parametrize("place", ["unit forward", "unit backward", "user code after"])
-def test_every_microbatch_raises(place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "rows", "settings"),
+    [
+        *((place, [7], COPIES) for place in ("unit forward", "unit backward", "loss")),
+        *((place, range(5, 10), {}) for place in ("unit forward", "unit backward", "user code after")),
+    ],
+)
+def test_exceptions_with_copies_and_in_every_microbatch(place: str, rows: Any, settings: dict[str, Any]) -> None:
     module = Trapped(Trap(place))
     with pytest.raises(Injected, match=f"in {place}"):
-        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader(*range(5, 10)))
+        make_trainer(num_microbatches=MICROBATCHES, **settings).fit(module, loader(*rows))
     assert_next_fit_is_fresh(module)
 
 

@@ -25,6 +25,8 @@ from tests.support.engine.lazy_link import cpu_pool
 
 HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")
+FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
+DRIVER = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 def split(batch: Any, num_microbatches: int) -> Batches:
@@ -88,13 +90,14 @@ def test_a_small_batch_does_not_lower_the_number(make_retry: Any) -> None:
     assert attempts.tried == [3, 8]
 
 
-def test_auto_ends_with_one_row_each(make_retry: Any) -> None:
-    attempts = Attempts(fits_from=99)
-    message = "with 5 micro-batches per batch, and the batch cannot be split further. device 0 is full What helps"
+@pytest.mark.parametrize("error", [FULL, DRIVER])
+def test_auto_ends_with_one_row_each(make_retry: Any, error: Exception) -> None:
+    attempts = Attempts(99, error)
+    message = f"with 5 micro-batches per batch, and the batch cannot be split further. {error} What helps"
     with pytest.raises(DeviceOutOfMemoryError, match=message) as caught:
         make_retry().run("training_step", torch.zeros(5, 1), split, attempts)
     assert attempts.tried == [2, 4, 5]
-    assert caught.value.__cause__ is FULL
+    assert caught.value.__cause__ is error
 
 
 def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
@@ -152,31 +155,19 @@ def test_batch_norm_in_evaluation_is_no_obstacle(make_retry: Any) -> None:
     assert attempts.tried == [2, 4]
 
 
-@pytest.mark.parametrize(("fits_if_split", "tried"), [(True, [2, 4]), (False, [2])])
-def test_errors_of_the_planner(make_retry: Any, fits_if_split: bool, tried: list[int]) -> None:
-    attempts = Attempts(4, StageMemoryError("call 0 needs more", fits_if_split=fits_if_split))
-    if fits_if_split:
-        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
-    else:
-        with pytest.raises(StageMemoryError, match=r"weights and gradients alone.*call 0 needs more"):
-            make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
-    assert attempts.tried == tried
+@pytest.mark.parametrize("error", [StageMemoryError("call 0 needs more", fits_if_split=True), DRIVER])
+def test_errors_of_planner_and_driver_are_known(make_retry: Any, error: Exception) -> None:
+    attempts = Attempts(4, error)
+    make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [2, 4]
 
 
-def test_errors_of_the_books_that_smaller_microbatches_do_not_change(make_retry: Any) -> None:
-    attempts = Attempts(4, DeviceOutOfMemoryError("device 0 is full", fits_if_split=False))
-    with pytest.raises(DeviceOutOfMemoryError, match=r"weights and gradients alone take too much\. device 0 is full"):
+@pytest.mark.parametrize("error", [StageMemoryError("call 0 needs more", fits_if_split=False), FULL_OF_WEIGHTS])
+def test_errors_that_smaller_microbatches_do_not_change(make_retry: Any, error: Exception) -> None:
+    attempts = Attempts(4, error)
+    with pytest.raises(type(error), match=rf"weights and gradients alone take too much\. {error}"):
         make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
     assert attempts.tried == [2]
-
-
-def test_errors_of_the_driver(make_retry: Any) -> None:
-    attempts = Attempts(99, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):
-        make_retry().run("training_step", torch.zeros(2, 1), split, attempts)
-
-
-FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +175,7 @@ FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False
     [
         (8, FULL, True),
         (8, StageMemoryError("too small", fits_if_split=True), True),
-        (8, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (8, DRIVER, True),
         (8, FULL_OF_WEIGHTS, False),
         (1, FULL, False),
     ],
