@@ -1,7 +1,9 @@
-"""What leaves a step on simulated GPUs: results, logged values, metrics, and what a list has collected."""
+"""What leaves steps on several simulated GPUs: results, logged values, metrics, and what a list has collected; and text
+that they generate, where layers change places from token to token and caches follow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +16,13 @@ from torch.utils import _pytree as pytree
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.support.parity import assert_alike, make_loader, make_trainer
+from tests.support.huggingface import Task, batches, causal, text
+from tests.support.parity import assert_alike, compare, make_loader, make_trainer, ready
 from tests.support.small import CLASSES, Small
 
 pytestmark = pytest.mark.accelerator
+
+GPUS: dict[str, Any] = {"accelerator": "roundpipe", "devices": 2}
 
 
 class Logging(Small):
@@ -85,7 +90,7 @@ class Outputs(L.Callback):
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_results_metrics_and_logs_are_those_of_the_host(sim: ModuleType, num_microbatches: int) -> None:
     runs = []
-    for kind, settings in (("plain", {}), ("roundpipe", {"accelerator": "roundpipe", "devices": [0, 1]})):
+    for kind, settings in (("plain", {}), ("roundpipe", GPUS)):
         outputs, module = Outputs(), Logging()
         trainer = make_trainer(kind, num_microbatches=num_microbatches, callbacks=[outputs], **settings)
         trainer.fit(module, make_loader(), make_loader())
@@ -96,3 +101,53 @@ def test_results_metrics_and_logs_are_those_of_the_host(sim: ModuleType, num_mic
     assert len(plain[0]) >= 12
     assert all(type(leaf) is Tensor and leaf.is_cpu for leaf in pytree.tree_leaves(ours))
     assert_alike([*ours], [*plain])
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+class Generating(Task):
+    def __init__(self, family: str, **options: Any) -> None:
+        super().__init__(causal(family))
+        self.options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, **options}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        tokens: Tensor = self.model.generate(**given, **self.options)
+        return tokens
+
+
+class FromItself(Generating):
+    """Trains on what it has generated in the same step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            tokens = self.predict_step(batch, batch_idx)
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+MODELS: dict[str, Callable[[], Generating]] = {
+    "greedy": lambda: Generating("Llama"),
+    "beams": lambda: Generating("GPT2", num_beams=3),
+    "static cache": lambda: Generating("Llama", cache_implementation="static"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generates_what_plain_lightning_does(name: str, sim: ModuleType) -> None:
+    data = batches(text)
+    expected = make_trainer("plain").predict(MODELS[name](), ready(data))
+    trainer = make_trainer(**GPUS)
+    found = trainer.predict(MODELS[name](), ready(data))
+    assert expected is not None
+    assert found is not None
+    for tokens, wanted in zip(found, expected, strict=True):
+        assert torch.equal(tokens.cpu(), wanted)
+    assert all(device.num_unit_runs for device in trainer.strategy.pool.devices)
+    assert sim.stats()["races"] == 0
+
+
+def test_step_trains_on_what_it_has_generated(sim: ModuleType) -> None:
+    compare(lambda: FromItself("Llama"), batches(text), ours=GPUS, seed=5)
+    assert sim.stats()["races"] == 0
