@@ -52,6 +52,7 @@ class Device(ABC):
 
     Attributes:
         index: position in the pool.
+        can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
         lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
@@ -68,6 +69,7 @@ class Device(ABC):
     is_shared: bool = False
     counts_activations: bool = False
     has_own_speed: bool = True
+    can_be_lost: bool = False
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
         self.index = index

@@ -101,7 +101,7 @@ class DevicePool:
     @property
     def can_fail(self) -> bool:
         """Whether a step may fail for no fault of the user: memory may run out, or a device may be lost."""
-        return any(not device.aliases_host or device.memory.limit is not None for device in self.devices)
+        return any(device.can_be_lost or device.memory.limit is not None for device in self.devices)
 
     @property
     def owners(self) -> dict[torch.device, Device]:

@@ -99,6 +99,8 @@ class GpuDevice(Device):
         DeviceOutOfMemoryError: if nothing is left.
     """
 
+    can_be_lost = True
+
     def __init__(
         self,
         index: int,

@@ -56,16 +56,16 @@ class Expecting(L.Callback):
 
 
 # Of three devices one is lost, at its first use or a later one, in a run of a unit or in a copy.
-@pytest.mark.parametrize(("at", "is_late"), [(0, False), (6, False), (11, True)])
+@pytest.mark.parametrize(("copies", "at", "is_late"), [(False, 0, False), (True, 6, False), (True, 11, True)])
 def test_the_state_of_the_last_finished_step_is_saved_and_later_runs_are_on_the_others(
-    tmp_path: Path, at: int, is_late: bool
+    tmp_path: Path, copies: bool, at: int, is_late: bool
 ) -> None:
     expecting, losing = Expecting(), Losing(3, 1, at, is_late=is_late)
     trainer = make_trainer(
         devices=3,
         callbacks=[losing, expecting, OnExceptionCheckpoint(tmp_path, "last")],
         num_microbatches=4,
-        options={"virtual_copies": True},
+        options={"virtual_copies": copies},
         enable_checkpointing=True,
     )
     module = Noting()

@@ -36,6 +36,7 @@ class Fault:
         self._at = at
         self._is_late = is_late
         self._lock = threading.Lock()
+        device.can_be_lost = True
         changed: Any = device
         changed.computing = functools.partial(self._computing, device.computing)
         for lane in (device.h2d, device.d2h):
