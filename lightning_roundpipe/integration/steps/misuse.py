@@ -130,8 +130,13 @@ class StepGuard:
 
     def _look_up(self) -> None:
         self._scan.refresh()
-        self._named = [(name, p) for name, p in self._scan.parameters() if not (is_lazy(p) or p.is_inference())]
-        self._weights = [p for _, p in self._named]
+        exempt: set[int] = set()
+        if self._aliases_host:  # what is scaled to a maximal norm twice is the same as once
+            norms = (nn.Embedding, nn.EmbeddingBag)
+            exempt = {id(m.weight) for _, m in self._scan.named if isinstance(m, norms) and m.max_norm is not None}
+        named = [(name, p) for name, p in self._scan.parameters() if not (is_lazy(p) or p.is_inference())]
+        self._named = named
+        self._weights = [p for _, p in named if id(p) not in exempt]
 
     # --- the first micro-batch -----------------------------------------------------------------------------------
 
