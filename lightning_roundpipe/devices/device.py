@@ -51,7 +51,8 @@ class Device(ABC):
     """One device of the pool.
 
     Attributes:
-        index: position in the pool.
+        index: position in the pool, which changes where a device before it is lost.
+        number: its position when the pool was made, by which users know it.
         can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
         lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
@@ -72,7 +73,7 @@ class Device(ABC):
     can_be_lost: bool = False
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
-        self.index = index
+        self.index = self.number = index
         self.lost: str | None = None
         self.torch_device = torch_device
         self.h2d = h2d

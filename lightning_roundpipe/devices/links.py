@@ -395,3 +395,12 @@ class StepLinks:
                 known[index, lane] = found if is_alike else reached
         host_bytes_per_ms, latency_ms = measured.host_bytes_per_ms, measured.transfer_latency_ms
         return with_links(machine, known, latency_ms, host_bytes_per_ms, measured.shared_links)
+
+    def restricted(self, indices: Sequence[int]) -> StepLinks:
+        """What is known about some of the devices, which go on without the others."""
+        rest = StepLinks(self._measured.restricted(indices))
+        for (index, lane), samples in self._samples.items():
+            if index in indices:
+                rest._samples[indices.index(index), lane] = samples
+        rest._num_steps = self._num_steps
+        return rest

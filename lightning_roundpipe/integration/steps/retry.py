@@ -1,11 +1,12 @@
-"""A step that does not fit on the devices is run again, with smaller micro-batches.
+"""A step that the devices could not finish is run again: with smaller micro-batches, or on fewer devices.
 
 [Note: steps that are run again]
 
     note the state --> run --> does not fit ---> put back --> twice as many micro-batches --> run ...
-                          |--> device lost ----> put back, and an error
+                          |--> device lost ----> put back --> the same, on the others ------> run ...
                           '--> any other error: the user's
 
+*Steps that do not fit.*
 Whether a step fits is only known when it runs: the planner, the books of a device or the driver of a GPU say that it
 does not, though all has gone that was not in use ([Note: a unit that does not fit] in :mod:`engine.execution`). Nothing
 is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step changes before it
@@ -25,15 +26,18 @@ The number that fits stays. User code has run in the attempt that failed, and wh
 files) stays as well. If it has changed weights, the batch or a large buffer, the step is not run again; nor if other
 ranks have some of its gradients.
 
-Whatever a step has failed with, the devices are asked whether they still work ([Note: lost devices] in
-:mod:`devices.device`). If one does not, the training ends; what is saved then is the state of the last step that was
-finished.
+*Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
+devices] in :mod:`devices.device`). If one does not, the pool goes on without it, with a new engine and so with new
+plans, and the same micro-batches are run there: their number decides about results, that of the devices does not. Not
+if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
+the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is
+that of the last step that was finished.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,13 +57,14 @@ _OUT_OF_MEMORY = (DeviceOutOfMemoryError, torch.OutOfMemoryError, StageMemoryErr
 
 
 class Retry:
-    """Runs steps, and runs them again where they do not fit; see [Note: steps that are run again].
+    """Runs steps, and runs them again where it is the devices that fail; see [Note: steps that are run again].
 
     Args:
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
         pool: where it cannot fail, nothing is noted and nothing is run again.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
+        go_on_without: called with the devices that are lost, while no step runs.
         costs: of the calls of a kind of step, as far as they are known.
         is_trial: whether Lightning is trying a batch size at the moment.
 
@@ -75,6 +80,7 @@ class Retry:
         is_auto: bool,
         pool: DevicePool,
         forget: Callable[[str], None],
+        go_on_without: Callable[[Sequence[Device]], None],
         costs: Callable[[str], CostProfile | None],
         is_trial: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -83,6 +89,7 @@ class Retry:
         self._is_auto = is_auto
         self._pool = pool
         self._forget = forget
+        self._go_on_without = go_on_without
         self._costs = costs
         self._is_trial = is_trial
         self._tried_rows: int | None = None
@@ -105,7 +112,7 @@ class Retry:
         Raises:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
                 takes the memory, why it was not run again, and what to change.
-            DeviceLostError: if a device is lost.
+            DeviceLostError: if a device is lost and it is not run again.
         """
         self._final = None
         wanted = self.num_microbatches.setdefault(kind, self._start)
@@ -118,21 +125,31 @@ class Retry:
         state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices])
         num_retries = 0
         while True:
+            more: Batches | None = None
             try:
                 result = attempt(batches)
             except Exception as error:
-                if lost := self._pool.find_lost():
+                lost = self._pool.find_lost()
+                if lost:
+                    why_not = self._why_final(lost, state)
                     state.restore()
-                    raise _lost_error(kind, lost) from error
-                if not isinstance(error, _OUT_OF_MEMORY):
+                    if why_not is not None:
+                        raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
+                elif isinstance(error, _OUT_OF_MEMORY):
+                    more = self._more(error, kind, batches, split, state, num_retries)
+                    reason = str(error)
+                else:
                     raise
-                more = self._more(error, kind, batches, split, state, num_retries)
-                reason = str(error)
             else:
                 self.num_microbatches[kind] = wanted
                 return batches, result
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()
+            if more is None:
+                self._go_on_without(lost)
+                self._announce_loss(kind, lost)
+                batches = split(state.batch, wanted)
+                continue
             self._forget(kind)
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
@@ -140,6 +157,31 @@ class Retry:
             wanted, batches = 2 * before, more
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)
+
+    def _why_final(self, lost: Sequence[Device], state: StepState) -> str | None:
+        """Why a step that has lost devices is not run again, and what to do; None if it is."""
+        if len(lost) == len(self._pool):
+            return (
+                "No other device is left. What helps: begin again in a new process, from the last checkpoint, without "
+                "the device if it does not come back."
+            )
+        why = self._final
+        if why is None and isinstance(state.batch, Iterator):
+            why = "the iterator that it takes its batches from has gone on"
+        if why is None and (changed := state.lost()) is not None:
+            why = f"{changed} has changed meanwhile"
+        if why is None:
+            return None
+        return (
+            f"It cannot be run again on the other devices, because {why}. What helps: resume from the last checkpoint."
+        )
+
+    def _announce_loss(self, kind: str, lost: Sequence[Device]) -> None:
+        num_left = len(self._pool)
+        rank_zero_warn(
+            f"{kind} has lost {_causes(lost)}. It is run again without, and so will be the next ones: on "
+            f"{'1 device' if num_left == 1 else f'{num_left} devices'}, with the same results."
+        )
 
     def _more(
         self,
@@ -221,12 +263,9 @@ def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> Devic
     return DeviceOutOfMemoryError(f"CUDA out of memory: {kind} does not fit on the devices with {count}. {error}")
 
 
-def _lost_error(kind: str, lost: Sequence[Device]) -> DeviceLostError:
-    causes = ", ".join(f"{device.name} ({device.lost})" for device in lost)
-    return DeviceLostError(
-        f"{kind} has lost {causes}. What helps: begin again in a new process, from the last checkpoint, without the "
-        "device if it does not come back."
-    )
+def _causes(lost: Sequence[Device]) -> str:
+    """What is lost, and why."""
+    return ", ".join(f"{device.name} ({device.lost})" for device in lost)
 
 
 def _microbatches(count: int) -> str:

@@ -1,4 +1,4 @@
-"""A device that is lost at any point of a step: what is left of the step, and the same step on another pool."""
+"""A device that is lost at any point of a step: what is left of the step, and the same step on the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.device import DeviceLostError
+from lightning_roundpipe.devices.device import Device, DeviceLostError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
@@ -45,20 +45,24 @@ class Model(nn.Module):
 class Training:
     """Steps of the model on devices of which one may be lost."""
 
-    def __init__(self, link: str) -> None:
-        self.link = link
+    def __init__(self, link: str, num_devices: int = 2) -> None:
         self.model = Model()
-        self.begin(num_devices=2)
+        self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LINKS[link]())
+        self.engine = self.make_engine()
 
-    def begin(self, num_devices: int) -> None:
-        self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LINKS[self.link]())
-        self.engine = Engine(self.model, self.pool, recomputed, num_threads=1)
+    def make_engine(self) -> Engine:
+        return Engine(self.model, self.pool, recomputed, num_threads=1)
 
     def step(self, function: Callable[[Any], Any] | None = None) -> StepResult:
         parts = torch.randn(12, 4, generator=torch.Generator().manual_seed(5)).chunk(NUM_MICROBATCHES)
         weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
         request = StepRequest(function or self.model, parts, weights, "train", 3, loss_of=lambda loss: loss)
         return self.engine.run(request)
+
+    def go_on_without(self, lost: Device) -> None:
+        self.engine.close()
+        self.pool.drop([lost])
+        self.engine = self.make_engine()
 
     def state(self) -> list[Any]:
         """What a step that fails must leave as it was. Buffers on the host are put back by who runs it again."""
@@ -89,7 +93,7 @@ def points(link: str) -> Iterator[tuple[Training, Fault]]:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_step_that_loses_a_device_leaves_nothing_and_runs_on_another_one(link: str, expected: list[Tensor]) -> None:
+def test_step_that_loses_a_device_leaves_nothing_and_can_be_run_on_the_other(link: str, expected: list[Tensor]) -> None:
     lost_at = set()
     for training, fault in points(link):
         buffers = {name: value.clone() for name, value in training.model.named_buffers()}
@@ -101,10 +105,8 @@ def test_step_that_loses_a_device_leaves_nothing_and_runs_on_another_one(link: s
         lost_at.add(fault.lost_at)
         torch.testing.assert_close(training.state(), before, rtol=0.0, atol=0.0)
         assert threading.active_count() == threads
-        training.engine.close()
-        assert [device.memory.used for device in training.pool.devices if device is not fault.device] == [0]
-        training.pool.dispose()
-        training.begin(num_devices=1)
+        training.go_on_without(fault.device)
+        assert [device.memory.used for device in training.pool.devices] == [0]
         with torch.no_grad():
             for name, buffer in training.model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -126,6 +128,16 @@ def test_error_of_a_lost_device_that_user_code_catches_fails_the_step() -> None:
 
     with pytest.raises(DeviceLostError, match=f"virtual device 1 is lost: {MESSAGE}"):
         training.step(careless)
+
+
+def test_timeline_of_a_step_stays_when_a_device_has_gone() -> None:
+    training = Training("lazy")
+    training.step()
+    training.engine.trace = True
+    result = training.step()
+    training.go_on_without(training.pool[0])
+    assert {span.device for span in result.timeline.spans} == {0, 1}
+    assert training.step().timeline.num_devices == 1
 
 
 def test_error_of_the_user_is_raised_as_it_is() -> None:

@@ -14,6 +14,7 @@ from torchmetrics.aggregation import CatMetric
 
 from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration.batches.microbatches import split_batch
 from lightning_roundpipe.integration.batches.splitting import Batches
 from lightning_roundpipe.integration.steps.modules import ModuleScan
@@ -59,7 +60,7 @@ def forgotten() -> list[str]:
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
         options: dict[str, Any] = {"is_auto": True, "pool": cpu_pool(1, memory_limit=1), "forget": forgotten.append}
-        options |= {"costs": lambda kind: None, **kwargs}
+        options |= {"costs": lambda kind: None, "go_on_without": lambda lost: None, **kwargs}
         return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 
     return make
@@ -234,47 +235,109 @@ def test_the_tensors_of_a_failed_attempt_are_gone_before_the_next_one(make_retry
     assert seen == [0, 0]
 
 
-def test_a_lost_device_ends_the_training_and_the_state_is_put_back(make_retry: Any) -> None:
-    """Whatever the error of the step says."""
-    pool, root = cpu_pool(2, copies=True), Statistics()
-    error = ValueError("what became of the error of the driver")
+class OnFewer:
+    """A step that cannot be run as long as the pool has a device that is lost, whatever the error says."""
 
-    def attempt(batches: Batches) -> None:
+    def __init__(self, pool: DevicePool, *losses: tuple[int, ...], effect: Callable[[], None] = lambda: None) -> None:
+        self.pool, self.losses, self.effect = pool, list(losses), effect
+        self.tried: list[tuple[int, int]] = []
+
+    def __call__(self, batches: Batches) -> str:
+        self.tried.append((len(self.pool), len(batches.microbatches)))
+        self.effect()
+        if self.losses:
+            for device in [d for d in self.pool.devices if d.number in self.losses[0]]:
+                device.lost = "gone"
+            del self.losses[0]
+            raise ValueError("what became of the error of the driver")
+        return "result"
+
+
+def test_lost_devices_leave_and_the_same_micro_batches_are_run_again(make_retry: Any, forgotten: list[str]) -> None:
+    pool = cpu_pool(4, copies=True)
+    retry, attempts = make_retry(3, pool=pool, go_on_without=pool.drop), OnFewer(pool, (1,), (0, 2))
+    with pytest.warns(UserWarning, match="training_step has lost") as warned:
+        _, result = retry.run("training_step", torch.zeros(20, 1), split, attempts)
+    assert result == "result"
+    assert attempts.tried == [(4, 3), (3, 3), (1, 3)]
+    assert [str(warning.message) for warning in warned] == [
+        "training_step has lost virtual device 1 (gone). It is run again without, and so will be the next ones: on 3 "
+        "devices, with the same results.",
+        "training_step has lost virtual device 0 (gone), virtual device 2 (gone). It is run again without, and so will "
+        "be the next ones: on 1 device, with the same results.",
+    ]
+    assert forgotten == []
+
+
+def test_a_step_may_lose_a_device_and_not_fit_on_the_others(make_retry: Any) -> None:
+    pool = cpu_pool(2, memory_limit=1)
+    fits = Attempts(fits_from=8)
+    attempts = OnFewer(pool, (0,))
+
+    def attempt(batches: Batches) -> str:
+        return attempts(batches) and fits(batches)
+
+    retry = make_retry(2, pool=pool, go_on_without=pool.drop)
+    with pytest.warns(UserWarning, match="has lost virtual device 0"):
+        retry.run("training_step", torch.zeros(20, 1), split, attempt)
+    assert attempts.tried == [(2, 2), (1, 2), (1, 4), (1, 8)]
+
+
+def test_with_the_last_device_the_step_ends_and_its_state_is_put_back(make_retry: Any) -> None:
+    pool, root = cpu_pool(2, copies=True), Statistics()
+    retry = make_retry(pool=pool, root=root, go_on_without=pool.drop)
+
+    def change() -> None:
         root.mean.add_(1.0)
         root.metrics.update(torch.ones(1))
-        for device in pool.devices:
-            device.lost = "gone"
-        raise error
 
+    attempts = OnFewer(pool, (0, 1), effect=change)
     with pytest.raises(DeviceLostError) as caught:
-        make_retry(pool=pool, root=root).run("training_step", torch.zeros(20, 1), split, attempt)
+        retry.run("training_step", torch.zeros(20, 1), split, attempts)
     assert str(caught.value) == (
-        "training_step has lost virtual device 0 (gone), virtual device 1 (gone). What helps: begin again in a new "
-        "process, from the last checkpoint, without the device if it does not come back."
+        "training_step has lost virtual device 0 (gone), virtual device 1 (gone). No other device is left. What helps: "
+        "begin again in a new process, from the last checkpoint, without the device if it does not come back."
     )
-    assert caught.value.__cause__ is error
+    assert isinstance(caught.value.__cause__, ValueError)
     assert root.mean.tolist() == [0.0] * 3
     assert root.metrics["loss"].update_count == 0
+    assert len(attempts.tried) == 1
 
 
-def test_a_step_that_says_so_is_not_run_again(make_retry: Any) -> None:
-    retry = make_retry()
-    attempts = Attempts(4, effect=lambda: retry.forbid("it is by hand"))
-    with pytest.raises(DeviceOutOfMemoryError, match="with 2 micro-batches per batch, and it is by hand"):
-        retry.run("training_step", torch.zeros(20, 1), split, attempts)
-    assert attempts.tried == [2]
+def _change_weight(root: nn.Module) -> None:
+    with torch.no_grad():
+        next(root.parameters()).add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "effect", "why"),
+    [
+        (torch.zeros(20, 1), lambda retry, root: retry.forbid("it is by hand"), "it is by hand"),
+        (torch.zeros(20, 1), lambda retry, root: _change_weight(root), "the weight 'weight' has changed meanwhile"),
+        (iter([1, 2]), lambda retry, root: None, "the iterator that it takes its batches from has gone on"),
+    ],
+)
+def test_what_cannot_be_put_back_is_not_run_on_the_others(make_retry: Any, batch: Any, effect: Any, why: str) -> None:
+    pool, root = cpu_pool(2, copies=True), Statistics()
+    retry = make_retry(pool=pool, root=root, go_on_without=pool.drop)
+    attempts = OnFewer(pool, (1,), effect=lambda: effect(retry, root))
+    with pytest.raises(DeviceLostError, match=f"It cannot be run again on the other devices, because {why}. What"):
+        retry.run("training_step", batch, split, attempts)
+    assert len(attempts.tried) == 1
 
 
 def test_entries_that_the_step_takes_out_of_its_batch_are_there_each_time(make_retry: Any) -> None:
-    seen, attempts = [], Attempts(fits_from=4)
+    pool, seen = cpu_pool(3, copies=True), []
+    attempts = OnFewer(pool, (1,), (0,))
 
     def attempt(batches: Batches) -> str:
-        seen.append(sum(len(microbatch.pop("x")) for microbatch in batches.microbatches))
+        (microbatch,) = batches.microbatches
+        seen.append(microbatch.pop("x").shape)
         return attempts(batches)
 
-    make_retry(1).run("test_step", {"x": torch.zeros(4, 1)}, split, attempt)
-    assert attempts.tried == [1, 2, 4]
-    assert seen == [4] * 3
+    with pytest.warns(UserWarning, match="has lost"):
+        make_retry(1, pool=pool, go_on_without=pool.drop).run("test_step", {"x": torch.zeros(4, 1)}, split, attempt)
+    assert seen == [(4, 1)] * 3
 
 
 class Statistics(nn.Module):

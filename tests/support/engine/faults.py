@@ -72,19 +72,34 @@ class Fault:
 
 
 class Losing(L.Callback):
-    """Lets a device of a training be lost.
+    """Lets devices of a training be lost.
 
     Args:
-        batch: number of a training batch.
-        index: of the device.
-        at: number of its use in that batch.
+        losses: number of a training batch -> number of the device, and of its use in that batch.
         is_late: see :class:`Fault`.
+
+    Attributes:
+        faults: that were set so far.
     """
 
-    def __init__(self, batch: int, index: int, at: int, *, is_late: bool = False) -> None:
-        self.batch, self.index, self.at = batch, index, at
+    def __init__(self, losses: dict[int, tuple[int, int]], *, is_late: bool = False) -> None:
+        self.losses = losses
         self.is_late = is_late
+        self.faults: list[Fault] = []
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            Fault(trainer.strategy.pool[self.index], self.at, is_late=self.is_late)
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for device in _devices_of(trainer):
+            device.can_be_lost = True
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx in self.losses:
+            number, at = self.losses[batch_idx]
+            self.faults += [Fault(d, at, is_late=self.is_late) for d in _devices_of(trainer) if d.number == number]
+
+
+def _devices_of(trainer: L.Trainer) -> tuple[Device, ...]:
+    """None where the training is a plain one."""
+    pool = getattr(trainer.strategy, "pool", None)
+    return () if pool is None else pool.devices
