@@ -188,8 +188,8 @@ class RoundPipeStrategy(HostStrategy):
         """Rejects what would not be trained correctly, then sets up like any strategy.
 
         Raises:
-            MisconfigurationException: if two recordings would write the same file, or the weights of training steps
-                cannot be one update behind (``optimizer_overlap="stale"``), or not be divided among ranks.
+            MisconfigurationException: if the weights of training steps cannot be one update behind
+                (``optimizer_overlap="stale"``), or not be divided among ranks.
         """
         self._close_steps()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -306,13 +306,9 @@ class RoundPipeStrategy(HostStrategy):
         return None if report is None else report.memory
 
     def trace_with(self, writer: TraceWriter) -> None:
-        """Lets ``writer`` record steps of the ``fit`` that is being set up.
-
-        Raises:
-            MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
-        """
+        """Lets ``writer`` record steps of the ``fit`` that is being set up."""
         if self.is_global_zero:
-            self._recordings.add(writer)
+            self._recordings.writers.append(writer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -47,16 +47,6 @@ _STATE_TENSORS: dict[str, Any] = {
 _UNKNOWN_STATE_TENSORS = 2  # as Adam
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Of a container, in version 2 of control groups and in version 1: its limit, what it uses, and how much of that is a
-# cache of files, which goes when memory is needed.
-_CONTAINER = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-        *("memory/memory.stat", "total_inactive_file"),
-    ),
-)
-_NO_LIMIT = 2**60  # version 1 has a number of this size where there is none
 
 
 @dataclass(frozen=True)
@@ -181,12 +171,12 @@ def system_bytes(name: str, meminfo: Path = _MEMINFO) -> int | None:
 
 
 def container_bytes(cgroup: Path = _CGROUP) -> tuple[int | None, int | None]:
-    """The memory of this process's container: its limit, and what is left of it. None where there is no limit."""
-    for limit_file, used_file, statistics, cache_entry in _CONTAINER:
-        limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
-        if limit is not None and used is not None and limit < _NO_LIMIT:
-            return limit, max(0, limit - used + (_entry(cgroup / statistics, cache_entry) or 0))
-    return None, None
+    """The memory of this process's container (cgroup 2): its limit, and what is left of it; None without a limit."""
+    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return None, None
+    cache = _entry(cgroup / "memory.stat", "inactive_file") or 0  # of files: goes when memory is needed
+    return limit, max(0, limit - used + cache)
 
 
 def _entry(path: Path, name: str) -> int | None:

@@ -44,7 +44,6 @@ _WIDTH = 12.0  # of the picture, in inches, as are the following
 _ROW, _PANEL, _BOTTOM, _LEGEND = 0.46, 0.42, 0.55, 0.32
 _LEFT, _RIGHT = 0.85, 0.2
 _DPI = 150
-_MOST_PIXELS = 2**15  # in height; matplotlib draws less than twice as many
 _LEAST_GAP = 0.7  # points
 
 
@@ -88,7 +87,7 @@ def draw_timelines(panels: Sequence[tuple[str, Timeline, Partition | None]], pat
     height = _LEGEND + sum(_PANEL + _ROW * count for count in rows) + _BOTTOM
     # Fixed ids make the same picture the same file.
     with matplotlib.rc_context({"svg.hashsalt": "roundpipe", "font.family": "sans-serif", "hatch.linewidth": 0.6}):
-        figure = Figure(figsize=(_WIDTH, height), dpi=min(_DPI, _MOST_PIXELS / height), facecolor="white")
+        figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
         longest = max(timeline.makespan_ms for _, timeline, _ in panels) or 1.0
         names: dict[str, Any] = {}
         top = height - _LEGEND

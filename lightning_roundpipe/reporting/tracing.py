@@ -18,7 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..devices.pool import DevicePool
@@ -151,28 +150,9 @@ class Recordings:
         self._own = [] if trace is None else [TraceWriter(trace)]
         self.writers: list[TraceWriter] = []
 
-    def add(self, writer: TraceWriter) -> None:
-        """Lets ``writer`` record steps of the fit that is being set up.
-
-        Raises:
-            MisconfigurationException: if one of its files is written by another one, or holds the cost profile.
-        """
-        taken = {self._profile_path}.union(*(other.files for other in self.writers))
-        for file in writer.files & taken:
-            raise MisconfigurationException(
-                f"{os.fspath(file)!r} would be written twice: give each RoundPipeTimeline, and trace and save_profile "
-                "of RoundPipeStrategy, a file of its own"
-            )
-        self.writers.append(writer)
-
     def start(self) -> None:
-        """A fit starts.
-
-        Raises:
-            MisconfigurationException: see :meth:`add`.
-        """
-        for writer in self._own:
-            self.add(writer)
+        """A fit starts; callbacks have added their writers."""
+        self.writers += self._own
         for writer in self.writers:
             writer.start()
 

@@ -17,7 +17,6 @@ from lightning_roundpipe.reporting.host_memory import (
     activation_bytes,
     allocated_bytes,
     available_bytes,
-    container_bytes,
     model_memory,
     optimizer_state_bytes,
     system_bytes,
@@ -163,20 +162,6 @@ def test_available_is_what_system_and_container_leave(
     tmp_path: Path, limits: tuple[Any, ...], expected: int | None
 ) -> None:
     assert write_limits(tmp_path, *limits) == expected
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(3 * MIB, (3 * MIB, MIB + 500)), (2**63 - 4096, (None, None)), (MIB, (MIB, 0))]
-)
-def test_the_older_control_groups_have_limits_as_well(
-    tmp_path: Path, limit: int, expected: tuple[int | None, int | None]
-) -> None:
-    assert container_bytes(tmp_path) == (None, None)
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{2 * MIB}\n")
-    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 500\n")
-    assert container_bytes(tmp_path) == expected
 
 
 def test_entries_of_the_system_are_in_bytes(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lightning_roundpipe.planning import Partition, Span, Stage, StageKind, Timeline
-from lightning_roundpipe.reporting import pictures
 from lightning_roundpipe.reporting.pictures import draw_timeline, draw_timelines
 
 pytest.importorskip("matplotlib")
@@ -137,23 +136,6 @@ def test_long_times_have_no_exponent(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     draw_timeline(Timeline((Span(0, "compute", 0, 41987.6, 0, 0, "F a"),), 1), path, title="Long")
     assert "Long: 41988 ms, bubble 0.0% (fill 0.0%, drain 0.0%, inside 0.0%)" in words(path)
-
-
-def test_many_devices_are_drawn_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib refuses pictures of 2**16 pixels and more, which a thousand devices would take."""
-    from matplotlib.image import imread
-
-    monkeypatch.setattr(pictures, "_MOST_PIXELS", 400)
-    path = tmp_path / "picture.png"
-    draw_timeline(Timeline((Span(0, "compute", 0, 1, 0, 0, "F a"),), 20), path)
-    assert imread(path).shape[0] == pytest.approx(400, abs=1)
-
-
-def test_same_timeline_same_file(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("one.svg", "other.svg")]
-    for path in paths:
-        draw_timeline(Timeline(timeline().spans + MOVES, 2), path, partition=PARTITION, title="Small")
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_empty_timeline(tmp_path: Path) -> None:

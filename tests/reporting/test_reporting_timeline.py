@@ -82,21 +82,6 @@ def watched(watch: Watch) -> Any:
     return Watched()
 
 
-@pytest.mark.parametrize("how", ["callback", "option"])
-def test_some_steps_are_recorded(loader: Any, tmp_path: Path, how: str) -> None:
-    path = tmp_path / "trace.json"
-    watch = Watch(path)
-    if how == "option":
-        trainer = make_trainer(options={"trace": path}, callbacks=[watch])
-    else:
-        trainer = make_trainer(callbacks=[watch, RoundPipeTimeline(path)])
-    trainer.fit(watched(watch), loader)
-    assert steps_in(path) == ["training step 2", "training step 3", "training step 4"]
-    assert watch.traces == [step in (2, 3, 4) for step in range(STEPS)]
-    assert watch.exists == [step >= 4 for step in range(STEPS)], "written as soon as it is complete, not before"
-    assert trainer.strategy.engine.trace is False
-
-
 def test_what_a_trace_shows(loader: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     callback = RoundPipeTimeline(path, first_step=1, num_steps=2)
@@ -151,10 +136,11 @@ def test_option_and_callback_together(loader: Any, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     callback = RoundPipeTimeline(other, first_step=4, num_steps=1)
     watch = Watch(one)
-    make_trainer(options={"trace": one}, callbacks=[callback, watch]).fit(watched(watch), loader)
+    make_trainer(options={"trace": one}, callbacks=[watch, callback]).fit(watched(watch), loader)
     assert steps_in(one) == ["training step 2", "training step 3", "training step 4"]
     assert steps_in(other) == ["training step 4"]
     assert watch.traces == [step in (2, 3, 4) for step in range(STEPS)]
+    assert watch.exists == [step >= 4 for step in range(STEPS)], "written as soon as it is complete, not before"
 
 
 def test_recording_changes_no_result(loader: Any, tmp_path: Path) -> None:
@@ -165,12 +151,6 @@ def test_recording_changes_no_result(loader: Any, tmp_path: Path) -> None:
         make_trainer(callbacks=callbacks).fit(module, loader)
         states.append(module.state_dict())
     torch.testing.assert_close(states[0], states[1])
-
-
-def test_without_writers_nothing_is_traced(loader: Any) -> None:
-    watch = Watch(Path("nowhere"))
-    make_trainer().fit(watched(watch), loader)
-    assert watch.traces == [False] * STEPS
 
 
 @pytest.mark.parametrize(("error", "raised"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)])
@@ -247,16 +227,6 @@ def test_a_full_disk_leaves_no_half_written_file(loader: Any, tmp_path: Path, mo
     assert trainer.global_step == 3
 
 
-def test_a_file_that_cannot_be_written_does_not_end_training(loader: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    trainer = make_trainer(callbacks=[RoundPipeTimeline(folder / "trace.json")])
-    folder.rmdir()
-    with pytest.warns(UserWarning, match=r"could not be written: .*trace\.json"):
-        trainer.fit(Small(), loader)
-    assert trainer.global_step == STEPS
-
-
 def test_written_where_it_was_asked_for(loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths count from the folder in which they were given, also if training goes on in another one."""
     (tmp_path / "other").mkdir()
@@ -266,28 +236,6 @@ def test_written_where_it_was_asked_for(loader: Any, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path / "other")
     trainer.fit(Small(), loader)
     assert {path.name for path in tmp_path.glob("*.json")} == {"one.json", "two.json", "costs.json"}
-
-
-@pytest.mark.parametrize(
-    ("options", "paths"),
-    [
-        ({}, ["same.json", "same.json"]),
-        ({}, ["same.json", "other/../same.json"]),
-        ({"trace": "same.json"}, ["same.json"]),
-        ({"save_profile": "same.json"}, ["same.json"]),
-        ({"trace": "same.json", "save_profile": "same.json"}, []),
-    ],
-)
-def test_files_are_not_written_twice(
-    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], paths: list[str]
-) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    trainer = make_trainer(options=options, callbacks=[RoundPipeTimeline(path) for path in paths])
-    for _ in range(2):
-        with pytest.raises(MisconfigurationException, match=r"same\.json' would be written twice: give each"):
-            trainer.fit(Small(), loader)
-        assert trainer.strategy._recordings.writers == []
 
 
 def test_picture(loader: Any, tmp_path: Path) -> None:

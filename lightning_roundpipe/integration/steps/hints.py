@@ -5,32 +5,23 @@ A first batch that is a single micro-batch keeps the devices from working side b
 
 Most of what couples the samples of a batch cannot be noticed: a loss that ranks them looks like any other. These can:
 
-- **batch norms** in training mode, which take their statistics from each micro-batch,
-- **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label,
-- **padding masks of** ``nn.TransformerEncoder`` in evaluation, on devices with memory of their own. There torch packs
-  the sequences into a nested tensor, unless something watches its functions, as the function mode of user code does;
-  and nested tensors could not travel.
+- **batch norms** in training mode, which take their statistics from each micro-batch, and
+- **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...devices.pool import DevicePool
 from ..batches.splitting import Batches
 from .modules import ModuleScan
 from .notices import Notices
-
-_FORWARD = inspect.signature(nn.TransformerEncoder.forward)
 
 
 class BatchHints:
@@ -85,46 +76,6 @@ class BatchHints:
                 "'causal_label_tokens', or a function that counts what the loss is a mean over, leaves such "
                 "micro-batches out; with num_microbatches=1 the step sees the whole batch",
             )
-
-    @contextlib.contextmanager
-    def watching_encoders(self) -> Iterator[None]:
-        """Around the user's step on a micro-batch, while no other one runs."""
-        if (
-            self._pool[0].aliases_host
-            or "encoders" in self._notices.given
-            or not torch.backends.mha.get_fastpath_enabled()
-        ):
-            yield
-            return
-        encoders = {m: name for name, m in self._scan.named if isinstance(m, nn.TransformerEncoder)}
-
-        def look(encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if _would_pack(encoder, _FORWARD.bind(encoder, *args, **kwargs).arguments):
-                self._notices.warn(
-                    "encoders",
-                    f"the encoder {encoders[encoder]!r} (TransformerEncoder) gets a padding mask. Plain Lightning "
-                    "packs the sequences then, which leaves zeros at padded positions. On devices with memory of their "
-                    "own they are not packed, and these positions have other values: leave them out of losses and "
-                    "metrics, or make the encoder with enable_nested_tensor=False, which gives the same everywhere",
-                )
-
-        with contextlib.ExitStack() as stack:
-            for encoder in encoders:
-                handle = encoder.register_forward_pre_hook(look, with_kwargs=True)
-                stack.callback(handle.remove)
-            yield
-
-
-def _would_pack(encoder: nn.TransformerEncoder, given: dict[str, Any]) -> bool:
-    """Whether plain torch would make a nested tensor, as far as that can be told before."""
-    tracks = torch.is_grad_enabled() and any(weight.requires_grad for weight in encoder.layers[0].parameters())
-    return (
-        given.get("src_key_padding_mask") is not None
-        and given.get("mask") is None
-        and given["src"].dim() == 3
-        and encoder.use_nested_tensor
-        and not (encoder.layers[0].training or tracks or torch.is_autocast_enabled())
-    )
 
 
 def note_single_rows(error: Exception, batches: Batches) -> None:

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 from torchmetrics import Metric
 
 from ...common.attributes import attribute_set
-from ...common.fingerprints import version_of
 from ...common.trees import mapped
 from ...usercode.lock import UserCodeState, current
 from .modules import ModuleScan
@@ -34,7 +32,6 @@ class StepMetrics:
 
     def __init__(self, scan: ModuleScan) -> None:
         self._scan = scan
-        self._brought: Any = WeakTensorKeyDictionary()  # several metrics are shown the same predictions
         # Metric and twin, by id: the hash of a metric changes with its state.
         self._twins: dict[int, tuple[Metric, Metric]] = {}
         self._updated: set[int] = set()  # those with a twin that has seen an update in this step
@@ -50,11 +47,8 @@ class StepMetrics:
                 forward = self._forward(metric, metric.forward, has_twin=num_microbatches > 1)
                 stack.enter_context(attribute_set(metric, "update", self._update(metric, metric.update)))
                 stack.enter_context(attribute_set(metric, "forward", forward))
-            try:
-                yield
-                self._entries.put_in_order()
-            finally:
-                self._brought.clear()
+            yield
+            self._entries.put_in_order()
 
     def show_batch_value(self, metric: Metric) -> None:
         """Makes the value over the whole batch the one that Lightning logs."""
@@ -67,7 +61,7 @@ class StepMetrics:
             if state is not None and state.is_recomputing:
                 return None
             with _user_code_lock_held(state):
-                args, kwargs = self._bring(metric, args, kwargs)
+                args, kwargs = _on_device_of(metric, args, kwargs)
                 with _undisturbed(state), self._entries.noted(metric, state):
                     return original(*args, **kwargs)
 
@@ -77,7 +71,7 @@ class StepMetrics:
         def forward(*args: Any, **kwargs: Any) -> Any:
             state = current()
             with _user_code_lock_held(state):
-                args, kwargs = self._bring(metric, args, kwargs)
+                args, kwargs = _on_device_of(metric, args, kwargs)
                 if state is not None and state.is_recomputing:
                     return _empty_copy(metric).forward(*args, **kwargs)
                 with _undisturbed(state):
@@ -90,21 +84,6 @@ class StepMetrics:
 
         return forward
 
-    def _bring(self, metric: Metric, *arguments: Any) -> Any:
-        """``arguments`` with their tensors on the device of ``metric``; the graph stays."""
-        device = metric.device
-
-        def brought(tensor: Tensor) -> Tensor:
-            if tensor.device == device:
-                return tensor
-            kind = (version_of(tensor), device, torch.is_grad_enabled())
-            known = self._brought.get(tensor)
-            if known is None or known[0] != kind:
-                known = self._brought[tensor] = (kind, tensor.to(device))
-            return cast(Tensor, known[1])
-
-        return mapped(arguments, brought)
-
     def _twin_of(self, metric: Metric) -> Metric:
         """The twin, empty at the first call in a step."""
         if id(metric) not in self._twins:
@@ -114,6 +93,12 @@ class StepMetrics:
             self._updated.add(id(metric))
             _reset(twin)
         return twin
+
+
+def _on_device_of(metric: Metric, *arguments: Any) -> Any:
+    """``arguments`` with their tensors on the device of ``metric``; the graph stays."""
+    device = metric.device
+    return mapped(arguments, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
 @contextlib.contextmanager

@@ -152,8 +152,7 @@ class StepGuard:
             state.call_unit = self._watched(call_unit)
             gradients = self._gradients_now()
             try:
-                with self.hints.watching_encoders():
-                    output = function(microbatch)
+                output = function(microbatch)
             finally:
                 state.call_unit = call_unit
             self._check_weights(kind)

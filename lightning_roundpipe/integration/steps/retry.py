@@ -25,8 +25,8 @@ batch that fits with the number of micro-batches that training starts with. Ever
 as training does. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
-files) stays as well. If it has changed weights or the batch in place, or something has written a large buffer that no
-step has written before, the step is not run again; nor if other ranks have some of its gradients.
+files) stays as well. If it has changed weights, the batch or a large buffer, the step is not run again; nor if other
+ranks have some of its gradients.
 
 *Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
 devices] in :mod:`devices.device`). If one does not, the pool goes on without it, with a new engine and so with new
@@ -95,7 +95,6 @@ class Retry:
         self._costs = costs
         self._is_trial = is_trial
         self._tried_rows: int | None = None
-        self._written: set[str] = set()
         self._final: str | None = None
         self.num_microbatches: dict[str, int] = {}
 
@@ -125,7 +124,7 @@ class Retry:
         if self._is_trial() and batches.batch_size != self._tried_rows:
             self._tried_rows = batches.batch_size
             self._forget(kind)
-        state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices], self._written)
+        state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices])
         num_retries, has_made_room = 0, False
         while True:
             more: Batches | None = None
@@ -148,7 +147,6 @@ class Retry:
                     raise
             else:
                 self.num_microbatches[kind] = wanted
-                state.note_written()
                 return batches, result
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()

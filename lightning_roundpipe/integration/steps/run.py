@@ -161,7 +161,6 @@ class Steps:
                 plan = self.engine.plan_of(name)
                 self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)
             self.ranks.note_gradients(result.gradients)
-            step.end()
         return batches, result
 
     def _attempt(

@@ -19,7 +19,7 @@ from ...common.trees import mapped, tensors_in
 from ...usercode.generators import ForeignStates
 from .modules import ModuleScan
 
-# Buffers that no step has written yet are copied up to this size: statistics are small, tables and masks are not.
+# Buffers are copied up to this size: statistics are small, tables and masks are not.
 _MAX_COPIED_BYTES = 2**20
 
 
@@ -28,14 +28,12 @@ class StepState:
 
     Args:
         devices: whose generators user code may draw from.
-        written: names of the buffers that steps have written, which are copied whatever their size.
     """
 
-    def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device], written: set[str]) -> None:
+    def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device]) -> None:
         self._batch = mapped(batch, anew=object)
-        self._written = written
         self._registered = [(module, dict(module._buffers)) for _, module in scan.named]
-        self._buffers = [_Buffer(*found, written) for found in scan.buffers()]
+        self._buffers = [_Buffer(*found) for found in scan.buffers()]
         self._weights = Versions(scan.parameters())
         self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
         self._put_back = [_metric_state(metric) for metric in scan.metrics]
@@ -69,20 +67,15 @@ class StepState:
         for put_back in self._put_back:
             put_back()
 
-    def note_written(self) -> None:
-        """The step has succeeded: what it has written, the next steps will write as well."""
-        self._written.update(buffer.name for buffer in self._buffers if buffer.has_changed())
-
 
 class _Buffer:
     """A buffer before a step."""
 
-    def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor, written: set[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor) -> None:
         self.name = name
         self._module, self._key, self._tensor = module, key, tensor
         self._version = version_of(tensor)
-        is_copied = name in written or num_bytes_of([tensor]) <= _MAX_COPIED_BYTES
-        self.copy = _clone(tensor) if is_copied else None
+        self.copy = _clone(tensor) if num_bytes_of([tensor]) <= _MAX_COPIED_BYTES else None
 
     def has_changed(self) -> bool:
         """Whether it is another tensor now, or shows that it was written in place."""

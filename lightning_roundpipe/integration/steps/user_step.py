@@ -16,9 +16,6 @@ from ...weights.futures import unwaited
 class UserStep:
     """``training_step`` or another step, with its arguments.
 
-    One that takes the iterator over the batches may end with a ``StopIteration``. Then it has not failed: what it has
-    logged and written to attributes stays. So the error waits until its only micro-batch has been put together.
-
     Attributes:
         batch: the first positional argument, or the first keyword.
         rest: positional arguments after it.
@@ -30,30 +27,12 @@ class UserStep:
         self._key = None if args else next(iter(kwargs), None)
         self.batch = args[0] if args else self._kwargs.get(self._key or "")
         self.rest = args[1:]
-        self._stopped: StopIteration | None = None
 
     def __call__(self, microbatch: Any) -> Any:
         """Runs it, on the thread of the micro-batch."""
-        self._stopped = None
-        try:
-            if self._key is not None:
-                return self._function(**{**self._kwargs, self._key: microbatch})
-            return self._function(microbatch, *self.rest, **self._kwargs)
-        except StopIteration as stopped:
-            if microbatch is not self.batch:  # there are others
-                raise
-            self._stopped = stopped
-            return None
-
-    def end(self) -> None:
-        """All that it has done is where it belongs.
-
-        Raises:
-            StopIteration: if it has raised it.
-        """
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            raise stopped
+        if self._key is not None:
+            return self._function(**{**self._kwargs, self._key: microbatch})
+        return self._function(microbatch, *self.rest, **self._kwargs)
 
 
 Function = Callable[[Any], Any]

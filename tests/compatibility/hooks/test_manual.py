@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_roundpipe import GradientCutError
-from tests.support.parity import COPIES, both, compare, make_loader, make_trainer
+from tests.support.parity import COPIES, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
 
@@ -198,28 +198,3 @@ def test_backwards_that_need_the_whole_graph_are_refused(
     make_trainer("plain").fit(module(step), make_loader(24))
     with pytest.raises(error, match=match):
         make_trainer().fit(module(step), make_loader(24))
-
-
-@pytest.mark.parametrize("step", [automatically, plainly])
-def test_a_step_that_ends_with_stop_iteration_keeps_what_it_has_done(step: Any) -> None:
-    """It has not failed: what it has pulled, written and logged until then stays."""
-
-    class Stops(Pulls):
-        def __init__(self) -> None:
-            super().__init__(step)
-            self.seen: list[int] = []
-
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            loss = super().training_step(dataloader_iter)
-            self.seen.append(self.num_pulled)
-            self.log("called", float(len(self.seen)), on_epoch=True, on_step=False, batch_size=1)
-            if len(self.seen) == 2:
-                raise StopIteration
-            return loss
-
-    def act(kind: str) -> Any:
-        module, trainer = Stops(), make_trainer(kind)
-        trainer.fit(module, make_loader(24))
-        return module.seen, trainer.global_step, dict(trainer.callback_metrics), dict(module.state_dict())
-
-    assert both(act)[0] == [2, 3]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.support.parity import KINDS, Run, both, compare, make_loader, make_trainer
+from tests.support.parity import KINDS, Run, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -238,26 +238,6 @@ def test_metrics_and_several_loaders() -> None:
     end = compared(Logs, loaders)[-1]["callback_metrics"]
     names = {"accuracy_step", "train_macro_epoch", "loss_epoch/dataloader_idx_1", "own_0", "own_1"}
     assert names | {"val_macro/dataloader_idx_0", "val_macro/dataloader_idx_1"} <= set(end)
-
-
-def test_a_metric_keeps_the_order_of_rows() -> None:
-    class Collects(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = CatMetric()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.rows.update(self(batch[0])[:, 0])
-
-        def on_validation_epoch_end(self) -> None:
-            self.collected = self.rows.compute()
-
-    def act(kind: str) -> Any:
-        module = Collects()
-        make_trainer(kind).validate(module, make_loader(), verbose=False)
-        return module.collected
-
-    assert len(both(act)) == 20
 
 
 def test_the_mean_goes_over_the_rows_of_micro_batches_that_log() -> None:

@@ -117,52 +117,33 @@ def test_lists_of_samples(how: str, rows: int, num_microbatches: int) -> None:
     class Collects(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.texts, self.lists, self.numbers = [], [], []
+            self.texts, self.lists, self._numbers = [], [], []
+            self._last: dict[str, Any] = {}
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             numbers = [round(value, 3) for value in self(batch[0])[:, 0].tolist()]
+            self._last["loss"] = self.loss(batch)
             if how == "extend":
                 self.texts.extend(str(number) for number in numbers)
                 self.lists.extend([batch_idx, y] for y in batch[1].tolist())
-                self.numbers.extend(numbers)
+                self._numbers.extend(numbers)
             elif how == "+=":
                 self.texts += [str(number) for number in numbers]
                 self.lists += [[batch_idx, y] for y in batch[1].tolist()]
-                self.numbers += numbers
+                self._numbers += numbers
             else:
                 for number, y in zip(numbers, batch[1].tolist(), strict=True):
                     self.texts.append(str(number))
                     self.lists.append([batch_idx, y])
-                    self.numbers.append(number)
+                    self._numbers.append(number)
 
     def act(kind: str) -> Any:
         module = Collects()
         trainer = make_trainer(kind, num_microbatches=num_microbatches)
         trainer.validate(module, make_loader(2 * rows, rows), verbose=False)
-        return module.texts, module.lists, module.numbers
+        return module.texts, module.lists, module._numbers, module._last
 
     assert len(both(act)[0]) == 2 * rows
-
-
-def test_names_of_lists_and_dicts_may_begin_with_an_underscore() -> None:
-    class Collects(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self._rows: list[Any] = []
-            self._last: dict[str, Any] = {}
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self._rows.append(self(batch[0]))
-            self._last["loss"] = self.loss(batch)
-
-    def act(kind: str) -> Any:
-        module = Collects()
-        make_trainer(kind).validate(module, make_loader(), verbose=False)
-        return module._rows, module._last
-
-    rows, last = both(act)
-    assert len(rows) == 3
-    assert last
 
 
 def test_list_of_training_outputs() -> None:

@@ -180,20 +180,20 @@ def test_exceptions_in_training(place: str, step: int, microbatch: int) -> None:
     assert_next_fit_is_fresh(ours)
 
 
-@pytest.mark.parametrize("place", ["unit forward", "unit backward", "loss"])
-def test_exceptions_with_real_copies(place: str) -> None:
-    module = Trapped(Trap(place))
-    trainer = make_trainer(num_microbatches=MICROBATCHES, devices=3, options={"virtual_copies": True})
-    with pytest.raises(Injected, match=f"in {place}"):
-        trainer.fit(module, loader(7))
-    assert_next_fit_is_fresh(module)
+COPIES: dict[str, Any] = {"devices": 3, "options": {"virtual_copies": True}}
 
 
-@pytest.mark.parametrize("place", ["unit forward", "unit backward", "user code after"])
-def test_every_microbatch_raises(place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "rows", "settings"),
+    [
+        *((place, [7], COPIES) for place in ("unit forward", "unit backward", "loss")),
+        *((place, range(5, 10), {}) for place in ("unit forward", "unit backward", "user code after")),
+    ],
+)
+def test_exceptions_with_copies_and_in_every_microbatch(place: str, rows: Any, settings: dict[str, Any]) -> None:
     module = Trapped(Trap(place))
     with pytest.raises(Injected, match=f"in {place}"):
-        make_trainer(num_microbatches=MICROBATCHES).fit(module, loader(*range(5, 10)))
+        make_trainer(num_microbatches=MICROBATCHES, **settings).fit(module, loader(*rows))
     assert_next_fit_is_fresh(module)
 
 
@@ -288,20 +288,6 @@ def test_stop_iteration_ends_the_epoch_as_in_plain() -> None:
     assert_next_fit_is_fresh(module)
 
 
-@pytest.mark.parametrize("place", ["unit forward", "loss", "unit backward", "validation"])
-def test_system_exit(place: str) -> None:
-    def action() -> None:
-        raise SystemExit(7)
-
-    for kind in ("plain", "roundpipe"):
-        module = Trapped(Trap(place, action))
-        trainer = make_trainer(kind, num_microbatches=5)
-        with pytest.raises(SystemExit) as caught:
-            trainer.fit(module, loader(7), loader(7))
-        assert caught.value.code == 7
-    assert_next_fit_is_fresh(module)
-
-
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
     """Lightning ignores further SIGINTs after the first."""
@@ -361,13 +347,20 @@ def test_ctrl_c_while_a_step_runs(monkeypatch: pytest.MonkeyPatch, how: str, pla
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_keyboard_interrupt_raised_by_user_code() -> None:
+@pytest.mark.parametrize(
+    ("place", "error", "code"),
+    [
+        *((place, SystemExit, 7) for place in ("unit forward", "loss", "unit backward", "validation")),
+        ("unit forward", KeyboardInterrupt, 1),
+    ],
+)
+def test_exits_and_interrupts_raised_by_user_code(place: str, error: type[BaseException], code: int) -> None:
     def action() -> None:
-        raise KeyboardInterrupt
+        raise error(7)
 
     for kind in ("plain", "roundpipe"):
-        module = Trapped(Trap("unit forward", action))
+        module = Trapped(Trap(place, action))
         with pytest.raises(SystemExit) as caught:
-            make_trainer(kind).fit(module, loader(7))
-        assert caught.value.code == 1
+            make_trainer(kind, num_microbatches=MICROBATCHES).fit(module, loader(7), loader(7))
+        assert caught.value.code == code
     assert_next_fit_is_fresh(module)

@@ -17,7 +17,7 @@ from tests.support.parity import make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
-WORDS = {"norms": "the batch norm ", "losses": "the loss of micro-batch ", "encoders": "the encoder "}
+WORDS = {"norms": "the batch norm ", "losses": "the loss of micro-batch "}
 
 
 def hints_of(kind: str, run: Callable[[], Any]) -> list[str]:
@@ -140,9 +140,9 @@ def test_losses_that_are_nan(case: str) -> None:
 class Encodes(L.LightningModule):
     """An encoder whose padded positions are part of the loss, or are not."""
 
-    def __init__(self, *, packs: bool = True, masks: bool = True, looks_at_padding: bool = True) -> None:
+    def __init__(self, *, packs: bool = True, looks_at_padding: bool = True) -> None:
         super().__init__()
-        self.masks, self.looks_at_padding = masks, looks_at_padding
+        self.looks_at_padding = looks_at_padding
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(6)
             layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
@@ -151,7 +151,7 @@ class Encodes(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, padding = batch
-        encoded = self.encoder(x, src_key_padding_mask=padding if self.masks else None)
+        encoded = self.encoder(x, src_key_padding_mask=padding)
         scores = self.head(encoded).square().sum(-1)
         if not self.looks_at_padding:
             scores = scores.masked_fill(padding, 0.0)
@@ -168,14 +168,12 @@ def padded() -> Iterator[DataLoader[Any]]:
         yield DataLoader(TensorDataset(x, torch.arange(5) >= lengths[:, None]), batch_size=4)
 
 
-COPIES = {"virtual_copies": True}
-# Arguments of the module, options, how many warnings, and whether the result is plain Lightning's.
-ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
-    "memory of the host": ({}, {}, 0, True),
-    "memory of their own": ({}, COPIES, 1, False),
-    "loss without padding": ({"looks_at_padding": False}, COPIES, 1, True),
-    "no packing": ({"packs": False}, COPIES, 0, True),
-    "no mask": ({"masks": False}, COPIES, 0, True),
+# Arguments of the module, options, and whether the result is plain Lightning's.
+ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "memory of the host": ({}, {}, True),
+    "memory of their own": ({}, {"virtual_copies": True}, False),
+    "loss without padding": ({"looks_at_padding": False}, {"virtual_copies": True}, True),
+    "no packing": ({"packs": False}, {"virtual_copies": True}, True),
 }
 
 
@@ -183,17 +181,11 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "Library",
     "torch (`nn.TransformerEncoder` with padding masks, in evaluation)",
     status="differs",
-    note="On GPUs padded positions are not zero, with a warning: leave them out, or use `enable_nested_tensor=False`.",
+    note="On GPUs padded positions are not zero: leave them out, or use `enable_nested_tensor=False`.",
 )
 @pytest.mark.parametrize("case", ENCODERS)
 def test_padding_masks(padded: Any, case: str) -> None:
-    arguments, options, expected, is_equal = ENCODERS[case]
+    arguments, options, is_equal = ENCODERS[case]
     plain = make_trainer("plain").validate(Encodes(**arguments), padded, verbose=False)[0]["val"]
-    trainer = make_trainer(options=options)
-    hints = hints_of("encoders", lambda: trainer.validate(Encodes(**arguments), padded, verbose=False))
-    assert len(hints) == expected
-    for hint in hints:
-        assert "'encoder' (TransformerEncoder) gets a padding mask" in hint
-        assert "enable_nested_tensor=False" in hint
-    ours = trainer.callback_metrics["val"].item()
+    ours = make_trainer(options=options).validate(Encodes(**arguments), padded, verbose=False)[0]["val"]
     assert (ours == pytest.approx(plain, rel=1e-4)) is is_equal

@@ -180,15 +180,10 @@ def test_auto_finds_a_number_that_fits_and_nothing_is_lost(norm: bool) -> None:
     ours = train(Watched(norm), FITS_4_ROWS)
     assert ours[1].strategy.last_step.num_microbatches == 8
     assert ours[0].calls.num > 3 * 8, "the first attempt has called the step as well"
+    devices = ours[1].strategy.pool.devices
+    assert all(0 < device.peak_memory_bytes <= FITS_4_ROWS and device.memory.used == 0 for device in devices)
+    assert ours[1].strategy.last_step.peak_memory_bytes == tuple(device.memory.peak for device in devices)
     assert_equal_runs(ours, train(Watched(norm), None, 8), rtol=1e-5)  # which has larger rounds
-
-
-def test_the_peak_is_below_the_limit() -> None:
-    _, trainer = train(Watched(), FITS_4_ROWS)
-    for device in trainer.strategy.pool.devices:
-        assert 0 < device.peak_memory_bytes <= FITS_4_ROWS
-        assert device.memory.used == 0
-    assert trainer.strategy.last_step.peak_memory_bytes == tuple(d.memory.peak for d in trainer.strategy.pool.devices)
 
 
 def test_enough_memory_changes_nothing() -> None:
@@ -318,29 +313,16 @@ def test_units_that_the_user_has_chosen_stay_whole() -> None:
         make_trainer(options=options, num_microbatches=8).fit(Wide(), make_rows())
 
 
-def test_a_link_of_given_speed_changes_no_result() -> None:
-    """But the order of sums: with a link, on how many devices a stage is follows measured costs."""
-    states = []
-    for copies in (True, VirtualLink(gb_per_s=10.0, latency_us=20.0)):
-        module = Small()
-        make_trainer(options={"virtual_copies": copies}).fit(module, make_loader())
-        states.append(module.state_dict())
-    torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-7)
-
-
-def test_the_run_reports_what_the_host_needs(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        make_trainer(max_epochs=2).fit(Small(), make_loader())
-    reports = [record.message for record in caplog.records if "on the host" in record.message]
-    assert len(reports) == 1
-    for part in ("activations", "weights", "gradients", "optimizer state"):
-        assert part in reports[0]
-
-
-def test_the_run_warns_before_the_host_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_needs_is_reported_and_missed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_report, "available_bytes", lambda: 100)
-    with pytest.warns(UserWarning, match=r"this run may need .* on the host.* 100 B are available"):
-        make_trainer().fit(Small(), make_loader())
+    warned = pytest.warns(UserWarning, match=r"this run may need .* on the host.* 100 B are available")
+    with warned, caplog.at_level("INFO"):
+        make_trainer(max_epochs=2).fit(Small(), make_loader())
+    (report,) = [record.message for record in caplog.records if "on the host" in record.message]
+    for part in ("activations", "weights", "gradients", "optimizer state"):
+        assert part in report
 
 
 @pytest.mark.parametrize(("sizes", "are_alike"), [((100, 105), True), ((100, 150), False)])

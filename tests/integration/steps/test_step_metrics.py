@@ -194,3 +194,10 @@ def test_the_value_of_a_step_is_of_this_rank_alone() -> None:
         return Pretends.num_gathered
 
     assert both(act)
+
+
+def test_metrics_are_as_before_after_a_step() -> None:
+    module = Measured(MulticlassAccuracy(3))
+    update, forward = module.metric.update, module.metric.forward
+    make_trainer().fit(module, make_loader())
+    assert (module.metric.update, module.metric.forward) == (update, forward)

@@ -26,6 +26,8 @@ from tests.support.engine.lazy_link import cpu_pool
 
 HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")
+FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
+DRIVER = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 def split(batch: Any, num_microbatches: int) -> Batches:
@@ -89,13 +91,14 @@ def test_a_small_batch_does_not_lower_the_number(make_retry: Any) -> None:
     assert attempts.tried == [3, 8]
 
 
-def test_auto_ends_with_one_row_each(make_retry: Any) -> None:
-    attempts = Attempts(fits_from=99)
-    message = "with 5 micro-batches per batch, and the batch cannot be split further. device 0 is full What helps"
+@pytest.mark.parametrize(("error", "tried"), [(FULL, [2, 4, 5]), (DRIVER, [2, 2, 4, 5])])
+def test_auto_ends_with_one_row_each(make_retry: Any, error: Exception, tried: list[int]) -> None:
+    attempts = Attempts(99, error)
+    message = f"with 5 micro-batches per batch, and the batch cannot be split further. {error} What helps"
     with pytest.raises(DeviceOutOfMemoryError, match=message) as caught:
         make_retry().run("training_step", torch.zeros(5, 1), split, attempts)
-    assert attempts.tried == [2, 4, 5]
-    assert caught.value.__cause__ is FULL
+    assert attempts.tried == tried
+    assert caught.value.__cause__ is error
 
 
 def test_the_last_error_names_the_largest_unit(make_retry: Any) -> None:
@@ -153,29 +156,22 @@ def test_batch_norm_in_evaluation_is_no_obstacle(make_retry: Any) -> None:
     assert attempts.tried == [2, 4]
 
 
-@pytest.mark.parametrize(("fits_if_split", "tried"), [(True, [2, 4]), (False, [2])])
-def test_errors_of_the_planner(make_retry: Any, fits_if_split: bool, tried: list[int]) -> None:
-    attempts = Attempts(4, StageMemoryError("call 0 needs more", fits_if_split=fits_if_split))
-    if fits_if_split:
-        make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
-    else:
-        with pytest.raises(StageMemoryError, match=r"weights and gradients alone.*call 0 needs more"):
-            make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
-    assert attempts.tried == tried
+def test_errors_of_the_planner_are_known(make_retry: Any) -> None:
+    attempts = Attempts(4, StageMemoryError("call 0 needs more", fits_if_split=True))
+    make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
+    assert attempts.tried == [2, 4]
 
 
-def test_errors_of_the_books_that_smaller_microbatches_do_not_change(make_retry: Any) -> None:
-    attempts = Attempts(4, DeviceOutOfMemoryError("device 0 is full", fits_if_split=False))
-    with pytest.raises(DeviceOutOfMemoryError, match=r"weights and gradients alone take too much\. device 0 is full"):
+@pytest.mark.parametrize("error", [StageMemoryError("call 0 needs more", fits_if_split=False), FULL_OF_WEIGHTS])
+def test_errors_that_smaller_microbatches_do_not_change(make_retry: Any, error: Exception) -> None:
+    attempts = Attempts(4, error)
+    with pytest.raises(type(error), match=rf"weights and gradients alone take too much\. {error}"):
         make_retry().run("training_step", torch.zeros(8, 1), split, attempts)
     assert attempts.tried == [2]
 
 
-NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-
 def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_further(make_retry: Any) -> None:
-    pool, attempts = cpu_pool(2, memory_limit=100), Attempts(8, NO_ROOM)
+    pool, attempts = cpu_pool(2, memory_limit=100), Attempts(8, DRIVER)
     make_retry(pool=pool).run("training_step", torch.zeros(20, 1), split, attempts)
     assert attempts.tried == [2, 2, 4, 8]
     assert [device.memory.spare for device in pool.devices] == [5, 5]
@@ -183,7 +179,7 @@ def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_
 
 def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:
     root = Statistics()
-    retry, errors = make_retry(1, root, is_auto=False), [NO_ROOM]
+    retry, errors = make_retry(1, root, is_auto=False), [DRIVER]
 
     def attempt(batches: Batches) -> int:
         root.mean.add_(1.0)
@@ -193,19 +189,10 @@ def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot
 
     assert retry.run("training_step", torch.zeros(8, 1), split, attempt)[1] == 1
     assert root.mean.tolist() == [1.0] * 3
-    attempts = Attempts(99, NO_ROOM, effect=lambda: retry.forbid("it is by hand"))
+    attempts = Attempts(99, DRIVER, effect=lambda: retry.forbid("it is by hand"))
     with pytest.raises(DeviceOutOfMemoryError, match="it is by hand"):
         retry.run("training_step", torch.zeros(8, 1), split, attempts)
     assert attempts.tried == [1]
-
-
-def test_errors_of_the_driver(make_retry: Any) -> None:
-    attempts = Attempts(99, NO_ROOM)
-    with pytest.raises(DeviceOutOfMemoryError, match=r"cannot be split further\. CUDA out of memory\. Tried"):
-        make_retry().run("training_step", torch.zeros(2, 1), split, attempts)
-
-
-FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +200,7 @@ FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False
     [
         (8, FULL, True),
         (8, StageMemoryError("too small", fits_if_split=True), True),
-        (8, NO_ROOM, True),
+        (8, DRIVER, True),
         (8, FULL_OF_WEIGHTS, False),
         (1, FULL, False),
     ],
@@ -227,7 +214,7 @@ def test_the_batch_size_finder_meets_the_limit(
         retry.run("training_step", torch.zeros(rows, 1), split, attempts)
     assert is_oom_error(caught.value) is is_understood
     assert str(error) in str(caught.value)
-    assert attempts.tried == [min(2, rows)] * (2 if error is NO_ROOM else 1)
+    assert attempts.tried == [min(2, rows)] * (2 if error is DRIVER else 1)
     retry.run("training_step", torch.zeros(rows, 1), split, Attempts(1))
     assert forgotten == ["training_step"], "once per size: every trial begins like a training"
     retry.run("training_step", torch.zeros(rows + 1, 1), split, Attempts(1))
@@ -395,9 +382,8 @@ class Changed:
     def __init__(self) -> None:
         self.root = Statistics()
         self.batch = {"x": torch.arange(8.0), "more": [torch.ones(8), "text"]}
-        self.written: set[str] = set()
         self.change(1.0)
-        self.state = StepState(ModuleScan(self.root), self.batch, [HOST], self.written)
+        self.state = StepState(ModuleScan(self.root), self.batch, [HOST])
 
     def change(self, value: float) -> None:
         self.root.mean += value
@@ -412,7 +398,7 @@ def test_buffers_are_put_back_that_were_written_without_a_new_version() -> None:
         made = Statistics()
     given.register_buffer("graph", torch.eye(3).to_sparse())
     given.register_buffer("expanded", torch.ones(1).expand(3))
-    state = StepState(ModuleScan(nn.ModuleList([norm, given, made])), None, [HOST], set())
+    state = StepState(ModuleScan(nn.ModuleList([norm, given, made])), None, [HOST])
     versions = [buffer._version for buffer in (norm.running_mean, given.mean)]
     norm(torch.arange(6.0).reshape(2, 3))
     given.mean.data += 1.0
@@ -428,16 +414,15 @@ def test_buffers_are_put_back_that_were_written_without_a_new_version() -> None:
     assert torch.equal(given.graph.to_dense(), torch.eye(3))
 
 
-def test_a_large_buffer_is_copied_once_a_step_has_written_it() -> None:
-    changed = Changed()
-    changed.root.table[0] = 1.0
-    assert changed.state.lost() == "the buffer 'table'"
-    changed.state.note_written()
-    changed.state = StepState(ModuleScan(changed.root), changed.batch, [HOST], changed.written)
-    changed.root.table[0] = 2.0
-    assert changed.state.lost() is None
-    changed.state.restore()
-    assert changed.root.table[0] == 1.0
+def test_buffers_that_a_step_has_made_go() -> None:
+    root = Statistics()
+    root.register_buffer("scale", None)
+    state = StepState(ModuleScan(root), None, [HOST])
+    root.scale = torch.ones(3)
+    root.register_buffer("num_rows", torch.zeros(()))
+    state.restore()
+    assert root.scale is None
+    assert not hasattr(root, "num_rows")
 
 
 def _clamp(changed: Changed) -> None:
@@ -448,6 +433,7 @@ def _clamp(changed: Changed) -> None:
 LOST: dict[str, tuple[Callable[[Changed], Any], str]] = {
     "weight": (_clamp, "the weight 'weight'"),
     "batch": (lambda changed: changed.batch["x"].narrow(0, 2, 1).add_(1.0), "a tensor of the batch"),
+    "large buffer": (lambda changed: changed.root.table.add_(1.0), "the buffer 'table'"),
     "nested batch": (lambda changed: changed.batch["more"][0].zero_(), "a tensor of the batch"),
 }
 
@@ -485,7 +471,7 @@ def test_evaluation_in_inference_mode_leaves_tensors_to_training_that_it_may_cha
     root.seen.update(torch.ones(1))
     root.metrics.update(torch.ones(1))
     with torch.inference_mode():
-        state = StepState(ModuleScan(root), None, [HOST], set())
+        state = StepState(ModuleScan(root), None, [HOST])
         root.mean += 1.0
         root.metrics.update(torch.ones(1))
         state.restore()
