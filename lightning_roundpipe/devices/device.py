@@ -53,7 +53,6 @@ class Device(ABC):
     Attributes:
         index: position in the pool, which changes where a device before it is lost.
         number: its position when the pool was made, by which users know it.
-        can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
         lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
@@ -70,7 +69,6 @@ class Device(ABC):
     is_shared: bool = False
     counts_activations: bool = False
     has_own_speed: bool = True
-    can_be_lost: bool = False
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
         self.index = self.number = index
@@ -113,8 +111,8 @@ class Device(ABC):
         """Excludes units: for what must not happen while one runs."""
         return self._busy
 
-    def enter(self, before: Device | None) -> None:  # noqa: B027
-        """A micro-batch comes from another device, or from the host (None): its user code runs here from now on."""
+    def enter(self) -> None:  # noqa: B027
+        """The calling thread works here from now on: a micro-batch comes, from another device or from the host."""
 
     def throttle(self) -> None:  # noqa: B027
         """A micro-batch begins a stage here: holds its thread back if the host is too far ahead of the device."""

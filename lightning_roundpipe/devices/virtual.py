@@ -298,7 +298,7 @@ class VirtualDevice(Device):
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self._clock = Link.clock if link is None else link.clock
         self.aliases_host = link is None
-        self.is_shared = self.counts_activations = self.can_be_lost = link is not None
+        self.is_shared = self.counts_activations = link is not None
         self.has_own_speed = speed is not None
         self._speed = 1.0 if speed is None else speed
 

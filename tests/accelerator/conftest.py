@@ -47,7 +47,7 @@ def device(sim: ModuleType) -> Iterator[GpuDevice]:
     """A device on the first GPU, in a step; the thread of the test works on it."""
     made = GpuDevice(0, 0, driver=driver_of("sim"))
     made.open()
-    made.enter(None)
+    made.enter()
     yield made
     made.close()
     made.dispose()
