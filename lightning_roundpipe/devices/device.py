@@ -95,12 +95,7 @@ class Device(ABC):
 
     @moved.setter
     def moved(self, moved: list[Moved] | None) -> None:
-        self.note(moved)
-
-    def note(self, moved: list[Moved] | None, *, bulk_alone: bool = False) -> None:
-        """Notes transfers there from now on, or bulk alone; not between :meth:`open` and :meth:`close`."""
-        for lane in (self.h2d, self.d2h):
-            lane.moved, lane.notes_bulk_alone = moved, bulk_alone
+        self.h2d.moved = self.d2h.moved = moved
 
     def computing(self) -> AbstractContextManager[object]:
         """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""

@@ -115,7 +115,6 @@ class _Job:
     pieces: deque[list[Pair]]
     ready_ms: float
     label: str
-    is_bulk: bool
     began_ms: float | None = None
 
 
@@ -207,7 +206,7 @@ class TimedLane(Lane):
         with self._work:
             if transfer not in self._pending or not self._is_open:  # given up
                 return
-            job = _Job(transfer, pieces, self._link.clock.now_ms(), label, is_bulk)
+            job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
             is_urgent = self._link.prioritised and not is_bulk
             (self._urgent if is_urgent else self._bulk).append(job)
             if self._thread is None:
@@ -242,8 +241,7 @@ class TimedLane(Lane):
         """Waits as long as the next piece takes, and copies it."""
         queue = self._urgent or self._bulk
         job = queue[0]
-        piece, clock = job.pieces[0], self._link.clock
-        moved = self.notes_of(job.is_bulk)
+        piece, clock, moved = job.pieces[0], self._link.clock, self.moved
         if moved is not None and job.began_ms is None:
             job.began_ms = clock.now_ms()
         num_bytes = num_bytes_of([copy for copy, _ in piece])
@@ -262,8 +260,7 @@ class TimedLane(Lane):
         queue.popleft()  # only this thread takes from queues, so it is still the first
         self._forget(job.transfer)
         if moved is not None and job.began_ms is not None and error is None:
-            total_bytes = num_bytes_of([stored(copy) for copy in job.transfer.tensors])
-            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label, total_bytes))
+            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label))
         job.transfer.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
