@@ -36,8 +36,8 @@ def roundpipe(job: Job, meter: Meter) -> None:
         trainer = L.Trainer(
             accelerator="roundpipe",
             strategy=strategy,
-            devices=list(job.devices),
-            precision=job.precision,
+            devices=[0],
+            precision="bf16-mixed",
             max_epochs=1,
             callbacks=[timeline, Metering(meter)],
             default_root_dir=folder,
