@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
-from benchmarks.bubble import sharpen_timers
+from benchmarks._waiting import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks._report import Report, parser, progress, rounded, spread
-from benchmarks.bubble import Wait
+from benchmarks._waiting import Wait
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, plan_training, simulate, stage_costs
 from lightning_roundpipe.ranks.buckets import buckets_of

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 import lightning_roundpipe
 from benchmarks._report import rounded
-from benchmarks.transfers import overlap
 
 from .measuring import WARMUP, Job, Meter
 from .models import LEARNING_RATE, Causal, Rows, Size, batches, layers_of, make_model, trained
+from .probes import overlap
 from .results import NotRunError
 
 

@@ -73,7 +73,6 @@ class TimedLink(Link):
         bytes_per_ms: bandwidth of each lane; PCIe 4.0 x16 has 25e6.
         latency_ms: added to every piece that moves; PCIe has about 0.01.
         chunk_bytes: bulk is cut into pieces of at most this size.
-        prioritised: False lets activations wait for their turn behind bulk, to show what priorities are good for.
         clock: another one than the host's.
 
     Raises:
@@ -85,7 +84,6 @@ class TimedLink(Link):
         bytes_per_ms: float = math.inf,
         latency_ms: float = 0.0,
         chunk_bytes: int = CHUNK_BYTES,
-        prioritised: bool = True,
         clock: Clock | None = None,
     ) -> None:
         if not bytes_per_ms > 0 or not latency_ms >= 0 or chunk_bytes < 1:
@@ -96,7 +94,6 @@ class TimedLink(Link):
         self.bytes_per_ms = bytes_per_ms
         self.latency_ms = latency_ms
         self.chunk_bytes = chunk_bytes
-        self.prioritised = prioritised
         self.clock = clock or Clock()
 
     def lane(self, device_name: str, direction: str) -> TimedLane:
@@ -207,8 +204,7 @@ class TimedLane(Lane):
             if transfer not in self._pending or not self._is_open:  # given up
                 return
             job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
-            is_urgent = self._link.prioritised and not is_bulk
-            (self._urgent if is_urgent else self._bulk).append(job)
+            (self._bulk if is_bulk else self._urgent).append(job)
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 thread.start()
