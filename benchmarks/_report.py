@@ -18,6 +18,11 @@ import torch
 
 from lightning_roundpipe import __version__
 
+# What a Trainer that is measured does without.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
 
 def parser(description: str | None, *, repeats: int) -> argparse.ArgumentParser:
     """An argument parser with the options that every benchmark has."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_roundpipe
-from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
+from benchmarks._report import QUIET, Report, num_cores, parser, progress, rounded, spread
 
 METHOD = """
 A Llama-like model in fp32 with fused AdamW, trained by Lightning's Trainer on random tokens; the batch per step is the
@@ -141,10 +141,7 @@ def train(variant: str, size: dict[str, int], steps: int, warmup: int, result: P
         **how,
         max_epochs=1,
         callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(data, batch_size=rows))
     if trainer.is_global_zero:

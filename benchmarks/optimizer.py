@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
+from benchmarks._report import QUIET, Report, num_cores, parser, progress, rounded, spread
 from benchmarks._waiting import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
@@ -183,10 +183,7 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
     )
     num_batches = SKIPPED + num_steps + 1
     model = Model(size, forward_ms, mode)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **quiet)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **QUIET)
     batches = Batches(num_batches, num_microbatches)
     trainer.fit(model, batches)
     steps = [1e3 * (after - before) for before, after in pairwise(batches.starts)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_roundpipe
-from benchmarks._report import rounded
+from benchmarks._report import QUIET, rounded
 
 from .measuring import WARMUP, Job, Meter
 from .models import LEARNING_RATE, Causal, Rows, Size, batches, layers_of, make_model, trained
@@ -41,10 +41,7 @@ def roundpipe(job: Job, meter: Meter) -> None:
             max_epochs=1,
             callbacks=[timeline, Metering(meter)],
             default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         loader = DataLoader(Rows(job.size), batch_size=job.size.rows * job.size.microbatches)
         trainer.fit(Causal(make_model(job.size)), loader)
