@@ -58,6 +58,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def now() -> str:
+    """Date and time."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
 class Report:
     """Collects a result; made before the measurement, so that it shows how busy the machine was."""
 
@@ -71,7 +76,7 @@ class Report:
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "lightning_roundpipe": __version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": now(),
             "load_average_before": _load(),
         }
 
