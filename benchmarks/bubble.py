@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
+from benchmarks._report import Report, median, parser, progress, rounded, spread
 from benchmarks._waiting import SLEPT, Model, Wait, scaled, sharpen_timers, time_factor
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
@@ -302,7 +302,6 @@ def main() -> None:
         },
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("bubble", METHOD, parameters)
     torch.set_num_threads(1)

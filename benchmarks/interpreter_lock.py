@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bubble
-from benchmarks._report import Report, num_cores, parser, progress
+from benchmarks._report import Report, parser, progress
 from benchmarks._waiting import Wait, sharpen_timers
 from benchmarks.gpu.probes import LockSampler
 from tests.support import accelerator
@@ -67,7 +67,6 @@ def main() -> None:
         "microbatches": 16,
         "repeats": num_steps,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("interpreter_lock", METHOD, parameters)
     torch.set_num_threads(1)

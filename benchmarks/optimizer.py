@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from benchmarks._report import QUIET, Report, num_cores, parser, progress, rounded, spread
+from benchmarks._report import QUIET, Report, parser, progress, rounded, spread
 from benchmarks._waiting import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
@@ -309,7 +309,6 @@ def main() -> None:
         "steps": num_steps,
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("optimizer", METHOD, parameters)
     warnings.filterwarnings("ignore")

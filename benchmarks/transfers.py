@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
+from benchmarks._report import Report, median, parser, progress, rounded, spread
 from benchmarks._waiting import SLEPT, Model, Wait, scaled, sharpen_timers, time_factor
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import CHUNK_BYTES
@@ -224,7 +224,6 @@ def main() -> None:
         "max_work_ms": max_work_ms,
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("transfers", METHOD, parameters)
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from typing import Any
 import lightning
 import torch
 
-from benchmarks._report import num_cores
+from lightning_roundpipe.devices.pool import num_host_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not part of what is measured: written while it is.
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
         "gpus": _gpus(),
         "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
-        "host_cores": num_cores(),
+        "host_cores": num_host_cores(),
         "host_memory_bytes": host_memory_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "torch": str(torch.__version__),

@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from lightning_roundpipe.devices.gpu.device import GpuDevice
-from lightning_roundpipe.devices.gpu.driver import driver_of
+from lightning_roundpipe.devices.gpu.driver import GpuDriver, driver_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,3 +44,12 @@ def device(sim: ModuleType) -> Iterator[GpuDevice]:
     made.close()
     made.dispose()
     assert sim.stats()["races"] == 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
+    """Of the test alone: its page-locked memory goes with the last device of the test."""
+    made = GpuDriver("sim")
+    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
+    yield made
+    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"

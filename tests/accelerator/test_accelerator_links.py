@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from lightning_roundpipe.devices import links
-from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration.links import Links
@@ -33,15 +31,6 @@ measure = Links.measure
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_MOST_BYTES", 2 * MIB)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
-    """Of the test alone."""
-    made = GpuDriver("sim")
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
-    yield made
-    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
 
 
 @pytest.fixture
