@@ -47,7 +47,6 @@ class Engine:
         round_size: micro-batches per round, where the planner returns a partition alone; None for one round.
         scheduler: builds other schedules than those of plans, of any form that :class:`Schedule` accepts.
         machine: what the devices are like, as far as it is known; None for devices that share the host's memory.
-        links: refines it by what the first steps copy; None where it is known.
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
