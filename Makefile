@@ -12,9 +12,9 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q --disable-warnings
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers compiling bytes_moved optimizer staleness ranks
+BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers optimizer staleness ranks
 # Of `make gpu`, in the order in which they run.
-GPU_STAGES := facts tests late full lora compiled shared
+GPU_STAGES := facts tests late full lora compiled
 
 # Compiled modules are kept, whatever the environment says: pytest rewrites the assertions of those that it finds none
 # of, for each worker and each run anew.

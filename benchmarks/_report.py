@@ -17,6 +17,12 @@ import lightning
 import torch
 
 from lightning_roundpipe import __version__
+from lightning_roundpipe.devices.pool import num_host_cores
+
+# What a Trainer that is measured does without.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 def parser(description: str | None, *, repeats: int) -> argparse.ArgumentParser:
@@ -48,9 +54,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": rounded(middle), "quartiles": [rounded(first), rounded(third)]}
 
 
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def now() -> str:
+    """Date and time."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 class Report:
@@ -60,13 +66,13 @@ class Report:
         self._head = {"benchmark": name, "method": " ".join(method.split()), "parameters": parameters}
         self._machine = {
             "cpu": _cpu_model(),
-            "cores": num_cores(),
+            "cores": num_host_cores(),
             "platform": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "lightning_roundpipe": __version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": now(),
             "load_average_before": _load(),
         }
 

@@ -7,18 +7,16 @@ is left is the engine: threads, locks, autograd, dispatch. The models are the fi
 
 from __future__ import annotations
 
-import ctypes
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks._report import Report, median, num_cores, parser, progress, rounded, spread
+from benchmarks._report import Report, median, parser, progress, rounded, spread
+from benchmarks._waiting import SLEPT, Model, Wait, scaled, sharpen_timers, time_factor
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
@@ -81,100 +79,10 @@ UNEQUAL = (
 )
 
 
-class Slept:
-    """Adds up how long sleeps took beyond what was asked for, over all threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.excess_s = 0.0
-
-    def sleep(self, ms: float) -> None:
-        """Waits without holding the interpreter lock."""
-        started = time.perf_counter()
-        time.sleep(ms / 1e3)
-        excess = time.perf_counter() - started - ms / 1e3
-        with self._lock:
-            self.excess_s += excess
-
-    def take(self) -> float:
-        """The sum, in ms; starts again at zero."""
-        excess, self.excess_s = self.excess_s, 0.0
-        return excess * 1e3
-
-
-SLEPT = Slept()
-
-
-class _Waiting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms, ctx.num_weights = backward_ms, len(weight)
-        SLEPT.sleep(forward_ms)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        SLEPT.sleep(ctx.backward_ms)
-        return gradient, gradient.reshape(-1)[:1].expand(ctx.num_weights).contiguous(), None, None
-
-
-class Wait(nn.Module):
-    """A unit of a modelled duration; it has a weight, as units have."""
-
-    def __init__(self, call: CallCost, num_weights: int = 1) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_weights))
-        self.forward_ms = call.forward_ms
-        self.backward_ms = call.backward_ms
-
-    def forward(self, x: Tensor) -> Tensor:
-        waited: Tensor = _Waiting.apply(x, self.weight, self.forward_ms, self.backward_ms)
-        return waited
-
-
-class Model(nn.Module):
-    """Layers and a head that are as a profile says; its calls have the profile's names.
-
-    Args:
-        unit: makes a unit from what its call costs.
-    """
-
-    def __init__(self, profile: CostProfile, unit: Callable[[CallCost], nn.Module] = Wait) -> None:
-        super().__init__()
-        *layers, head = profile.calls
-        self.layers = nn.ModuleList(map(unit, layers))
-        self.lm_head = unit(head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        loss: Tensor = self.lm_head(x).sum()
-        return loss
-
-
 def small_profile(speed: str) -> CostProfile:
     """The small model."""
     layers = (CallCost(f"layers.{i}", *LAYER_MS) for i in range(NUM_LAYERS))
     return scaled(CostProfile((*layers, CallCost("lm_head", *HEAD_MS))), SPEEDS[speed])
-
-
-def scaled(profile: CostProfile, factor: float) -> CostProfile:
-    """The profile with other times."""
-    return CostProfile(
-        tuple(
-            replace(call, forward_ms=factor * call.forward_ms, backward_ms=factor * call.backward_ms)
-            for call in profile.calls
-        )
-    )
-
-
-def time_factor(profile: CostProfile) -> float:
-    """The largest power of 1/2, or 1, with which a device has at most `MAX_WORK_MS` to do."""
-    factor = 1.0
-    work_ms = sum(call.forward_ms + call.recompute_backward_ms for call in profile.calls)
-    while factor * work_ms * NUM_MICROBATCHES / NUM_DEVICES > MAX_WORK_MS:
-        factor /= 2
-    return factor
 
 
 @dataclass(frozen=True)
@@ -298,7 +206,7 @@ class PaperCase:
         self.name = name
         self._paper: PaperModel = MODELS[name]
         profile = self._paper.profile()
-        self._factor = time_factor(profile)
+        self._factor = time_factor(profile, NUM_MICROBATCHES, MAX_WORK_MS)
         self.case = Case(scaled(profile, self._factor), NUM_MICROBATCHES, NUM_MICROBATCHES)
         self.unsplit = Case(scaled(profile, self._factor), NUM_MICROBATCHES, NUM_MICROBATCHES, may_split=False)
 
@@ -330,7 +238,7 @@ class OtherDevices:
     def __init__(self, name: str, num_devices: int, speeds: Sequence[float] | None, *, may_split: bool = True) -> None:
         profile = MODELS[name].profile()
         share = 1.0 if speeds else num_devices / NUM_DEVICES
-        profile = scaled(profile, share * time_factor(profile))
+        profile = scaled(profile, share * time_factor(profile, NUM_MICROBATCHES, MAX_WORK_MS))
         self._name, self._speeds, self._may_split = name, speeds, may_split
         self.case = Case(
             profile,
@@ -376,14 +284,6 @@ def markdown(papers: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def sharpen_timers() -> bool:
-    """Asks Linux to wake sleeping threads of this process in time; whether it did. New threads inherit it."""
-    if not sys.platform.startswith("linux"):
-        return False
-    set_timer_slack, nanoseconds = 29, 1
-    return bool(ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(nanoseconds), 0, 0, 0) == 0)
-
-
 def main() -> None:
     """Measures and prints."""
     args = parser(__doc__, repeats=5).parse_args()
@@ -402,7 +302,6 @@ def main() -> None:
         },
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("bubble", METHOD, parameters)
     torch.set_num_threads(1)

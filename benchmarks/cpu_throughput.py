@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_roundpipe
-from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
+from benchmarks._report import QUIET, Report, parser, progress, rounded, spread
+from lightning_roundpipe.devices.pool import num_host_cores
 
 METHOD = """
 A Llama-like model in fp32 with fused AdamW, trained by Lightning's Trainer on random tokens; the batch per step is the
@@ -141,10 +142,7 @@ def train(variant: str, size: dict[str, int], steps: int, warmup: int, result: P
         **how,
         max_epochs=1,
         callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(data, batch_size=rows))
     if trainer.is_global_zero:
@@ -179,7 +177,7 @@ def main() -> None:
     repeats = 2 if args.quick else args.repeats
     parameters = {**size, "steps": args.steps, "warmup": args.warmup, "repeats": repeats, "cores_used": 2}
     report = Report("cpu_throughput", METHOD, parameters)
-    if num_cores() < 2:
+    if num_host_cores() < 2:
         progress("fewer than two cores: the ratios mean nothing here")
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     with TemporaryDirectory() as folder:

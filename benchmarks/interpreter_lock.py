@@ -10,12 +10,12 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import bubble
-from benchmarks._report import Report, num_cores, parser, progress
+from benchmarks._report import Report, parser, progress
+from benchmarks._waiting import Wait, sharpen_timers
 from benchmarks.gpu.probes import LockSampler
-from lightning_roundpipe.planning import CallCost
 from tests.support import accelerator
 
 METHOD = """
@@ -30,39 +30,19 @@ it, so for simulated GPUs it is no bound for real ones. The first steps (recordi
 NUM_WARM_UP = 3
 
 
-class _Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
-        _wait_on(x, forward_ms)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _wait_on(gradient, ctx.backward_ms)
-        return gradient, gradient, None, None
-
-
-def _wait_on(x: Tensor, ms: float) -> None:
-    with torch.get_device_module(x.device).device(x.device):
-        torch.get_device_module(x.device)._sleep(int(ms * 1e3))
-
-
-class Late(bubble.Wait):
+class Late(Wait):
     """A unit whose device is busy for a modelled duration; the host is not."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        waited: Tensor = _Late.apply(x, self.weight, self.forward_ms, self.backward_ms)
-        return waited
+    @staticmethod
+    def wait(x: Tensor, ms: float) -> None:
+        api = torch.get_device_module(x.device)
+        with api.device(x.device):
+            api._sleep(int(ms * 1e3))
 
 
-def measured(speed: str, num_steps: int, device: str, unit: type[nn.Module]) -> dict[str, Any]:
+def measured(speed: str, num_steps: int, device: str, unit: type[Wait]) -> dict[str, Any]:
     """Figures of one kind of device."""
-
-    def made(call: CallCost) -> nn.Module:
-        return unit(call)
-
-    case = bubble.Case(bubble.small_profile(speed), 16, 16, device=device, unit=made)
+    case = bubble.Case(bubble.small_profile(speed), 16, 16, device=device, unit=unit)
     for _ in range(NUM_WARM_UP):
         case.run(store=False)
     sampler = LockSampler()
@@ -86,14 +66,13 @@ def main() -> None:
         "devices": bubble.NUM_DEVICES,
         "microbatches": 16,
         "repeats": num_steps,
-        "minimal_timer_slack": bubble.sharpen_timers(),
-        "cores_used": num_cores(),
+        "minimal_timer_slack": sharpen_timers(),
     }
     report = Report("interpreter_lock", METHOD, parameters)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for speed in ["fast"] if args.quick else list(bubble.SPEEDS):
-        results[speed] = {"virtual": measured(speed, num_steps, "cpu", bubble.Wait)}
+        results[speed] = {"virtual": measured(speed, num_steps, "cpu", Wait)}
         progress(f"virtual, {speed}")
         results[speed]["simulated_gpus"] = reason or measured(speed, num_steps, "sim", Late)
         progress(f"simulated GPUs, {speed}")

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from benchmarks._report import Report, num_cores, parser, progress, rounded, spread
-from benchmarks.bubble import sharpen_timers
+from benchmarks._report import QUIET, Report, parser, progress, rounded, spread
+from benchmarks._waiting import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
 from lightning_roundpipe.integration.pool import ThreadBudget
-from lightning_roundpipe.optimizer import buckets
-from lightning_roundpipe.optimizer.clipping import clip_factor
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.planning import CallCost, CostProfile
 
@@ -51,10 +49,6 @@ copy is Tensor.copy_ between two tensors that do not fit into caches, read and w
 the processor reads the lines of the target as well before it writes them, unless it is told otherwise, which makes it
 12. triad is torch.add(a, b, out=b), 12 bytes per element, where this does not happen, as it does not in the update.
 What is compared runs alternately.
-first_share_ms is the time until the weights that the next forward needs first are updated.
-many_small: 1000 weights of 1 KiB, microseconds per weight in an update, plain and in shares.
-clipping: clip_grad_norm_ on all gradients, which Lightning calls between backward and update, norm below and above the
-limit; and what remains before the update where the update multiplies.
 """
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"layers": 32, "width": 2520, "devices": 4, "forward_ms": (2.5, 10.0, 25.0)},
@@ -64,7 +58,6 @@ MODES = ("none", "off", "exact", "stale")
 GOAL = 0.9
 BYTES_PER_WEIGHT = 28
 SKIPPED = 2  # steps at the beginning of a fit
-SHARE_MIB = (1, 16, 128)
 
 
 class _Waiting(torch.autograd.Function):
@@ -190,10 +183,7 @@ def train(size: dict[str, Any], forward_ms: float, mode: str, num_steps: int) ->
     )
     num_batches = SKIPPED + num_steps + 1
     model = Model(size, forward_ms, mode)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **quiet)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=size["devices"], max_epochs=1, **QUIET)
     batches = Batches(num_batches, num_microbatches)
     trainer.fit(model, batches)
     steps = [1e3 * (after - before) for before, after in pairwise(batches.starts)]
@@ -247,37 +237,6 @@ def threads_behind(num_devices: int) -> int:
     return ThreadBudget.of(DevicePool([torch.device("cpu")] * num_devices)).updates
 
 
-def weights(count: int, shape: tuple[int, ...]) -> list[nn.Parameter]:
-    """Weights with gradients."""
-    made = [nn.Parameter(torch.full(shape, 0.1)) for _ in range(count)]
-    for weight in made:
-        weight.grad = torch.full_like(weight, 1e-3)
-    return made
-
-
-class InShares:
-    """Updates by ``optimizer`` as the strategy makes them, waited for."""
-
-    def __init__(self, optimizer: Optimizer, num_threads: int, share_bytes: int) -> None:
-        self._optimizer = optimizer
-        self._order = [[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        self._updates = Updates(num_threads)
-        self._share_bytes = share_bytes
-        self.firsts_s: list[float] = []
-
-    def __call__(self) -> None:
-        """An update of all; notes when the first weight is there."""
-        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, self._share_bytes
-        try:
-            started = time.perf_counter()
-            self._updates.start(self._optimizer, self._order)
-            self._order[0][0].detach()
-            self.firsts_s.append(time.perf_counter() - started)
-            self._updates.wait()
-        finally:
-            buckets.BUCKET_BYTES = before
-
-
 def alternately(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every candidate, which take turns; the first round is left out."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
@@ -294,50 +253,41 @@ def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dic
     """Bytes per second of updates and copies with so many intra-op threads; and the time of an update in shares, ms."""
     progress(f"bandwidth, {num_threads} threads")
     with intra_op_threads(num_threads):
-        parameters = weights(size["layers"], (size["width"], size["width"]))
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parameters = [nn.Parameter(torch.full((size["width"], size["width"]), 0.1)) for _ in range(size["layers"])]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
         count = sum(parameter.numel() for parameter in parameters)
         source, target = torch.full((count,), 0.1), torch.zeros(count)
         plain = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         loop = torch.optim.AdamW(parameters, lr=1e-4)
         plain.step()
         loop.state = plain.state
-        shared = {mib: InShares(plain, num_threads, mib * 2**20) for mib in SHARE_MIB}
+        updates, order = Updates(num_threads), [[parameter] for parameter in parameters]
+
+        def in_shares() -> None:
+            updates.start(plain, order)
+            updates.wait()
+
         taken = alternately(
             {
                 "copy": lambda: target.copy_(source),
                 "triad": lambda: torch.add(source, target, out=target),
                 "plain": plain.step,
-                **{f"shares of {mib} MiB": run for mib, run in shared.items()},
+                "shares": in_shares,
                 "loop": loop.step,
-                "clipping, norm below": lambda: nn.utils.clip_grad_norm_(parameters, 1e9),
-                "clipping, norm above": lambda: nn.utils.clip_grad_norm_(parameters, 1e-3),
-                "clipping, left to the update": lambda: clip_factor(gradients, 1e-3, num_threads),
             },
             repeats,
         )
     bytes_of = {"copy": 8, "triad": 12}
-    shares = f"shares of {buckets.BUCKET_BYTES // 2**20} MiB"
-    is_update = [name for name in taken if not name.startswith("clipping")]
-    rates = {name: [bytes_of.get(name, BYTES_PER_WEIGHT) * count / s / 1e9 for s in taken[name]] for name in is_update}
-    behind_ms = 1e3 * statistics.median(taken[shares])
-    ratios = {name: [ours / base for ours, base in zip(rates[shares], rates[name], strict=True)] for name in rates}
+    rates = {name: [bytes_of.get(name, BYTES_PER_WEIGHT) * count / s / 1e9 for s in taken[name]] for name in taken}
+    behind_ms = 1e3 * statistics.median(taken["shares"])
+    ratios = {name: [ours / base for ours, base in zip(rates["shares"], rates[name], strict=True)] for name in rates}
     return {
         "threads": num_threads,
         "gb_per_s": {name: spread(values) for name, values in rates.items()},
         "ms": {name: spread([1e3 * s for s in values]) for name, values in taken.items()},
-        "shares_over": {name: spread(values) for name, values in ratios.items() if name != shares},
-        "first_share_ms": {f"{mib} MiB": spread([1e3 * s for s in run.firsts_s]) for mib, run in shared.items()},
+        "shares_over": {name: spread(values) for name, values in ratios.items() if name != "shares"},
     }, behind_ms
-
-
-def many_small(repeats: int) -> dict[str, Any]:
-    """Microseconds per weight, for weights so small that only the calls count."""
-    optimizer = torch.optim.AdamW(weights(1000, (256,)), fused=True)
-    with intra_op_threads(1):
-        shared = InShares(optimizer, 1, buckets.BUCKET_BYTES)
-        taken = alternately({"plain": optimizer.step, "shares": shared}, repeats)
-    return {f"{name}_us_per_weight": spread([1e3 * s for s in values]) for name, values in taken.items()}
 
 
 def main() -> None:
@@ -359,7 +309,6 @@ def main() -> None:
         "steps": num_steps,
         "repeats": repeats,
         "minimal_timer_slack": sharpen_timers(),
-        "cores_used": num_cores(),
     }
     report = Report("optimizer", METHOD, parameters)
     warnings.filterwarnings("ignore")
@@ -368,9 +317,8 @@ def main() -> None:
     behind = before
     if behind_threads != torch.get_num_threads():
         behind, behind_ms = bandwidth(size, behind_threads, 2 * repeats)
-    small = many_small(5 * repeats)
     rows = [steps(size, forward_ms, num_steps, repeats, behind_ms) for forward_ms in size["forward_ms"]]
-    report.emit({"steps": rows, "bandwidth": {"before": before, "behind": behind}, "many_small": small})
+    report.emit({"steps": rows, "bandwidth": {"before": before, "behind": behind}})
 
 
 if __name__ == "__main__":

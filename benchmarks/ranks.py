@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks._report import Report, parser, progress, rounded, spread
-from benchmarks.bubble import Wait
+from benchmarks._report import QUIET, Report, parser, progress, rounded, spread
+from benchmarks._waiting import Wait
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, plan_training, simulate, stage_costs
 from lightning_roundpipe.ranks.buckets import buckets_of
@@ -122,12 +122,9 @@ def train(num_microbatches: int, num_steps: int, is_sharded: bool) -> dict[str, 
         accelerator="cpu",
         devices=NUM_DEVICES_OF_RANK * size,
         max_steps=num_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         deterministic=True,
+        **QUIET,
     )
     rows = torch.zeros(num_steps * num_microbatches, 1)
     trainer.fit(Model(), DataLoader(rows, batch_size=num_microbatches))

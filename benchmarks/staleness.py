@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks._byte_model import ByteGPT, standard_library
-from benchmarks._report import Report, parser, progress, rounded
+from benchmarks._report import QUIET, Report, parser, progress, rounded
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.reporting.pictures import check_picture
 
@@ -59,10 +59,7 @@ def train(size: dict[str, int], lr: float, seed: int, options: dict[str, Any]) -
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        **QUIET,
     )
     loaders = [DataLoader(t, batch_size=size["batch"], drop_last=True, shuffle=i == 0) for i, t in enumerate(texts)]
     trainer.fit(model, *loaders)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import compiled, facts, full, lora, shared, suite
+from . import compiled, facts, full, suite
 from .machine import ROOT
 from .results import Options, Results, Step, load
 from .table import table
@@ -23,9 +23,8 @@ STAGES: dict[str, tuple[str, Callable[[Options], list[Step]]]] = {
     "tests": (suite.METHOD, suite.steps),
     "late": (suite.LATE_METHOD, suite.late_steps),
     "full": (full.METHOD, full.steps),
-    "lora": (full.METHOD, lora.steps),
+    "lora": (full.METHOD, full.lora_steps),
     "compiled": (compiled.METHOD, compiled.steps),
-    "shared": (shared.METHOD, shared.steps),
 }
 NO_GPU = "No GPU was found, so nothing was measured; --scale tiny runs all stages with toys on virtual devices."
 _FOLDERS = {"gpu": ROOT / "docs" / "measurements" / "gpu", "tiny": ROOT / "build" / "gpu-tiny"}

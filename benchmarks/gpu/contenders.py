@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_roundpipe
-from benchmarks._report import rounded
-from benchmarks.transfers import overlap
+from benchmarks._report import QUIET, rounded
 
 from .measuring import WARMUP, Job, Meter
 from .models import LEARNING_RATE, Causal, Rows, Size, batches, layers_of, make_model, trained
+from .probes import overlap
 from .results import NotRunError
 
 
@@ -36,15 +36,12 @@ def roundpipe(job: Job, meter: Meter) -> None:
         trainer = L.Trainer(
             accelerator="roundpipe",
             strategy=strategy,
-            devices=list(job.devices),
-            precision=job.precision,
+            devices=[0],
+            precision="bf16-mixed",
             max_epochs=1,
             callbacks=[timeline, Metering(meter)],
             default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         loader = DataLoader(Rows(job.size), batch_size=job.size.rows * job.size.microbatches)
         trainer.fit(Causal(make_model(job.size)), loader)

@@ -21,17 +21,13 @@ Medians of rounds of at least 20 ms each (tiny: 1 ms), by the wall clock of the 
 of a round. register: cudaHostRegister (portable) and cudaHostUnregister on anonymous memory that was written before,
 with madvise for huge pages and against them; huge_bytes is how many of them the system gave, None where it does not
 tell. copies: copy_ of one tensor, from and to page-locked memory (pin_memory) and ordinary memory. both_directions: one
-copy up and one down at once, each on a stream of its own. events: microseconds of the host per call. blocking_to:
-microseconds for which the host waits in x.to(device), x in ordinary memory, with an empty queue, and behind work on the
-device that takes behind_ms. products: square matrices in bf16. launches: add_ on one number; launch is the time of the
-host, round_trip with a synchronisation after each. host: bytes read and written by operators on the host, with one
-thread and with all.
+copy up and one down at once, each on a stream of its own. products: square matrices in bf16. host: bytes read and
+written by operators on the host, with one thread and with all.
 """
 _MIB = 2**20
 _PORTABLE = 1  # cudaHostRegisterPortable
 _NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE, which the module mmap has no name for in older Pythons
 _ROUNDS = 5
-_LATE_CYCLES = 40_000_000
 
 
 def steps(options: Options) -> list[Step]:
@@ -42,10 +38,7 @@ def steps(options: Options) -> list[Step]:
         "register": facts.register,
         "copies": facts.copies,
         "both_directions": facts.both_directions,
-        "events": facts.events,
-        "blocking_to": facts.blocking_to,
         "products": facts.products,
-        "launches": facts.launches,
         "host": facts.host,
     }
     return [Step(name, run) for name, run in named.items()]
@@ -124,49 +117,6 @@ class Facts:
 
         return {"gb_per_s_each": rounded(num_bytes / self._seconds(both) / 1e9)}
 
-    def events(self, progress: Progress) -> dict[str, Any]:
-        """Microseconds of the host per call."""
-        stream, other = self._module.current_stream(), self._module.Stream()
-        make: Callable[[], Any] = self._module.Event
-        if self._device.type != "cpu":
-            make = functools.partial(self._module.Event, blocking=True)
-        event = make()
-        event.record(stream)
-        self._module.synchronize()
-        calls: dict[str, Callable[[], Any]] = {
-            "make_and_record": lambda: make().record(stream),
-            "record": lambda: event.record(stream),
-            "query": event.query,
-            "stream_waits": lambda: other.wait_event(event),
-            "host_waits_for_a_reached_one": event.synchronize,
-        }
-        return {f"{name}_us": self._host_us(call) for name, call in calls.items()}
-
-    def blocking_to(self, progress: Progress) -> dict[str, Any]:
-        """For how long ``x.to(device)`` keeps the host."""
-        found: dict[str, Any] = {}
-        for num_bytes in (4, _MIB // 16, _MIB):
-            x = torch.zeros(num_bytes, dtype=torch.uint8)
-            waits, behind = [], []
-            for is_late in (False, True):
-                for _ in range(_ROUNDS):
-                    self._module.synchronize()
-                    began = time.perf_counter()
-                    if is_late:
-                        self._be_late()
-                    started = time.perf_counter()
-                    x.to(self._device)
-                    (behind if is_late else waits).append((time.perf_counter() - started) * 1e6)
-                    self._module.synchronize()
-                    late_ms = (time.perf_counter() - began) * 1e3
-            found[f"{num_bytes} bytes"] = {
-                "empty_us": median(waits),
-                "behind_us": median(behind),
-                "behind_ms": rounded(late_ms),
-            }
-            progress.save(found)
-        return found
-
     def products(self, progress: Progress) -> dict[str, Any]:
         """TFLOP/s of matrix products."""
         found: dict[str, Any] = {}
@@ -176,16 +126,6 @@ class Facts:
             found[f"bf16, {size}"] = {"tflops": rounded(2 * size**3 / seconds / 1e12)}
             progress.save(found)
         return found
-
-    def launches(self, progress: Progress) -> dict[str, Any]:
-        """Microseconds of a launch, and of one that is waited for."""
-        x = torch.zeros(1, device=self._device)
-
-        def round_trip() -> None:
-            x.add_(1)
-            self._module.synchronize()
-
-        return {"launch_us": self._host_us(lambda: x.add_(1)), "round_trip_us": self._host_us(round_trip)}
 
     def host(self, progress: Progress) -> dict[str, Any]:
         """GB/s of what the host does with weights and gradients."""
@@ -213,10 +153,6 @@ class Facts:
         locks = is_locked and self._device.type != "cpu"
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=locks)
 
-    def _be_late(self) -> None:
-        if self._device.type != "cpu":
-            self._module._sleep(_LATE_CYCLES)
-
     def _seconds(self, work: Callable[[], Any]) -> float:
         """Of one ``work``, on the device."""
         work()
@@ -233,17 +169,6 @@ class Facts:
                 taken.clear()
             else:
                 taken.append(seconds / num)
-        return median(taken)
-
-    def _host_us(self, call: Callable[[], Any], num: int = 500) -> float:
-        """Of one ``call``, on the host."""
-        taken = []
-        for _ in range(_ROUNDS):
-            self._module.synchronize()
-            started = time.perf_counter()
-            for _ in range(num):
-                call()
-            taken.append((time.perf_counter() - started) / num * 1e6)
         return median(taken)
 
 

@@ -1,4 +1,4 @@
-"""Training all weights of a model that does not fit, beside other ways to do it."""
+"""Training all weights of a model that does not fit, or adapters, beside other ways to do it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from . import processes
 from .contenders import CONTENDERS
 from .measuring import Job
-from .models import FULL, TINY, Size
+from .models import FULL, LORA, TINY, Size
 from .results import Options, Progress, Step
 
 METHOD = """
@@ -32,11 +32,16 @@ _LIMIT_OTHERS_S = 120.0
 
 
 def steps(options: Options) -> list[Step]:
-    """One for each contender."""
-    return contenders(options, TINY if options.is_tiny else FULL)
+    """All weights."""
+    return _contenders(options, TINY if options.is_tiny else FULL)
 
 
-def contenders(options: Options, size: Size) -> list[Step]:
+def lora_steps(options: Options) -> list[Step]:
+    """Adapters."""
+    return _contenders(options, replace(TINY, lora=True) if options.is_tiny else LORA)
+
+
+def _contenders(options: Options, size: Size) -> list[Step]:
     """One for each, with the sizes that the user wants."""
     wanted = {"sequence": options.sequence, "rows": options.rows, "microbatches": options.microbatches}
     size = replace(size, **{name: value for name, value in wanted.items() if value is not None})

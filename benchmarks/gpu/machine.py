@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import lightning
 import torch
 
-from benchmarks._report import num_cores
+from lightning_roundpipe.devices.pool import num_host_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not part of what is measured: written while it is.
@@ -34,7 +33,7 @@ def describe() -> dict[str, Any]:
         "gpus": _gpus(),
         "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
-        "host_cores": num_cores(),
+        "host_cores": num_host_cores(),
         "host_memory_bytes": host_memory_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "torch": str(torch.__version__),
@@ -65,11 +64,6 @@ def host_memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def now() -> str:
-    """Date and time."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def commit() -> str | None:

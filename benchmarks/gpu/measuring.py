@@ -40,8 +40,6 @@ class Job:
 
     Attributes:
         contender: a name in :data:`contenders.CONTENDERS`.
-        precision: of the Trainer; others than ours know "bf16-mixed" only.
-        devices: GPU of each device, or as many virtual ones.
         is_tiny: on the CPU.
         cap_bytes: limit of torch's allocator, None for none.
         steps: to measure, at most.
@@ -51,8 +49,6 @@ class Job:
 
     contender: str
     size: Size
-    precision: str = "bf16-mixed"
-    devices: tuple[int, ...] = (0,)
     is_tiny: bool = False
     cap_bytes: int | None = None
     steps: int = 5
@@ -62,7 +58,7 @@ class Job:
     @property
     def device(self) -> torch.device:
         """On which others than ours train."""
-        return torch.device("cpu") if self.is_tiny else torch.device("cuda", self.devices[0])
+        return torch.device("cpu") if self.is_tiny else torch.device("cuda", 0)
 
     def dump(self) -> str:
         """As text, for :meth:`load`."""
@@ -72,7 +68,7 @@ class Job:
     def load(cls, text: str) -> Job:
         """What :meth:`dump` has written."""
         found = json.loads(text)
-        return cls(**{**found, "size": Size(**found["size"]), "devices": tuple(found["devices"])})
+        return cls(**{**found, "size": Size(**found["size"])})
 
 
 class Meter:

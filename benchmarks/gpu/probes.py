@@ -6,12 +6,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._report import median, rounded
-from benchmarks.transfers import common
+from lightning_roundpipe.planning import Timeline
 
 Interval = tuple[float, float]
 
@@ -150,3 +150,27 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 def length(intervals: Iterable[Interval]) -> float:
     """Of disjoint intervals."""
     return sum(end - start for start, end in intervals)
+
+
+def overlap(timeline: Timeline) -> float:
+    """Share of the time in which lanes are busy, in which the same device computes."""
+    moving = covered = 0.0
+    for device in range(timeline.num_devices):
+        busy = timeline.intervals(device)
+        for lane in ("h2d", "d2h"):
+            spans = timeline.intervals(device, lane)
+            moving += length(spans)
+            covered += common(spans, busy)
+    return covered / moving
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Time that is in both of two lists of disjoint, ascending intervals."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import progress, rounded
+from benchmarks._report import now, progress, rounded
 
 from . import machine
 
@@ -126,12 +126,12 @@ class Results:
         """Writes what a step has found, or why it has not."""
         seconds = rounded(time.monotonic() - since)
         made = {"state": state, "reason": reason, "figures": figures, "seconds": seconds}
-        self.steps[name] = {**made, "date": machine.now(), "commit": self._commit}
+        self.steps[name] = {**made, "date": now(), "commit": self._commit}
         self.write()
 
     def write(self) -> None:
         """In one go: a file is never half there."""
-        whole = {**self._head, "date": machine.now(), "commit": self._commit, "steps": self.steps}
+        whole = {**self._head, "date": now(), "commit": self._commit, "steps": self.steps}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, whole)
 

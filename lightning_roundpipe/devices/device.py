@@ -53,7 +53,6 @@ class Device(ABC):
     Attributes:
         index: position in the pool, which changes where a device before it is lost.
         number: its position when the pool was made, by which users know it.
-        can_be_lost: whether it is hardware of its own, which may fail while the host goes on.
         lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
@@ -70,7 +69,6 @@ class Device(ABC):
     is_shared: bool = False
     counts_activations: bool = False
     has_own_speed: bool = True
-    can_be_lost: bool = False
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
         self.index = self.number = index
@@ -97,12 +95,7 @@ class Device(ABC):
 
     @moved.setter
     def moved(self, moved: list[Moved] | None) -> None:
-        self.note(moved)
-
-    def note(self, moved: list[Moved] | None, *, bulk_alone: bool = False) -> None:
-        """Notes transfers there from now on, or bulk alone; not between :meth:`open` and :meth:`close`."""
-        for lane in (self.h2d, self.d2h):
-            lane.moved, lane.notes_bulk_alone = moved, bulk_alone
+        self.h2d.moved = self.d2h.moved = moved
 
     def computing(self) -> AbstractContextManager[object]:
         """Holds the compute lane: at most one unit runs on a device at any time, also for calls off the plan."""
@@ -113,8 +106,8 @@ class Device(ABC):
         """Excludes units: for what must not happen while one runs."""
         return self._busy
 
-    def enter(self, before: Device | None) -> None:  # noqa: B027
-        """A micro-batch comes from another device, or from the host (None): its user code runs here from now on."""
+    def enter(self) -> None:  # noqa: B027
+        """The calling thread works here from now on: a micro-batch comes, from another device or from the host."""
 
     def throttle(self) -> None:  # noqa: B027
         """A micro-batch begins a stage here: holds its thread back if the host is too far ahead of the device."""

@@ -1,4 +1,4 @@
-"""How fast copies travel between the host and the devices: measured once, and again in what the first steps copy.
+"""How fast copies travel between the host and the devices: measured once.
 
 [Note: measured links]
 Copies go through the lanes of the devices, from page-locked memory where there is any, as those of a step do. ::
@@ -28,7 +28,6 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -55,10 +54,6 @@ _NUM_REPEATS = 3
 _ALIKE = 0.1
 # Lanes that reach less of their speeds together share a part of the way.
 _UNDISTURBED = 0.85
-# Of steps: as long as so many latencies, and so many of them for a median.
-_LONG_IN_LATENCIES = 20
-_LEAST_SAMPLES = 5
-_NUM_STEPS = 8
 
 _LANES = ("h2d", "d2h")
 # A lane: its device and direction.
@@ -145,7 +140,7 @@ class _Bench:
         """Nothing is held any more."""
         self._traffic.clear()
         for device in self._pool.devices:
-            device.note(None)
+            device.moved = None
             device.give_up_spare()
 
     @property
@@ -224,7 +219,7 @@ class _Bench:
     def _copy_ms(self, ways: Sequence[Way], sizes: Sequence[int]) -> float:
         notes: dict[int, list[Moved]] = {index: [] for index, _ in ways}
         for index, noted in notes.items():
-            self._pool[index].note(noted)
+            self._pool[index].moved = noted
         transfers = []
         for (index, lane), num_bytes in zip(ways, sizes, strict=True):
             traffic = self._traffic[index]
@@ -327,80 +322,17 @@ def with_links(
     )
 
 
+def known_links(machine: Machine, measured: Machine) -> Machine:
+    """``machine`` with the links of ``measured``, which has the same devices."""
+    speeds = {
+        (index, lane): speed
+        for index, lane in itertools.product(range(measured.num_devices), _LANES)
+        if math.isfinite(speed := getattr(measured.traits[index], f"{lane}_bytes_per_ms"))
+    }
+    return with_links(machine, speeds, measured.transfer_latency_ms, measured.host_bytes_per_ms, measured.shared_links)
+
+
 def _usual(speeds: Mapping[Way, float], lane: str, otherwise: float) -> float:
     """The median of a direction."""
     found = [speed for (_, other), speed in speeds.items() if other == lane]
     return statistics.median_low(found) if found else otherwise
-
-
-# --- steps -------------------------------------------------------------------------------------------------------
-
-
-class StepLinks:
-    """Refines measured links by what the first steps copy: weights and gradients, each by the clock of the device.
-
-    ::
-
-        measured at the start    h2d 0: 25 GB/s                          the machine of the first plan
-        step 0, 1, ... 7         h2d 0: 19.8, 20.1, 24.0, 19.9, ...      median 20, which is more than 10 % away: 20
-
-    Copies in steps go beside others, and beside what the host does. Used by the thread that runs the steps.
-
-    Args:
-        measured: the machine at the start.
-    """
-
-    def __init__(self, measured: Machine) -> None:
-        self._measured = measured
-        self._samples: dict[Way, list[float]] = defaultdict(list)
-        self._num_steps = 0
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether another step is to be looked at."""
-        return self._num_steps < _NUM_STEPS
-
-    def begin(self, pool: DevicePool) -> None:
-        """A step begins: lanes note bulk from now on."""
-        for device in pool.devices:
-            device.note([], bulk_alone=True)
-
-    def end(self, pool: DevicePool) -> None:
-        """The step has ended well, and nothing is under way."""
-        self._num_steps += 1
-        long_ms = _LONG_IN_LATENCIES * self._measured.transfer_latency_ms
-        for device in pool.devices:
-            for moved in device.moved or ():
-                ms = device.elapsed_ms(moved.start, moved.end)
-                if ms is not None and ms > long_ms and moved.num_bytes >= _LEAST_BYTES:
-                    self._samples[device.index, moved.lane].append(moved.num_bytes / ms)
-
-    def stop(self, pool: DevicePool) -> None:
-        """Lanes note nothing any more, however the step has ended."""
-        for device in pool.devices:
-            device.note(None)
-
-    def of(self, machine: Machine) -> Machine:
-        """``machine`` with what was measured, or with what steps reach; as it is, if it has other devices."""
-        measured = self._measured
-        if machine.num_devices != measured.num_devices:
-            return machine
-        known: dict[Way, float] = {}
-        for index, lane in itertools.product(range(measured.num_devices), _LANES):
-            found = getattr(measured.traits[index], f"{lane}_bytes_per_ms")
-            samples = self._samples[index, lane]
-            reached = statistics.median(samples) if len(samples) >= _LEAST_SAMPLES else found
-            if math.isfinite(reached):
-                is_alike = math.isfinite(found) and abs(reached - found) <= _ALIKE * found
-                known[index, lane] = found if is_alike else reached
-        host_bytes_per_ms, latency_ms = measured.host_bytes_per_ms, measured.transfer_latency_ms
-        return with_links(machine, known, latency_ms, host_bytes_per_ms, measured.shared_links)
-
-    def restricted(self, indices: Sequence[int]) -> StepLinks:
-        """What is known about some of the devices, which go on without the others."""
-        rest = StepLinks(self._measured.restricted(indices))
-        for (index, lane), samples in self._samples.items():
-            if index in indices:
-                rest._samples[indices.index(index), lane] = samples
-        rest._num_steps = self._num_steps
-        return rest

@@ -66,7 +66,7 @@ class DevicePool:
             _make_device(i, d, counts[d], link, memory_limit, None if speeds is None else speeds[i])
             for i, d in enumerate(torch_devices)
         )
-        self.devices[0].enter(None)
+        self.devices[0].enter()
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -108,12 +108,13 @@ class DevicePool:
             device.index = index
         for device in lost:
             device.dispose()
-        self.devices[0].enter(None)  # the GPU that the calling thread works on may be one of them
+        self.devices[0].enter()  # the GPU that the calling thread works on may be one of them
 
     @property
     def can_fail(self) -> bool:
-        """Whether a step may fail for no fault of the user: memory may run out, or a device may be lost."""
-        return any(device.can_be_lost or device.memory.limit is not None for device in self.devices)
+        """Whether a step may fail for no fault of the user: memory may run out, or a device that is not the host itself
+        may be lost."""
+        return any(not device.aliases_host or device.memory.limit is not None for device in self.devices)
 
     @property
     def owners(self) -> dict[torch.device, Device]:

@@ -52,13 +52,12 @@ class Edge(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """A transfer that was noted: its lane ("h2d" or "d2h"), stamps at its begin and end, what moved, and how much."""
+    """A transfer that was noted: its lane ("h2d" or "d2h"), stamps at its begin and end, and what moved."""
 
     lane: str
     start: Any
     end: Any
     label: str
-    num_bytes: int = 0
 
 
 class Transfer:
@@ -211,7 +210,6 @@ class Lane(ABC):
     Attributes:
         num_bytes: submitted so far.
         moved: where transfers are noted; None if they are not.
-        notes_bulk_alone: whether activations are not noted there: there are many more of them.
     """
 
     def __init__(self, direction: str, device_name: str) -> None:
@@ -219,7 +217,6 @@ class Lane(ABC):
         self.name = f"{direction} of {device_name}"
         self.num_bytes = 0
         self.moved: list[Moved] | None = None
-        self.notes_bulk_alone = False
         self._mutex = threading.Lock()
         self._is_open = False
 
@@ -246,10 +243,6 @@ class Lane(ABC):
         if not self._is_open:
             raise RuntimeError(f"no step is open: {self.name} cannot copy {label or 'anything'}")
         self.num_bytes += num_bytes
-
-    def notes_of(self, is_bulk: bool) -> list[Moved] | None:
-        """Where a transfer of this kind is noted; None if it is not."""
-        return None if self.notes_bulk_alone and not is_bulk else self.moved
 
     def open(self) -> None:
         """A step begins."""

@@ -73,7 +73,6 @@ class TimedLink(Link):
         bytes_per_ms: bandwidth of each lane; PCIe 4.0 x16 has 25e6.
         latency_ms: added to every piece that moves; PCIe has about 0.01.
         chunk_bytes: bulk is cut into pieces of at most this size.
-        prioritised: False lets activations wait for their turn behind bulk, to show what priorities are good for.
         clock: another one than the host's.
 
     Raises:
@@ -85,7 +84,6 @@ class TimedLink(Link):
         bytes_per_ms: float = math.inf,
         latency_ms: float = 0.0,
         chunk_bytes: int = CHUNK_BYTES,
-        prioritised: bool = True,
         clock: Clock | None = None,
     ) -> None:
         if not bytes_per_ms > 0 or not latency_ms >= 0 or chunk_bytes < 1:
@@ -96,7 +94,6 @@ class TimedLink(Link):
         self.bytes_per_ms = bytes_per_ms
         self.latency_ms = latency_ms
         self.chunk_bytes = chunk_bytes
-        self.prioritised = prioritised
         self.clock = clock or Clock()
 
     def lane(self, device_name: str, direction: str) -> TimedLane:
@@ -115,7 +112,6 @@ class _Job:
     pieces: deque[list[Pair]]
     ready_ms: float
     label: str
-    is_bulk: bool
     began_ms: float | None = None
 
 
@@ -207,9 +203,8 @@ class TimedLane(Lane):
         with self._work:
             if transfer not in self._pending or not self._is_open:  # given up
                 return
-            job = _Job(transfer, pieces, self._link.clock.now_ms(), label, is_bulk)
-            is_urgent = self._link.prioritised and not is_bulk
-            (self._urgent if is_urgent else self._bulk).append(job)
+            job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
+            (self._bulk if is_bulk else self._urgent).append(job)
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 thread.start()
@@ -242,8 +237,7 @@ class TimedLane(Lane):
         """Waits as long as the next piece takes, and copies it."""
         queue = self._urgent or self._bulk
         job = queue[0]
-        piece, clock = job.pieces[0], self._link.clock
-        moved = self.notes_of(job.is_bulk)
+        piece, clock, moved = job.pieces[0], self._link.clock, self.moved
         if moved is not None and job.began_ms is None:
             job.began_ms = clock.now_ms()
         num_bytes = num_bytes_of([copy for copy, _ in piece])
@@ -262,8 +256,7 @@ class TimedLane(Lane):
         queue.popleft()  # only this thread takes from queues, so it is still the first
         self._forget(job.transfer)
         if moved is not None and job.began_ms is not None and error is None:
-            total_bytes = num_bytes_of([stored(copy) for copy in job.transfer.tensors])
-            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label, total_bytes))
+            moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label))
         job.transfer.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
@@ -298,7 +291,7 @@ class VirtualDevice(Device):
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
         self._clock = Link.clock if link is None else link.clock
         self.aliases_host = link is None
-        self.is_shared = self.counts_activations = self.can_be_lost = link is not None
+        self.is_shared = self.counts_activations = link is not None
         self.has_own_speed = speed is not None
         self._speed = 1.0 if speed is None else speed
 

@@ -93,7 +93,6 @@ class Microbatch:
             state, step.lock, anchor, self._activations, weights, request.autocast_device, request.meets,
             resources.compiler, InsideUnit(state),
         )  # fmt: skip
-        self._has_entered = False
         self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
         self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]
@@ -134,7 +133,6 @@ class Microbatch:
             self._activations.offload(values, what)
         for passed in range(max(self._stage, 0), stage):
             self._gate.leave(Action(passed, self.schedule_index))
-        is_first, self._has_entered = not self._has_entered, True
         self._stage, self.device, self.place.device = stage, target, target
         if target is before:
             self._activations.drop()
@@ -145,7 +143,7 @@ class Microbatch:
             self._activations.send(values, what)
         self._gate.enter(action)
         self._segment.loader.begin(target)
-        target.enter(None if is_first else before)
+        target.enter()
         target.throttle()
 
     def _replica(self, call: Call, *, learns: bool = True) -> Replica:

@@ -190,7 +190,7 @@ class Plans:
         speeds: of the devices, as they are measured; None where they are alike by construction.
 
     Attributes:
-        machine: what the devices are like, as far as it is known; may be replaced between steps.
+        machine: what the devices are like, as far as it is known: their speeds are measured in steps.
     """
 
     def __init__(

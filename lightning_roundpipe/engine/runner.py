@@ -21,7 +21,6 @@ from ..autograd.compiling import UnitCompiler
 from ..autograd.escape import UnitEscapeError
 from ..autograd.unit_run import relay_hooks
 from ..common.threads import Workers
-from ..devices.links import StepLinks
 from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile, Machine
 from ..weights.placement import ReplicaCache
@@ -48,7 +47,6 @@ class Engine:
         round_size: micro-batches per round, where the planner returns a partition alone; None for one round.
         scheduler: builds other schedules than those of plans, of any form that :class:`Schedule` accepts.
         machine: what the devices are like, as far as it is known; None for devices that share the host's memory.
-        links: refines it by what the first steps copy; None where it is known.
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
         num_threads: intra-op threads per micro-batch thread; None leaves torch's setting.
@@ -70,7 +68,6 @@ class Engine:
         round_size: int | None = None,
         scheduler: Scheduler | None = None,
         machine: Machine | None = None,
-        links: StepLinks | None = None,
         unit_classes: UnitClasses | None = None,
         exempt: tuple[type, ...] = (),
         num_threads: int | None = None,
@@ -94,7 +91,6 @@ class Engine:
         adders = Workers(adding_threads)
         self._resources = Resources(pool, self._plans, self._replicas, compiler, exempt, num_threads, adders)
         self.working_copies = self._replicas.weights
-        self._links = links
         self.trace = False
         self._is_open = False
         self._open = contextlib.ExitStack()
@@ -178,23 +174,14 @@ class Engine:
             ValueError: if preset costs do not match the calls.
         """
         trace = Trace(self._pool) if self.trace else None
-        links = self._links if trace is None and self._links is not None and self._links.wants_more else None
         step = Step(request, self._resources, self._current_table(), trace)
         try:
-            if links is None:
-                return step.run()
-            links.begin(self._pool)
-            result = step.run()
-            links.end(self._pool)
-            self._plans.machine = links.of(self._plans.machine)
-            return result
+            return step.run()
         finally:
             if not self._is_open:
                 self._end_threads()
             if trace is not None:
                 trace.close()
-            if links is not None:
-                links.stop(self._pool)
 
     def _current_table(self) -> UnitTable:
         """The units; found anew when modules came or went."""

@@ -110,7 +110,7 @@ class Step:
         try:
             if self._adder is not None:
                 # It waits for copies, for which CUDA needs a context on the GPU of the thread: on one of the pool.
-                self._adder.call(functools.partial(self._resources.pool[0].enter, None), "roundpipe-accumulation")
+                self._adder.call(self._resources.pool[0].enter, "roundpipe-accumulation")
             self._lock.open(self._states, lists.copies)
             with torch_patched():
                 self._run_segments(lambda arrival: arrival is None)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from ..common.threads import Worker
-from ..devices.links import StepLinks, measured
+from ..devices.links import measured
 from ..devices.pool import DevicePool
 from ..planning.costs import Machine
 from ..planning.quantities import format_bandwidth
@@ -22,17 +22,17 @@ _NUM_REPEATS = 3
 
 
 class Links:
-    """The links of the devices of a strategy: measured when it trains for the first time, refined by the first steps.
+    """The links of the devices of a strategy, measured when it trains for the first time.
 
     See [Note: measured links] in :mod:`devices.links`. Virtual devices have none, or links that are given. With
     deterministic algorithms nothing is measured, and what was measured is not used: a plan must not depend on it.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.device, ...], StepLinks] = {}
+        self._known: dict[tuple[torch.device, ...], Machine] = {}
 
-    def of(self, pool: DevicePool) -> StepLinks | None:
-        """What is known about those of a pool; None if nothing is, or may be used."""
+    def of(self, pool: DevicePool) -> Machine | None:
+        """A machine with those of a pool; None if nothing is known, or may be used."""
         return None if torch.are_deterministic_algorithms_enabled() else self._known.get(_key(pool))
 
     def measure(self, pool: DevicePool, adding_threads: int) -> None:
@@ -45,7 +45,7 @@ class Links:
             return
         added = added_bytes_per_ms(adding_threads)
         machine = measured(pool, Machine(len(pool)), added_bytes_per_ms=added)
-        self._known[_key(pool)] = StepLinks(machine)
+        self._known[_key(pool)] = machine
         if math.isfinite(machine.h2d_bytes_per_ms):
             rank_zero_info(describe(machine))
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torchmetrics import Metric
 
-from ..devices.links import StepLinks
+from ..devices.links import known_links
 from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
@@ -44,7 +44,7 @@ def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) 
     return DevicePool(torch_devices, link=link, memory_limit=limit, speeds=options.virtual_speeds)
 
 
-def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | None = None) -> Machine:
+def machine_of(pool: DevicePool, options: RoundPipeOptions, links: Machine | None = None) -> Machine:
     """What is known about the pool: its memory, and its links: those of virtual devices are given, those of GPUs are
     ``links``, if they were measured."""
     machine = Machine(len(pool), pool.memory_limit)
@@ -53,7 +53,7 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | N
     if max(limits) > _ALIKE * min(limits) and not shares_gpu:
         machine = replace(machine, devices=tuple(DeviceTraits(memory_bytes=limit) for limit in limits))
     if links is not None:
-        return links.of(machine)
+        return known_links(machine, links)
     if not pool.is_virtual or not isinstance(options.virtual_copies, VirtualLink):
         return machine
     link = options.virtual_copies
@@ -66,7 +66,7 @@ def machine_of(pool: DevicePool, options: RoundPipeOptions, links: StepLinks | N
 
 
 def make_engine(
-    root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: HostReport | None, links: StepLinks | None
+    root: nn.Module, pool: DevicePool, options: RoundPipeOptions, report: HostReport | None, links: Machine | None
 ) -> Engine:
     """The engine that trains ``root`` on ``pool``.
 
@@ -89,7 +89,6 @@ def make_engine(
         pool,
         plan,
         machine=machine_of(pool, options, links),
-        links=links,
         unit_classes=options.units,
         exempt=(Metric,),
         num_threads=threads.microbatch,

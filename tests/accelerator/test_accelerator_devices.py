@@ -18,6 +18,7 @@ from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
 from tests.support.engine.whole_steps import FEATURES, results, right_results
+from tests.support.page_locks import lock_in_place
 
 pytestmark = pytest.mark.accelerator
 
@@ -226,7 +227,8 @@ def test_figures_of_a_pool(pools: Any, sim: ModuleType) -> None:
     pool = pools(MIB)
     sim.reset_peak_memory_stats(0)
     peak = sim.memory_allocated(0) + there(1000).untyped_storage().nbytes()
-    pool.devices[0].page_locked.lock(torch.ones(MIB))
+    weight = torch.ones(MIB)
+    lock_in_place(pool.devices[0].page_locked, weight)
     found = pool_statistics(pool)
     assert found["device1.memory_limit_bytes"] == (2 * MIB - allocated - MIB // 2) // 2, "less a reserve"
     assert found["device1.peak_memory_bytes"] == sim.max_memory_allocated(0) >= peak

@@ -202,7 +202,7 @@ def test_many_threads_copy_at_once(device: GpuDevice, monkeypatch: pytest.Monkey
     wrong: list[Tensor] = []
 
     def copy(number: int) -> None:
-        device.enter(None)
+        device.enter()
         for i in range(25):
             source = torch.full((40,), float(100 * number + i))
             (up,) = device.upload([source], "x", is_bulk=i % 2 == 0).wait(Edge.WEIGHTS)

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import nn
 
 from lightning_roundpipe.devices import links
-from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.integration.links import Links
 from lightning_roundpipe.planning.costs import Machine
 from tests.support.parity import assert_alike, fit, make_loader, make_trainer
-from tests.support.small import CLASSES, WIDTH, Small
+from tests.support.small import Small
 
 pytestmark = pytest.mark.accelerator
 
@@ -34,15 +31,6 @@ measure = Links.measure
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_MOST_BYTES", 2 * MIB)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
-    """Of the test alone."""
-    made = GpuDriver("sim")
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
-    yield made
-    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
 
 
 @pytest.fixture
@@ -135,23 +123,6 @@ def test_an_error_of_the_driver_ends_the_measurement_and_leaves_nothing(
     pool.dispose()
 
 
-def test_bulk_alone_is_noted_in_steps(sim: ModuleType, driver: GpuDriver) -> None:
-    pool, step_links = pool_on([0]), links.StepLinks(Machine(1))
-    pool.open()
-    step_links.begin(pool)
-    source = torch.zeros(MIB, dtype=torch.uint8)
-    for is_bulk in (True, False, True, True, True, True):
-        pool[0].upload([source], "weights", is_bulk=is_bulk).await_done()
-    pool.close()
-    assert [moved.num_bytes for moved in pool[0].moved or ()] == 5 * [MIB]
-    step_links.end(pool)
-    step_links.stop(pool)
-    machine = step_links.of(Machine(1))
-    assert 0 < machine.h2d_bytes_per_ms < math.inf
-    assert machine.d2h_bytes_per_ms == math.inf, "nothing has come down"
-    pool.dispose()
-
-
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
@@ -212,29 +183,3 @@ def test_results_are_those_of_any_plan(sim: ModuleType) -> None:
     expected = fit("plain", Small, make_loader())
     found = fit("roundpipe", Small, make_loader(), accelerator="roundpipe", devices=2)
     assert_alike(found.results, expected.results)
-
-
-class Wide(Small):
-    """Its weights and gradients take a MiB per unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            ends, layers = nn.Linear(WIDTH, 512), [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(3)]
-            self.body, self.head = nn.Sequential(ends, *layers), nn.Linear(512, CLASSES)
-
-
-@pytest.mark.usefixtures("is_measured", "driver")
-def test_the_first_steps_of_a_training_are_looked_at(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which lanes have copied is a matter of the plan, and so of measured times."""
-    monkeypatch.setattr(links, "_LONG_IN_LATENCIES", 0)
-    expected = fit("plain", Wide, make_loader(), max_epochs=3)
-    found = fit("roundpipe", Wide, make_loader(), max_epochs=3, accelerator="roundpipe", devices=2)
-    assert_alike(found.results, expected.results)
-    strategy: Any = found.trainer.strategy
-    (step_links,) = strategy._links._known.values()
-    assert not step_links.wants_more
-    assert {lane for (_, lane), samples in step_links._samples.items() if samples} == {"h2d", "d2h"}
-    assert all(device.moved is None for device in strategy.pool.devices)
-    assert sim.stats()["races"] == 0

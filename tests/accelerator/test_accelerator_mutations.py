@@ -56,7 +56,7 @@ def wrong_copies() -> str | None:
     size."""
     device = GpuDevice(0, 0, driver=driver_of("sim"))
     device.open()
-    device.enter(None)
+    device.enter()
     problems: list[str] = []
     try:
         for value in range(3):
@@ -91,7 +91,7 @@ def wrong_weights() -> str | None:
     """Weights are read late, and let go at once: the next ones, of the same size, may not get their memory before."""
     device = GpuDevice(0, 0, driver=driver_of("sim"))
     device.open()
-    device.enter(None)
+    device.enter()
     sums: list[Tensor] = []
     try:
         for value in range(3):

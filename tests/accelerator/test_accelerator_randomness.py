@@ -31,7 +31,6 @@ WIDTH = 6
 # Ways to draw on the device of a tensor.
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.4),
-    "module": nn.Dropout(0.4),
     "dropout1d": lambda x: F.dropout1d(x[:, :, None], 0.4)[:, :, 0],
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "rand_like": lambda x: x * torch.rand_like(x),
@@ -97,7 +96,7 @@ def no_delay_afterwards() -> Iterator[None]:
 def test_draws_of_user_code_depend_neither_on_devices_nor_on_timing(draw: Callable[[Tensor], Tensor]) -> None:
     expected = results_of(draw, 1)
     assert len(set(expected[: len(parts())])) == len(parts())
-    for num_devices, delay in ((2, 30), (2, 100), (4, 30)):
+    for num_devices, delay in ((2, 30), (4, 100)):
         assert_identical(results_of(draw, num_devices, delay), expected)
 
 

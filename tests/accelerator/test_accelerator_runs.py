@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from lightning_roundpipe.devices.gpu import pinned
 from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
@@ -23,7 +22,7 @@ from tests.support.parity import assert_alike, fit, make_loader
 from tests.support.small import Small
 from tests.weights.autocast_training import LOW, Model, Training
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("driver")]
 
 MIB = 2**20
 TWICE: dict[str, Any] = {"accelerator": "roundpipe", "devices": [0, 0], "num_microbatches": 4}
@@ -44,15 +43,6 @@ def all_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is."""
     monkeypatch.setattr(pinned, "_MIN_LOCKED_BYTES", 1)
     monkeypatch.setattr(pinned, "PAGE", 4)  # which no two tensors share
-
-
-@pytest.fixture(autouse=True)
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
-    """Of the test alone: its page-locked memory goes with the last device of the test."""
-    made = GpuDriver("sim")
-    monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
-    yield made
-    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
 
 
 @pytest.mark.parametrize("limit", [None, 64 * MIB])

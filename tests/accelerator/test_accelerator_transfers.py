@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import threading
@@ -237,6 +238,12 @@ def train(make: Callable[[], Classifier], kind: str, *callbacks: L.Callback, dev
     return fit(kind, make, batches(), callbacks=callbacks, **_options(kind, devices))
 
 
+@functools.cache
+def plain(make: Callable[[], Classifier]) -> Run:
+    """Trained once for all tests."""
+    return train(make, "plain")
+
+
 def _options(kind: str, devices: Any) -> dict[str, Any]:
     return {"accelerator": "roundpipe", "devices": devices, "num_microbatches": 3} if kind == "roundpipe" else {}
 
@@ -248,7 +255,7 @@ def _options(kind: str, devices: Any) -> dict[str, Any]:
 def test_no_thread_of_user_code_is_held_up_in_a_steady_step(
     make: Callable[[], Classifier], watch: Watch, devices: list[int]
 ) -> None:
-    expected = train(make, "plain")
+    expected = plain(make)
     found = train(make, "roundpipe", watch, devices=devices)
     assert_alike(found.watch.losses, expected.watch.losses)
     assert_alike(found.state, expected.state)

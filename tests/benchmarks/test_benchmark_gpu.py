@@ -256,7 +256,7 @@ def test_a_stage_is_run_and_shown(
     torch.set_num_threads(1)
     assert command.main(["facts", "--scale", "tiny", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "| facts | launches | launch_us" in shown
+    assert "| facts | products | bf16, 64: tflops" in shown
     assert "- facts, register: not run: needs CUDA" in shown
     assert "- full: not run" in shown
     written = load(tmp_path / "facts.json")

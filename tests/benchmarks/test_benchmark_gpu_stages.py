@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import compiled, facts, full, lora, models, shared, suite
+from benchmarks.gpu import compiled, facts, full, models, suite
 from benchmarks.gpu.contenders import CONTENDERS
 from benchmarks.gpu.models import FULL, LORA, Size, make_model
 from benchmarks.gpu.results import MEASURED, NOT_RUN, Options, Progress, Results, Step
@@ -39,7 +39,7 @@ def test_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     found = figures_of(facts.steps(TINY), tmp_path, frozenset({"register"}))
     measured = [number for figures in found.values() for number in numbers(figures)]
-    assert len(measured) >= 20
+    assert len(measured) == 9
     assert all(number > 0 for number in measured)
 
 
@@ -53,10 +53,10 @@ def test_memory_to_page_lock_is_written_and_outlives_its_maker(is_huge: bool) ->
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("stage", [full, lora])
-def test_contenders_train_the_same(stage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [full.steps, full.lora_steps])
+def test_contenders_train_the_same(steps: Any, tmp_path: Path) -> None:
     missing = frozenset({"deepspeed", "roundpipe_library"})
-    found = figures_of(stage.steps(TINY), tmp_path, missing)
+    found = figures_of(steps(TINY), tmp_path, missing)
     assert list(found) == list(CONTENDERS)
     losses = torch.tensor([found[name]["losses"] for name in CONTENDERS if name not in missing])
     # Three of warm-up, two that count, one that is profiled where there is a GPU.
@@ -80,14 +80,6 @@ def test_compiled_units(tmp_path: Path) -> None:
     times = [found[name]["seconds_per_step"]["median"] for name in ("compiled", "eager")]
     assert found["ratio"]["compiled_over_eager"] == pytest.approx(times[0] / times[1], rel=1e-3)
     torch.testing.assert_close(found["compiled"]["losses"], found["eager"]["losses"], rtol=1e-2, atol=0.0)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_two_devices_of_one(tmp_path: Path) -> None:
-    found = figures_of(shared.steps(TINY), tmp_path)
-    assert found["difference"]["num_losses"] == 6
-    assert found["difference"]["loss_difference"] < 1e-5
-    assert found["difference"]["two_over_one"] > 0
 
 
 def test_a_ratio_needs_both_sides(tmp_path: Path) -> None:

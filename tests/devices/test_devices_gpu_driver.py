@@ -183,12 +183,11 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(cuda: Cuda, driver: GpuDri
     driver.unlimit(GPU)
 
 
-def test_page_locks_go_with_the_last_device(cuda: Cuda, driver: GpuDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "is_page_locked", lambda tensor: False)  # asks CUDA
+def test_page_locks_go_with_the_last_device(cuda: Cuda, driver: GpuDriver) -> None:
     devices = [GpuDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
-    driver.host.lock(torch.randn(MIB))
+    driver.host.empty_like(torch.randn(MIB))
     devices[0].dispose()
-    assert driver.host.in_place_bytes
+    assert driver.host.own_bytes
     devices[1].dispose()
     assert [call[0] for call in cuda.cudart().calls] == ["cudaHostRegister", "cudaHostUnregister"]
     assert devices[0].memory.name == "device 0 on GPU 0"

@@ -31,11 +31,9 @@ def bulk_of(num_bytes: int) -> Tensor:
     return (torch.arange(num_bytes) % 251).to(torch.uint8)
 
 
-def timed_link(
-    clock: Clock, *, prioritised: bool = True, latency_ms: float = 0.0, chunk_bytes: int = 1000
-) -> TimedLink:
+def timed_link(clock: Clock, *, latency_ms: float = 0.0, chunk_bytes: int = 1000) -> TimedLink:
     """1000 bytes in a ms."""
-    return TimedLink(1000.0, latency_ms, chunk_bytes, prioritised=prioritised, clock=clock)
+    return TimedLink(1000.0, latency_ms, chunk_bytes, clock=clock)
 
 
 def lane_threads() -> list[str]:
@@ -45,35 +43,25 @@ def lane_threads() -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- priorities
 
 
-def delay_of_activation(num_chunks: int, *, prioritised: bool, arrives_ms: float) -> float:
-    """How long an activation waits that is submitted while a stage's bulk moves, before it moves itself, in ms."""
+@pytest.mark.parametrize("num_chunks", [2, 2000])
+def test_an_activation_waits_for_the_rest_of_one_chunk(num_chunks: int) -> None:
+    """One chunk takes a millisecond; it is submitted after a quarter of the first one, and takes a tenth itself."""
     clock = FlyingClock()
     ended: list[float] = []
     activations: list[Transfer] = []
-    with opened(timed_link(clock, prioritised=prioritised)) as device:
+    with opened(timed_link(clock)) as device:
 
         def submit() -> None:
             activations.append(device.upload([bulk_of(100)], "x"))
             activations[0].when_done(Edge.INPUTS, lambda: ended.append(clock.ms))
 
-        clock.at(arrives_ms, submit)
+        clock.at(0.25, submit)
         stage = device.upload([bulk_of(1000 * num_chunks)], "weights", is_bulk=True)
         clock.start()
         (copy,) = stage.wait(Edge.WEIGHTS)
         assert torch.equal(copy, bulk_of(1000 * num_chunks))
         activations[0].await_done()
-    (end,) = ended
-    return end - arrives_ms - 0.1
-
-
-@pytest.mark.parametrize("num_chunks", [2, 2000])
-@pytest.mark.parametrize("prioritised", [True, False])
-def test_an_activation_waits_for_the_rest_of_one_chunk_or_without_priorities_for_the_whole_stage(
-    num_chunks: int, prioritised: bool
-) -> None:
-    """One chunk takes a millisecond."""
-    delay = delay_of_activation(num_chunks, prioritised=prioritised, arrives_ms=0.25)
-    assert delay == pytest.approx(0.75 if prioritised else num_chunks - 0.25)
+    assert ended == [pytest.approx(1.1)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -1,9 +1,10 @@
-"""Links: what is measured on links of known speed, what follows from figures, and what steps add."""
+"""Links: what is measured on links of known speed, and what follows from figures."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.devices import links
-from lightning_roundpipe.devices.links import StepLinks, Way, groups_of, measured, settled, with_links
+from lightning_roundpipe.devices.links import Way, groups_of, known_links, measured, settled, with_links
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
 from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
@@ -200,78 +201,10 @@ def test_figures_go_into_a_machine_that_knows_more() -> None:
     assert with_links(machine, {}, 0.01, 1.0, [shared]) == machine, "nothing was measured"
 
 
-# --- steps -------------------------------------------------------------------------------------------------------
-
-
-def refined(
-    known: Machine, speed: float, copies: Callable[[DevicePool], None] | None = None, num_steps: int = 1
-) -> Machine:
-    """After steps on links of this speed."""
-    pool, step_links = pool_of(2, SharedBus([speed] * 2, [speed] * 2)), StepLinks(known)
-    for _ in range(num_steps):
-        assert step_links.wants_more
-        step_links.begin(pool)
-        pool.open()
-        (copies or bulk_copies)(pool)
-        pool.close()
-        step_links.end(pool)
-        step_links.stop(pool)
-        assert all(device.moved is None for device in pool.devices)
-    return step_links.of(Machine(2, 5))
-
-
-def bulk_copies(pool: DevicePool, num_bytes: int = 2 * LEAST_BYTES, num_copies: int = 5) -> None:
-    """Uploads to device 1, one at a time."""
-    for _ in range(num_copies):
-        pool[1].upload([torch.empty(num_bytes, dtype=torch.uint8)], "weights", is_bulk=True).await_done()
-
-
-KNOWN = Machine(2, h2d_bytes_per_ms=FAST, d2h_bytes_per_ms=FAST, transfer_latency_ms=0.01)
-
-
-def test_steps_that_are_slower_replace_what_was_measured() -> None:
-    machine = refined(KNOWN, 0.5 * FAST)
-    assert machine.traits[1].h2d_bytes_per_ms == pytest.approx(0.5 * FAST, rel=0.02)
-    assert machine.traits[1].d2h_bytes_per_ms == FAST
-    assert machine.traits[0] == DeviceTraits(1.0, 5, FAST, FAST)
-    assert (machine.device_memory_bytes, machine.transfer_latency_ms) == (5, 0.01)
-
-
-def test_steps_that_are_about_as_fast_change_nothing() -> None:
-    assert refined(KNOWN, 0.95 * FAST) == StepLinks(KNOWN).of(Machine(2, 5))
-
-
-@pytest.mark.parametrize("what", ["few", "small", "short"])
-def test_copies_that_tell_little_do_not_count(what: str) -> None:
-    known = with_links(KNOWN, {(0, "h2d"): FAST}, 10.0, None, ()) if what == "short" else KNOWN
-    num_bytes, num_copies = (LEAST_BYTES - 1 if what == "small" else 2 * LEAST_BYTES), (4 if what == "few" else 9)
-    machine = refined(known, 0.5 * FAST, lambda pool: bulk_copies(pool, num_bytes, num_copies))
-    assert machine.h2d_bytes_per_ms == FAST
-    assert machine.is_uniform
-
-
-def test_a_machine_with_fewer_devices_stays_as_it_is() -> None:
-    known = with_links(KNOWN, {(0, "h2d"): FAST}, None, None, [SharedLink((0, 1), FAST)])
-    assert StepLinks(known).of(Machine(1)) == Machine(1)
-
-
-def test_the_first_eight_steps_count() -> None:
-    step_links, pool = StepLinks(KNOWN), pool_of(1, SharedBus([1.0], [1.0]))
-    for _ in range(8):
-        assert step_links.wants_more
-        step_links.begin(pool)
-        step_links.end(pool)
-    assert not step_links.wants_more
-
-
-def test_activations_are_not_noted() -> None:
-    clock = FlyingClock()
-    clock.start()
-    pool, step_links = pool_of(1, TimedLink(FAST, clock=clock)), StepLinks(Machine(1))
-    pool.open()
-    step_links.begin(pool)
-    for is_bulk in (False, True):
-        pool[0].upload([torch.empty(3, dtype=torch.uint8)], "x", is_bulk=is_bulk).await_done()
-    pool.close()
-    assert [moved.num_bytes for moved in pool[0].moved or ()] == [3]
-    step_links.stop(pool)
+def test_what_was_measured_goes_into_a_machine_with_other_memory() -> None:
+    shared = SharedLink((0, 1), 40.0)
+    found = with_links(Machine(3), ways([25.0, 25.1, 6.0]), 0.01, None, [shared])
+    made = known_links(Machine(3, 7), found)
+    devices = tuple(replace(traits, memory_bytes=7) for traits in found.traits)
+    assert made == replace(found, device_memory_bytes=7, devices=devices)
+    assert known_links(Machine(3, 7), Machine(3)) == Machine(3, 7), "nothing was measured"

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_roundpipe.common.pages import PAGE
 from lightning_roundpipe.devices.gpu import pinned
 from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
-from tests.support.page_locks import PageLocks
+from tests.support.page_locks import PageLocks, lock_in_place, travel
 
 MIB = 2**20
 
@@ -38,11 +38,9 @@ def whole_pages(tensor: Tensor) -> int:
 
 def test_memory_of_others_is_locked_where_it_is_and_once(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
-    assert not memory.lock(torch.ones(100)), "small memory is not worth it"
-    assert memory.lock(tensor)
-    assert driver.locked == {tensor.data_ptr(): whole_pages(tensor)}
-    assert memory.lock(tensor[5:100]), "a view: the same memory"
-    assert memory.lock(tensor)
+    lock_in_place(memory, torch.ones(100), tensor)
+    assert driver.locked == {tensor.data_ptr(): whole_pages(tensor)}, "small memory is not worth it"
+    lock_in_place(memory, tensor[5:100], tensor)  # a view: the same memory
     assert memory.statistics() == {
         "page_locked_in_place_bytes": float(whole_pages(tensor)),
         "page_locked_own_bytes": 0.0,
@@ -57,7 +55,7 @@ def test_memory_of_others_is_locked_where_it_is_and_once(driver: PageLocks, memo
 def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
     address = tensor.data_ptr()
-    memory.lock(tensor)
+    lock_in_place(memory, tensor)
     del tensor
     gc.collect()
     assert address in driver.locked
@@ -68,7 +66,7 @@ def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: PageLocks, mem
 def test_memory_that_is_locked_already_is_left_alone(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
     driver.page_lock(tensor.data_ptr(), 8 * MIB)
-    assert memory.lock(tensor)
+    lock_in_place(memory, tensor)
     assert memory.in_place_bytes == 0
     memory.dispose()
     assert tensor.data_ptr() in driver.locked, "a lock that is not ours was undone"
@@ -76,49 +74,44 @@ def test_memory_that_is_locked_already_is_left_alone(driver: PageLocks, memory: 
 
 
 def test_a_refusal_is_told_once_with_its_size(driver: PageLocks, memory: PageLockedMemory) -> None:
+    weights = large(), large(torch.float64)
+    for _ in range(2):
+        travel(memory, *weights)
     driver.refuses = 2
-    first, second = large(), large(torch.float64)
     with pytest.warns(
-        UserWarning, match=rf"{whole_pages(first)} bytes of weights could not be page-locked \(CUDA error 2\)"
+        UserWarning, match=rf"{whole_pages(weights[0])} bytes of weights could not be page-locked \(CUDA error 2\)"
     ):
-        assert not memory.lock(first)
+        travel(memory, *weights)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not memory.lock(second)
-        assert not memory.lock(first), "it is not tried again"
-        buffer, is_locked = memory.empty_like(first)
+        travel(memory, *weights)  # it is not tried again
+        buffer, is_locked = memory.empty_like(torch.empty(3 * MIB))
     assert not is_locked
-    assert memory.pageable_bytes == (8 + 16 + 8) * MIB
+    assert memory.pageable_bytes == (8 + 16 + 12) * MIB
     buffer.fill_(3.0)
-    assert buffer.sum() == 3.0 * first.numel()
+    assert buffer.sum() == 9.0 * MIB
     memory.dispose()
     assert memory.pageable_bytes == 0
 
 
 def test_many_threads_lock_it_once(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensors = [large() for _ in range(3)]
-    results: list[bool] = []
-    threads = [threading.Thread(target=lambda: results.extend(map(memory.lock, tensors))) for _ in range(4)]
+    pairs = [(torch.empty_like(tensor), tensor) for tensor in tensors]
+    for _ in range(2):
+        travel(memory, *tensors)
+    memory.begin_step()
+    reads: list[tuple[Tensor, Tensor]] = []
+    threads = [threading.Thread(target=lambda: reads.extend(memory.staged(pairs))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [True] * 12
-    assert len(driver.locked) == 3
+    assert sum(source.nbytes for _, source in reads) == 4 * 3 * 8 * MIB
+    assert all(is_locked(driver, source) for _, source in reads)
+    assert memory.in_place_bytes == sum(map(whole_pages, tensors))
 
 
 # --- copies to devices -------------------------------------------------------------------------------------------
-
-
-def travel(memory: PageLockedMemory, *sources: Tensor) -> list[Tensor]:
-    """What the copies read that bring ``sources`` to a device in a step; what they bring is compared."""
-    memory.begin_step()
-    pairs = [(torch.empty_like(source), source) for source in sources]
-    reads = memory.staged(pairs)
-    for copy, source in reads:
-        copy.copy_(source)
-    assert all(torch.equal(copy, source) for copy, source in pairs)
-    return [source for _, source in reads]
 
 
 def is_at(driver: PageLocks, address: int, num_bytes: int = 1) -> bool:
@@ -219,8 +212,7 @@ def test_memory_that_something_holds_is_not_let_go(
 ) -> None:
     weight = large()
     address, held = weight.data_ptr(), hold(weight)
-    travel(memory, weight)
-    memory.lock(weight)
+    lock_in_place(memory, weight)
     del weight
     memory.begin_step()
     assert address in driver.locked
@@ -263,7 +255,7 @@ def test_neighbours_on_one_page_travel_from_locked_memory(order: Sequence[int]) 
     memory = driver.host
     tensors = [tensor.random_(0, 255) for tensor in neighbours(2 * MIB + 1000)]
     for index in order:
-        assert memory.lock(tensors[index])
+        lock_in_place(memory, tensors[index])
     assert memory.pageable_bytes == 0
     assert memory.in_place_bytes >= 6 * MIB - 4 * PAGE
     for tensor in tensors:
@@ -277,11 +269,10 @@ def test_neighbours_on_one_page_travel_from_locked_memory(order: Sequence[int]) 
 def test_neighbours_are_unlocked_apart() -> None:
     driver = Paged()
     first, second, _ = neighbours(2 * MIB + 1000)
-    for tensor in (first, second):
-        driver.host.lock(tensor)
+    lock_in_place(driver.host, first, second)
     assert set(driver.locked) == {first.data_ptr(), second.data_ptr()}
     travel(driver.host, second)
-    del tensor, second
+    del second
     driver.host.begin_step()
     assert first.data_ptr() in driver.locked
     assert driver.host.in_place_bytes == whole_pages(first)
@@ -321,7 +312,6 @@ def test_weights_in_a_mapped_file_are_never_locked_where_they_are(
         reads = travel(memory, *weights.values())
         assert all(is_locked(driver, read) for read in reads)
         assert memory.in_place_bytes == 0
-    assert not memory.lock(weights["a"])
     assert memory.pageable_bytes == 0
 
 
@@ -346,7 +336,10 @@ class Driver:
 
 memory = pinned.PageLockedMemory(Driver())
 weights, shared = torch.ones(2**20), torch.ones(2**20).share_memory_()
-assert memory.lock(weights) and memory.lock(shared)
+for _ in range(3):
+    memory.begin_step()
+    memory.staged([(torch.empty_like(tensor), tensor) for tensor in (weights, shared)])
+assert memory.in_place_bytes >= 2 * 2**22 - 2 * PAGE
 buffer, _ = memory.empty_like(weights)
 buffer.fill_(1.0)
 

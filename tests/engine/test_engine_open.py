@@ -12,10 +12,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.links import StepLinks
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest
-from lightning_roundpipe.planning.costs import Machine
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_kept
 
@@ -160,55 +157,3 @@ def test_threads_are_made_anew_for_another_number_of_intra_op_threads(net: Net) 
         torch.set_num_threads(1)
         engine.close()
     assert not kept_threads()
-
-
-class NotedLinks(StepLinks):
-    """Finds a faster link in every step, and wants three."""
-
-    def __init__(self) -> None:
-        super().__init__(Machine(2))
-        self.calls: list[str] = []
-
-    @property
-    def wants_more(self) -> bool:
-        return self.calls.count("end") < 3
-
-    def begin(self, pool: DevicePool) -> None:
-        self.calls.append("begin")
-
-    def end(self, pool: DevicePool) -> None:
-        self.calls.append("end")
-
-    def stop(self, pool: DevicePool) -> None:
-        self.calls.append("stop")
-
-    def of(self, machine: Machine) -> Machine:
-        return Machine(2, h2d_bytes_per_ms=float(self.calls.count("end")))
-
-
-def test_what_first_steps_copy_refines_the_machine_that_plans_are_made_for(net: Net) -> None:
-    links = NotedLinks()
-    engine = Engine(net, cpu_pool(2), everything_kept, num_threads=1, links=links)
-    assert engine.machine == Machine(2)
-    for step in range(4):
-        run(engine, net)
-        assert engine.machine.h2d_bytes_per_ms == min(step + 1, 3)
-    assert links.calls == 3 * ["begin", "end", "stop"]
-
-
-def test_steps_that_fail_or_are_traced_refine_nothing(net: Net) -> None:
-    links = NotedLinks()
-    engine = Engine(net, cpu_pool(2), everything_kept, num_threads=1, links=links)
-    engine.trace = True
-    run(engine, net)
-    assert links.calls == []
-    engine.trace = False
-
-    def fail(x: Tensor) -> None:
-        raise KeyError("no more")
-
-    net.inside = fail
-    with pytest.raises(KeyError):
-        run(engine, net)
-    assert links.calls == ["begin", "stop"]
-    assert engine.machine == Machine(2)

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 def device() -> Iterator[GpuDevice]:
     made = GpuDevice(0, 0, driver=driver_of("cuda"))
     made.open()
-    made.enter(None)
+    made.enter()
     yield made
     made.close()
     made.dispose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
@@ -36,3 +37,21 @@ class PageLocks:
     def is_page_locked(self, tensor: Tensor) -> bool:
         at = tensor.data_ptr()
         return any(address <= at < address + size for address, size in self.locked.items())
+
+
+def travel(memory: PageLockedMemory, *sources: Tensor) -> list[Tensor]:
+    """What the copies read that bring ``sources`` to a device in a step; what they bring is compared."""
+    memory.begin_step()
+    pairs = [(torch.empty_like(source), source) for source in sources]
+    reads = memory.staged(pairs)
+    for copy, source in reads:
+        copy.copy_(source)
+    assert all(torch.equal(copy, source) for copy, source in pairs)
+    return [source for _, source in reads]
+
+
+def lock_in_place(memory: PageLockedMemory, *sources: Tensor) -> None:
+    """They travel in as many steps as it takes until they are locked where they are; no buffer is left."""
+    for _ in range(3):
+        travel(memory, *sources)
+    memory.give_up_spare()

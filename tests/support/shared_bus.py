@@ -117,7 +117,7 @@ class SharedBus(Link):
             for copy in [copy for copy in moving if copy.left <= 1e-6 * copy.num_bytes]:
                 lane, end_ms = copy.lane, began_ms + ms
                 if lane.moved is not None:
-                    moved = Moved(lane.direction, began_ms / 1e3, end_ms / 1e3, "", copy.num_bytes)
+                    moved = Moved(lane.direction, began_ms / 1e3, end_ms / 1e3, "")
                     lane.moved.append(moved)
                 copy.transfer.make()
             moving = [copy for copy in moving if copy.left > 1e-6 * copy.num_bytes]

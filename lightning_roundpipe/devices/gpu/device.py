@@ -99,8 +99,6 @@ class GpuDevice(Device):
         DeviceOutOfMemoryError: if nothing is left.
     """
 
-    can_be_lost = True
-
     def __init__(
         self,
         index: int,
@@ -144,7 +142,7 @@ class GpuDevice(Device):
             if self.lost is None:
                 raise
 
-    def enter(self, before: Device | None) -> None:
+    def enter(self) -> None:
         self._driver.set_device(self.torch_device)
 
     def throttle(self) -> None:

@@ -222,7 +222,7 @@ class GpuLane(Lane):
             BaseException: of the driver, or of the transfer that it comes after; the transfer has ended then.
         """
         transfer = job.transfer
-        moved = self.notes_of(transfer.is_bulk)
+        moved = self.moved
         try:
             with plain_mode(), self._driver.on(stream):
                 self._await_sources(job, stream)
@@ -238,8 +238,7 @@ class GpuLane(Lane):
             transfer.end(error)
             raise
         if moved is not None:
-            num_bytes = num_bytes_of([copy for copy, _ in transfer.pairs])
-            moved.append(Moved(self.direction, started, event, job.label, num_bytes))
+            moved.append(Moved(self.direction, started, event, job.label))
         transfer.issued(event)
         with self._work:
             self._under_way[transfer.is_bulk].append(transfer)

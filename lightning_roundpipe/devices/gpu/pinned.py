@@ -213,20 +213,6 @@ class PageLockedMemory:
 
     # --- memory of others ----------------------------------------------------------------------------------------
 
-    def lock(self, tensor: Tensor) -> bool:
-        """Page-locks the memory of ``tensor`` where it is, if it is large enough to be worth it, as long as it is used.
-
-        Returns:
-            Whether it is page-locked now, but for the end of it. If it cannot be, a warning says so once.
-        """
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < _MIN_LOCKED_BYTES:
-            return False
-        with self._lock:
-            place = self._place_of(storage)
-        self._settle(place, tensor)
-        return place.stop > place.start
-
     def _place_of(self, storage: torch.UntypedStorage) -> _Place:
         place = self._places.get(storage._cdata)
         if place is None:

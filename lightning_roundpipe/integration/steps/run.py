@@ -20,11 +20,11 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ...devices.device import Device
-from ...devices.links import StepLinks
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
 from ...options import RoundPipeOptions
+from ...planning.costs import Machine
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import ALONE, RankGroup
 from ...ranks.reduction import StepReduction
@@ -73,7 +73,7 @@ class Steps:
         updates: OptimizerOverlap,
         recordings: Recordings,
         report: HostReport | None,
-        links: StepLinks | None,
+        links: Machine | None,
         autocast_device: str,
         is_trial: Callable[[], bool],
         group: RankGroup = ALONE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -58,16 +57,6 @@ def test_streams_multiply_alike_whatever_number_of_threads_torch_had_when_they_b
         SIM_DEVICES="3",
     )
     assert done.stdout == "[True, True, True]\n", done.stderr
-
-
-@pytest.mark.accelerator
-def test_report_is_written_at_the_exit(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    done = _run("torch.ones(3, device='sim:0').cpu()", SIM_REPORT=str(path), SIM_TRACE="1")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["stats"]["blocking_copies"] == 1
-    assert [kind for kind, _, _ in report["reports"]] == ["blocking_copies"]
 
 
 @pytest.mark.accelerator

@@ -29,12 +29,6 @@ def test_made_on_the_device_it_has_its_parts_there(sim: ModuleType) -> None:
     assert sim.stats()["races"] == 0
 
 
-@pytest.mark.parametrize("size", [(3, 3), (4, 5)])
-def test_made_empty_it_has_no_elements(size: tuple[int, int]) -> None:
-    made = torch.empty(size, layout=torch.sparse_coo, device="sim:0")
-    assert (made._nnz(), made.shape, made.device.type) == (0, size, "sim")
-
-
 def test_copied_to_the_device_and_back_it_is_the_same(sim: ModuleType) -> None:
     there = _sparse("cpu").to("sim:0")
     back = there.to("sim:1").cpu()
@@ -47,47 +41,6 @@ def test_copies_of_its_pageable_parts_block(sim: ModuleType) -> None:
     home = _sparse("cpu")
     home.to("sim:0", non_blocking=True)
     assert sim.stats()["blocking_copies"] == 2, "indices and values"
-
-
-def test_coalesced_its_elements_are_added_up_in_order() -> None:
-    coalesced = _sparse().coalesce()
-    assert coalesced.is_coalesced()
-    assert coalesced.indices().tolist() == [[0, 2], [1, 0]]
-    assert coalesced.values().tolist() == [5.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x + x,
-        lambda x: x * 3,
-        lambda x: x.to_dense() + x,
-        lambda x: x.clone().mul_(2),
-        lambda x: x.clone().add_(x),
-        lambda x: torch.sparse.mm(x, x.to_dense()),
-        lambda x: torch.sparse.sum(x, dim=0),
-        lambda x: x.coalesce().sparse_mask(x.coalesce()),
-        lambda x: x.t(),
-        lambda x: x.double(),
-        lambda x: x.to_dense().to_sparse(),
-        lambda x: torch.zeros_like(x),
-    ],
-    ids=["add", "mul", "dense", "mul_", "add_", "mm", "sum", "mask", "transpose", "cast", "to_sparse", "zeros_like"],
-)
-def test_operator_gives_what_it_gives_on_the_host(function: Callable[[Tensor], Tensor]) -> None:
-    found, expected = function(_sparse()), function(_sparse("cpu"))
-    assert found.device == torch.device("sim:0")
-    assert found.layout == expected.layout
-    torch.testing.assert_close(found.cpu().to_dense(), expected.to_dense())
-
-
-def test_written_in_place_it_keeps_what_it_is() -> None:
-    x = _sparse()
-    alias = x
-    x.add_(_sparse())
-    assert torch.equal(alias.to_dense().cpu(), 2 * DENSE)
-    x.zero_()
-    assert x._nnz() == 0
 
 
 def _trained(device: str, make: Callable[..., torch.optim.Optimizer]) -> tuple[list[Tensor], bool]:

@@ -35,8 +35,7 @@ What to ask (``torch.sim``, besides what engines use of ``torch.cuda``)
     ``set_memory_limit(bytes, device)``, ``pinned_bytes()``, ``cudart().cudaHostRegister``.
 
 Variables, read when it is installed; those in the second part are ``options``, too
-    ``SIM_DEVICES`` (2, at most 8), ``SIM_MEMORY_MB`` (4096, of each), ``SIM_PROTECT``, ``SIM_TRACE`` (1: reports from
-    the start), ``SIM_REPORT`` (file for counts and reports as JSON at the exit).
+    ``SIM_DEVICES`` (2, at most 8), ``SIM_MEMORY_MB`` (4096, of each), ``SIM_PROTECT``.
 
     ``SIM_DELAY_US`` (each operator and copy is so late), ``SIM_JITTER`` (1: between 0 and twice as late),
     ``SIM_EAGER_FREE`` (1: freed memory is poisoned at once, stricter than CUDA), ``SIM_STAGE_BYTES`` (pageable

@@ -9,7 +9,6 @@ torch.sim  =  this module: devices and random numbers
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import Any
 
@@ -35,10 +34,8 @@ from tests.support.accelerator.memory import (
     set_per_process_memory_fraction,
 )
 from tests.support.accelerator.reports import (
-    note_reports,
     on_report,
     options,
-    reports,
     reset_stats,
     set_delay,
     stats,
@@ -83,7 +80,6 @@ __all__ = [
     "on_report",
     "options",
     "pinned_bytes",
-    "reports",
     "reset_peak_memory_stats",
     "reset_stats",
     "set_delay",
@@ -105,8 +101,6 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    if os.environ.get("SIM_TRACE", "0") not in ("", "0"):
-        note_reports()
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import os
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -26,7 +23,6 @@ _ALWAYS_COUNTED = (
 )
 
 Report = tuple[str, str, str]  # kind, text, Python stack
-reports: list[Report] = []  # filled while traced(), or from the start with SIM_TRACE=1
 reset_stats = _native.reset_counts
 
 
@@ -40,16 +36,11 @@ def on_report(callback: Callable[[str, str], None] | None) -> None:
     _native.set_callback(callback)
 
 
-def note_reports() -> None:
-    """Fills :data:`reports` from now on."""
-    on_report(lambda kind, text: reports.append((kind, text, "".join(traceback.format_stack()[:-1]))))
-
-
 @contextlib.contextmanager
 def traced() -> Iterator[list[Report]]:
-    """Fills :data:`reports`, which it yields, for a while."""
-    reports.clear()
-    note_reports()
+    """A list that is filled for a while."""
+    reports: list[Report] = []
+    on_report(lambda kind, text: reports.append((kind, text, "".join(traceback.format_stack()[:-1]))))
     try:
         yield reports
     finally:
@@ -79,8 +70,6 @@ def _leave() -> None:
     """Nothing may ask for the interpreter after its end."""
     if _native.is_forked():
         return
-    if path := os.environ.get("SIM_REPORT"):
-        Path(path).write_text(json.dumps({"stats": stats(), "reports": reports}, indent=1), encoding="utf-8")
     on_report(None)
     for index in range(_native.device_count()):
         with contextlib.suppress(RuntimeError):
