@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q --disable-warnings
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
-BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers optimizer staleness ranks
+BENCHMARKS := overhead step_cost interpreter_lock cpu_throughput bubble partitioner transfers bytes_moved optimizer staleness ranks
 # Of `make gpu`, in the order in which they run.
 GPU_STAGES := facts tests late full lora compiled
 
