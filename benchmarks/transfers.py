@@ -385,7 +385,9 @@ class Case:
             "step_ms": rounded(with_prefetch.step_ms),
             "transfer_ms": rounded(transfer_ms),
             "hidden": rounded(hidden(with_prefetch)),
-            "hidden_no_prefetch": rounded(hidden(simulate(result.schedule, costs, self.machine, prefetch=False))),
+            "hidden_no_prefetch": rounded(
+                hidden(simulate(result.schedule, costs, replace(self.machine, device_memory_bytes=0)))
+            ),
             "late_upload": rounded(with_prefetch.late_upload_ms / transfer_ms),
         }
 
