@@ -116,7 +116,7 @@ def _kept_on_host(partition: Partition, profile: CostProfile, timeline: Timeline
         for position in range(stage.start, stage.stop) if stage.kind is not StageKind.BACKWARD else ():
             if stage.kind is StageKind.FORWARD or position == stage.start:
                 made_by = stage.index - 1 if position == stage.start else stage.index
-                kept[made_by, partition.backward_stage(position)] += profile.calls[position].input_bytes
+                kept[made_by, partition.backward_stages[position]] += profile.calls[position].input_bytes
     ends = {span.action: span.end_ms for span in timeline.spans if span.kind == "compute"}
     microbatches = {action.microbatch_index for action in ends if action is not None}
     changes: list[tuple[float, int]] = []
