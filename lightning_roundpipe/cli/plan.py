@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "bound_by": simulation.bound_by,
         "lower_bounds_ms": simulation.lower_bounds_ms,
         "devices": _devices(simulation),
-        "host_memory_bytes": host_memory(partition, profile, simulation.timeline, args.dtype),
+        "host_memory_bytes": host_memory(plan, profile, args.microbatches, args.dtype),
         "host_memory_assumption": HOST_ASSUMPTION,
     }
     show(document, *_report(document), as_json=args.json)
