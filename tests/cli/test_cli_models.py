@@ -137,15 +137,6 @@ def test_the_documentation_names_models_that_come_with_the_package() -> None:
     assert [name for name in named if name.lower() not in known and name != "config.json"] == []
 
 
-def test_data_files_are_part_of_a_wheel() -> None:
-    """Every file of the package that is not a module is named in pyproject.toml."""
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
-    package = ROOT / "lightning_roundpipe"
-    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert {str(path.relative_to(package)) for path in files} == set(listed["lightning_roundpipe"])
-
-
 def test_layers_of_matrices_hold_the_rest_of_the_weights() -> None:
     shape = read_shape({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "mlp_only_layers": [2]}, "small")
     assert [layer.num_experts for layer in shape.layers] == [8, 8, 0, 8]

@@ -145,13 +145,6 @@ def test_missing_actions_and_impossible_counts_are_refused() -> None:
 # Text
 
 
-def test_text_may_hold_comments_blank_lines_and_idle_devices() -> None:
-    text = "# by hand\n\n  schedule stages=1 microbatches=1 devices=2\ndevice 0:  # idle\n  device 1: 0:0\n"
-    schedule = parse_schedule(text)
-    assert schedule.devices == ((), (Action(0, 0),))
-    assert parse_schedule(schedule.format()) == schedule
-
-
 def test_text_is_aligned_in_columns() -> None:
     lines = round_robin(12, 11, 11).format().splitlines()
     assert lines[1].startswith("device 0:    0:0   0:1")
