@@ -171,7 +171,7 @@ def scaled(profile: CostProfile, factor: float) -> CostProfile:
 def time_factor(profile: CostProfile) -> float:
     """The largest power of 1/2, or 1, with which a device has at most `MAX_WORK_MS` to do."""
     factor = 1.0
-    work_ms = sum(call.forward_ms + call.recompute_backward_ms for call in profile.calls)
+    work_ms = sum(2 * call.forward_ms + call.backward_ms for call in profile.calls)
     while factor * work_ms * NUM_MICROBATCHES / NUM_DEVICES > MAX_WORK_MS:
         factor /= 2
     return factor

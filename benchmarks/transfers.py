@@ -139,7 +139,7 @@ def scaled(profile: CostProfile, time_factor: float) -> CostProfile:
 def time_factor(model: PaperModel, max_work_ms: float) -> float:
     """The largest power of 1/2, or 1, with which a device has at most `max_work_ms` to do."""
     factor = 1.0
-    work_ms = model.num_microbatches * sum(c.forward_ms + c.recompute_backward_ms for c in model.profile().calls)
+    work_ms = model.num_microbatches * sum(2 * c.forward_ms + c.backward_ms for c in model.profile().calls)
     while factor * work_ms / NUM_DEVICES > max_work_ms:
         factor /= 2
     return factor

@@ -94,7 +94,7 @@ def _balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
     """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
     *body, head = profile.calls
     # All but the head recompute their forward.
-    times = [*(call.forward_ms + call.recompute_backward_ms for call in body), head.recompute_backward_ms]
+    times = [*(2 * call.forward_ms + call.backward_ms for call in body), head.forward_ms + head.backward_ms]
     return balanced_cuts(times, num_stages)
 
 

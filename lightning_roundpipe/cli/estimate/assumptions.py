@@ -18,26 +18,18 @@ def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, float |
 
 def _reached(workload: Workload, pace: Pace) -> dict[str, float | None]:
     gpu = workload.gpu
-    peak, attention_peak = _peaks(workload)
     has_experts = any(layer.num_experts for layer in workload.shape.layers)
     return {
-        "products_tflops": peak * pace.matmul,
-        "expert_products_tflops": peak * pace.experts if has_experts else None,
-        "attention_tflops": attention_peak * pace.attention,
-        "peak_tflops": peak,
-        "attention_peak_tflops": attention_peak,
+        "products_tflops": workload.peak_tflops * pace.matmul,
+        "expert_products_tflops": workload.peak_tflops * pace.experts if has_experts else None,
+        "attention_tflops": workload.attention_peak_tflops * pace.attention,
+        "peak_tflops": workload.peak_tflops,
+        "attention_peak_tflops": workload.attention_peak_tflops,
         "device_bytes_per_ms": gpu.bytes_per_ms * pace.memory,
         "link_bytes_per_ms": gpu.pcie_bytes_per_ms * pace.pcie,
         "copies_bytes_per_ms": pace.copies_bytes_per_ms,
         "optimizer_bytes_per_ms": pace.host_bytes_per_ms,
     }
-
-
-def _peaks(workload: Workload) -> tuple[float, float]:
-    """TFLOP/s of the products, and of attention, which accumulates in fp32."""
-    share = 2 / workload.element_bytes
-    gpu = workload.gpu
-    return (gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops) * share, gpu.tflops * share
 
 
 def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any]) -> Table:

@@ -105,6 +105,17 @@ class Workload:
         return BYTES_PER_WEIGHT[self.dtype]
 
     @property
+    def attention_peak_tflops(self) -> float:
+        """Peak of attention, which accumulates in fp32; the type fp32 runs as TF32, at half the rate of the others."""
+        return self.gpu.tflops * 2 / self.element_bytes
+
+    @property
+    def peak_tflops(self) -> float:
+        """Peak of the other products."""
+        peak = self.gpu.fp16_accumulate_tflops if self.fp16_accumulation else self.gpu.tflops
+        return peak * 2 / self.element_bytes
+
+    @property
     def num_trained(self) -> int:
         """Weights that get gradients, each once."""
         if self.lora_rank is None:
@@ -148,13 +159,9 @@ class _Clock:
     def __init__(self, workload: Workload, pace: Pace, num_tokens: int) -> None:
         self.workload, self.pace, self.num_tokens = workload, pace, num_tokens
         self.size = workload.element_bytes
-        # fp32 runs as TF32, at half the rate of the 16-bit types.
-        share = 2 / self.size
-        gpu = workload.gpu
-        peak = gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops
-        self.peak_per_ms = peak * share * 1e9
-        self.attention_per_ms = gpu.tflops * share * 1e9 * pace.attention
-        self.bytes_per_ms = gpu.bytes_per_ms * pace.memory
+        self.peak_per_ms = workload.peak_tflops * 1e9
+        self.attention_per_ms = workload.attention_peak_tflops * 1e9 * pace.attention
+        self.bytes_per_ms = workload.gpu.bytes_per_ms * pace.memory
         self.is_lora = workload.lora_rank is not None
         self.stream_bytes = num_tokens * workload.shape.hidden * self.size
 
