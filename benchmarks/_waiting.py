@@ -120,7 +120,7 @@ def scaled(profile: CostProfile, time_factor: float, size_factor: float = 1.0) -
 def time_factor(profile: CostProfile, num_microbatches: int, max_work_ms: float) -> float:
     """The largest power of 1/2, or 1, with which each of the paper's devices has at most ``max_work_ms`` to do."""
     factor = 1.0
-    work_ms = num_microbatches * sum(call.forward_ms + call.recompute_backward_ms for call in profile.calls)
+    work_ms = num_microbatches * sum(2 * call.forward_ms + call.backward_ms for call in profile.calls)
     while factor * work_ms / NUM_DEVICES > max_work_ms:
         factor /= 2
     return factor

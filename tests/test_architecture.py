@@ -243,7 +243,7 @@ def test_a_module_that_is_left_out_or_gone_is_found(tmp_path: Path) -> None:
         ("options", "import torch", False),
         ("reporting.pictures", "def draw():\n    from matplotlib.figure import Figure", True),
         ("reporting.timeline_callback", "from ..strategy import RoundPipeStrategy", False),
-        ("cli.plan", "from lightning_roundpipe.planning import Machine\nfrom .output import print_json", True),
+        ("cli.plan", "from lightning_roundpipe.planning import Machine\nfrom .output import show", True),
         ("cli.plan", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
         ("cli.plan", "from lightning_roundpipe import RoundPipeStrategy", False),
         ("cli.plan", "def run():\n    import torch", False),

@@ -16,7 +16,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from typing_extensions import override
 
@@ -28,21 +28,7 @@ from .arguments import Subparsers
 __all__ = ["main"]
 
 
-class _Command(Protocol):
-    """A module of a command."""
-
-    def add_parser(self, subparsers: Subparsers) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
-
-
-_COMMANDS: dict[str, _Command] = {
-    "plan": plan,
-    "simulate": simulate,
-    "estimate": estimate,
-    "timeline": timeline,
-    "doctor": doctor,
-}
+_COMMANDS = {"plan": plan, "simulate": simulate, "estimate": estimate, "timeline": timeline, "doctor": doctor}
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _READER_GONE = 141
@@ -86,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # units may have names that the terminal cannot show
     try:
-        status = _COMMANDS[args.command].run(args)
+        status: int = _COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return status
     except ValueError as error:

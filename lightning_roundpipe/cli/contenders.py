@@ -12,7 +12,6 @@ from lightning_roundpipe.planning import (
     Partition,
     Schedule,
     Simulation,
-    StepPlan,
     balanced_cuts,
     bound_stage_costs,
     gpipe,
@@ -28,7 +27,6 @@ from lightning_roundpipe.planning.simulate import Optimizer
 from .memory import bound_memory
 
 _MAX_CHUNKS = 12
-_MAX_PLANNED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def _balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
     """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
     *body, head = profile.calls
     # All but the head recompute their forward.
-    times = [*(call.forward_ms + call.recompute_backward_ms for call in body), head.recompute_backward_ms]
+    times = [*(2 * call.forward_ms + call.backward_ms for call in body), head.forward_ms + head.backward_ms]
     return balanced_cuts(times, num_stages)
 
 
@@ -134,42 +132,24 @@ def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]
 
 
 def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
-    """One step, or several that overlap.
-
-    Devices do not stop between steps that overlap, so that a plan for several steps in one may be faster than the plan
-    for one, and one that splits no stage faster than one that does; which, the simulator tells.
-    """
-    num_steps = case.num_steps if optimizer == "asynchronous" else 1
-    modes = {case.may_split, False} if optimizer == "asynchronous" else {case.may_split}
-    plans = dict.fromkeys(
-        plan_training(
-            case.profile,
-            case.machine,
-            num_microbatches=planned * case.num_microbatches,
-            round_size=case.round_size,
-            hop_ms=case.hop_ms,
-            may_split=may_split,
-        )
-        for may_split in sorted(modes)
-        for planned in range(1, min(num_steps, _MAX_PLANNED_STEPS) + 1)
-    )
-    results = [(plan, _simulate_steps(case, plan, num_steps, optimizer)) for plan in plans]
-    plan, simulation = min(results, key=lambda result: result[1].timeline.makespan_ms)
-    timeline = simulation.timeline
-    bubble_ratio = timeline.bubble_ratio if optimizer == "synchronous" else timeline.bubble_parts["inside"]
-    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, plan.partition)
-
-
-def _simulate_steps(case: Case, plan: StepPlan, num_steps: int, optimizer: Optimizer) -> Simulation:
-    schedule = plan.schedule(case.profile, case.machine, case.num_microbatches, hop_ms=case.hop_ms, num_steps=num_steps)
-    return simulate(
+    """The plan of a training, for one step or for several that overlap."""
+    profile, machine, count = case.profile, case.machine, case.num_microbatches
+    is_asynchronous = optimizer == "asynchronous"
+    counts = {"num_microbatches": count, "round_size": case.round_size}
+    plan = plan_training(profile, machine, **counts, hop_ms=case.hop_ms, may_split=case.may_split)
+    num_steps = case.num_steps if is_asynchronous else 1
+    schedule = plan.schedule(profile, machine, count, hop_ms=case.hop_ms, num_steps=num_steps)
+    simulation = simulate(
         schedule,
-        stage_costs(plan.partition, case.profile),
-        case.machine,
+        stage_costs(plan.partition, profile),
+        machine,
         hop_ms=case.hop_ms,
-        microbatches_per_step=case.num_microbatches,
+        microbatches_per_step=count,
         optimizer=optimizer,
     )
+    timeline = simulation.timeline
+    bubble_ratio = timeline.bubble_parts["inside"] if is_asynchronous else timeline.bubble_ratio
+    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, plan.partition)
 
 
 SCHEDULES: dict[str, tuple[str, Callable[[Case, str], Contender | Skipped]]] = {

@@ -8,17 +8,16 @@ each. Frozen weights are kept as they travel, once. A unit that is called severa
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Schedule, StageKind, Timeline
+from lightning_roundpipe.planning import CallCost, CostProfile, Schedule, StepPlan
 
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4}
 HOST_ASSUMPTION = (
-    "trained weights: fp32 masters and gradients, AdamW with 8 bytes each; frozen ones as they travel; inputs of all "
-    "calls kept for recompute"
+    "trained weights: fp32 masters and gradients, AdamW with 8 bytes each; frozen ones as they travel; at "
+    "most the inputs of all calls that are recomputed"
 )
 BOUND_ASSUMPTION = (
     "weights, gradients, fp32 masters and AdamW state on the devices, inputs of all calls kept for recompute, the "
@@ -28,18 +27,18 @@ _FP32 = 4
 _ADAMW = 8
 
 
-def host_memory(partition: Partition, profile: CostProfile, timeline: Timeline, dtype: str) -> dict[str, int]:
+def host_memory(plan: StepPlan, profile: CostProfile, num_microbatches: int, dtype: str) -> dict[str, int]:
     """Return what RoundPipe keeps in host memory for one step, in bytes, by purpose; "total" is the sum.
 
     Args:
-        partition: The stages, for training.
+        plan: How the step runs, for training.
         profile: The costs of the calls.
-        timeline: One simulated step of the partition's schedule: it tells how many activations are kept at once.
+        num_microbatches: Micro-batches of the step.
         dtype: Type of the weights in the profile, one of `BYTES_PER_WEIGHT`.
     """
     weight_bytes, gradient_bytes = _state_bytes(profile.calls)
     states = host_states(gradient_bytes, max(0, weight_bytes - gradient_bytes), BYTES_PER_WEIGHT[dtype])
-    memory = {**states, "activations": _kept_on_host(partition, profile, timeline)}
+    memory = {**states, "activations": plan.host_activation_bytes(profile, num_microbatches)}
     return {**memory, "total": sum(memory.values())}
 
 
@@ -104,26 +103,3 @@ def _state_bytes(calls: Iterable[CallCost]) -> tuple[int, int]:
     """Bytes of the weights and of the gradients of the units behind the calls, each unit once."""
     units = {call.name: call for call in calls}.values()
     return sum(unit.weight_bytes for unit in units), sum(unit.gradient_bytes for unit in units)
-
-
-def _kept_on_host(partition: Partition, profile: CostProfile, timeline: Timeline) -> int:
-    """Peak of the inputs that wait on the host, in bytes: from the stage that makes them to the last that needs them.
-
-    The inputs of the fused stage's first call pass through the host; those of its other calls stay on the device.
-    """
-    kept: dict[tuple[int, int], int] = defaultdict(int)
-    for stage in partition.stages:
-        for position in range(stage.start, stage.stop) if stage.kind is not StageKind.BACKWARD else ():
-            if stage.kind is StageKind.FORWARD or position == stage.start:
-                made_by = stage.index - 1 if position == stage.start else stage.index
-                kept[made_by, partition.backward_stage(position)] += profile.calls[position].input_bytes
-    ends = {span.action: span.end_ms for span in timeline.spans if span.kind == "compute"}
-    microbatches = {action.microbatch_index for action in ends if action is not None}
-    changes: list[tuple[float, int]] = []
-    for microbatch in microbatches:
-        end_of = {a.stage_index: end for a, end in ends.items() if a is not None and a.microbatch_index == microbatch}
-        end_of[-1] = timeline.start_ms  # the batch itself
-        for (made_by, freed_by), num_bytes in kept.items():
-            changes += [(end_of[made_by], num_bytes), (end_of[freed_by], -num_bytes)]
-    # What is freed and what is made at the same time share their place.
-    return max(accumulate(num_bytes for _, num_bytes in sorted(changes)), default=0)

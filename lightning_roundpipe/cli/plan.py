@@ -32,7 +32,7 @@ from .arguments import (
     write_text,
 )
 from .memory import HOST_ASSUMPTION, host_memory
-from .output import Table, compress_names, show
+from .output import Table, show
 
 _EXAMPLES = """
 examples:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "bound_by": simulation.bound_by,
         "lower_bounds_ms": simulation.lower_bounds_ms,
         "devices": _devices(simulation),
-        "host_memory_bytes": host_memory(partition, profile, simulation.timeline, args.dtype),
+        "host_memory_bytes": host_memory(plan, profile, args.microbatches, args.dtype),
         "host_memory_assumption": HOST_ASSUMPTION,
     }
     show(document, *_report(document), as_json=args.json)
@@ -160,7 +160,8 @@ def _stage_table(stages: list[dict[str, Any]]) -> Table:
     for stage in stages:
         numbers = (format_ms(stage["duration_ms"]), *(format_bytes(stage[size]) for size in _STAGE_SIZES))
         count = str(stage["devices_at_a_time"])
-        rows.append((str(stage["index"]), stage["kind"], compress_names(stage["units"]), count, *numbers))
+        names = " ... ".join(dict.fromkeys((stage["units"][0], stage["units"][-1])))
+        rows.append((str(stage["index"]), stage["kind"], names, count, *numbers))
     columns = ("stage", "kind", "units", "on", "time", "weights", "gradients", "up", "down", "workspace")
     title = "Stages (on: devices at a time; time, activations up and down, and workspace: per micro-batch)"
     return Table(title, columns, rows, num_text=3)

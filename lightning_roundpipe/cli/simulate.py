@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from lightning_roundpipe.planning import Timeline
 from lightning_roundpipe.planning.quantities import format_bytes, format_ms, format_share
 
 from .arguments import (
@@ -48,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     summary = "compare schedules: step time, bubble, memory"
     parser = add_command(subparsers, "simulate", summary, _DESCRIPTION, _EXAMPLES)
     add_pipeline(parser)
-    steps = "steps to simulate for RoundPipe asynchronous (default: 8)"
+    steps = "steps to simulate for RoundPipe asynchronous (default: 8; a picture shows them all)"
     add_option(parser, "--steps", parse_count, "K", steps, default=8)
     parser.add_argument("--only", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=", ".join(SCHEDULES))
     add_png(parser, "the timelines, one above the other")
@@ -69,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
         may_split=args.may_split,
     )
     results = compare(case, [name for name in SCHEDULES if args.only is None or name in args.only])
-    contenders = [result for result in results if isinstance(result, Contender)]
     if args.png:
-        _draw(contenders, case.num_microbatches, args.png)
+        contenders = [result for result in results if isinstance(result, Contender)]
+        if not contenders:
+            raise ValueError("--png has nothing to draw: none of the schedules can run.")
+        save_picture(args.png, [(result.name, result.simulation.timeline, result.partition) for result in contenders])
     document = {
         "command": "simulate",
         "profile": args.profile,
@@ -141,23 +142,3 @@ def _report(document: dict[str, Any]) -> list[str | Table]:
     if any("(!)" in cell for cells in rows for cell in cells):
         notes.append(f"(!) More than the {format_bytes(limit)} of a device: it would not run.")
     return [Table(title, columns, rows), "\n".join([*skipped, *notes])]
-
-
-def _draw(results: list[Contender], num_microbatches: int, path: str) -> None:
-    if not results:
-        raise ValueError("--png has nothing to draw: none of the schedules can run.")
-    panels = [(*_shown(r.name, r.simulation.timeline, num_microbatches), r.partition) for r in results]
-    save_picture(path, panels)
-
-
-def _shown(name: str, timeline: Timeline, num_microbatches: int) -> tuple[str, Timeline]:
-    """Title and timeline of a panel: of more than two steps the first two, beside which one step does not look tiny."""
-    computing = [span for span in timeline.spans if span.kind == "compute"]
-    last = max(span.microbatch_index for span in computing)
-    num_shown = 2 * num_microbatches
-    if last < num_shown:
-        return name, timeline
-    end_ms = max(span.end_ms for span in computing if span.microbatch_index < num_shown)
-    spans = [s for s in timeline.spans if s.microbatch_index < num_shown and s.end_ms <= end_ms]
-    title = f"{name}, the first 2 of {(last + 1) // num_microbatches} steps"
-    return title, Timeline(tuple(spans), timeline.num_devices)

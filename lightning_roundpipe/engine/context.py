@@ -131,7 +131,7 @@ class SegmentContext:
         does not wait for others. See :meth:`Schedule.stage_orders`.
         """
         partition = self.plan.partition
-        stage = partition.stages[partition.forward_stage(position)]
+        stage = partition.stages[partition.forward_stages[position]]
         order = self._stage_orders[stage.index]
         if before := order[: order.index(schedule_index)]:
             last = max(i for i in range(position, stage.stop) if self.plan.sequence[i] is unit)

@@ -90,9 +90,8 @@ class Plan:
     @functools.cached_property
     def stages_of(self) -> list[tuple[int, int | None]]:
         """For each position the stage of its forward and, in training, that of its backward."""
-        partition = self.partition
-        backward = partition.backward_stage if partition.is_training else lambda position: None
-        return [(partition.forward_stage(i), backward(i)) for i in range(len(self.sequence))]
+        forward, backward = self.partition.forward_stages, self.partition.backward_stages
+        return list(zip(forward, backward or [None] * len(forward), strict=True))
 
     @functools.cached_property
     def keeps_graph(self) -> list[bool]:

@@ -25,7 +25,7 @@ from .plan import StageMemoryError, StepPlan, plan_evaluation, plan_training
 from .schedule import Action, Schedule, ScheduleError
 from .simulate import simulate
 from .spans import Mark, Span
-from .stages import StageCost, bound_stage_costs, stage_costs, stage_durations
+from .stages import StageCost, bound_stage_costs, stage_costs
 from .timeline import Simulation, Timeline
 
 __all__ = [
@@ -62,5 +62,4 @@ __all__ = [
     "round_robin",
     "simulate",
     "stage_costs",
-    "stage_durations",
 ]

@@ -84,14 +84,13 @@ def next_first_device(
     round_size: int | None = None,
     splits: int | Sequence[int] = 1,
     first_device: int = 0,
-    num_steps: int = 1,
 ) -> int:
     """Return the device on which the step after the `round_robin` schedule of these arguments continues the ring.
 
     Raises:
         ValueError: As `round_robin`.
     """
-    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, num_steps))
+    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, 1))
     row = _row_of(splits, num_stages)
     num_runs = sum(min(most, len(microbatches)) for microbatches in rounds for most in row)
     return (first_device + num_runs) % num_devices

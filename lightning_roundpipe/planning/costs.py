@@ -76,11 +76,6 @@ class CallCost:
                     f"{format_value(value)}: leave it out if it is unknown."
                 )
 
-    @property
-    def recompute_backward_ms(self) -> float:
-        """Time in ms of a backward that has to run the forward again first."""
-        return self.forward_ms + self.backward_ms
-
     def state_bytes(self, *, is_training: bool) -> int:
         """Return the bytes on a device of the weights, and in training of their gradients."""
         return self.weight_bytes + (self.gradient_bytes if is_training else 0)

@@ -11,26 +11,24 @@ fused                          [2]     as many of the last calls as fit, forward
 The longest stage's time decides everything else. Once an upper limit t on the time of every stage is fixed, the fewest
 stages follow greedily: give the fused stage as many of the last calls as fit (the fewer calls remain, the fewer stages
 they need, forward and backward), then fill the F stages and the B stages one after the other. The count falls as t
-grows, and the best t is the time of some possible stage, so it is enough to try those. Neither the greedy filling nor
-the choice of t loses an optimum: the result is exact.
+grows, so that bisection finds the least t for which a number of stages is enough; the numbers that could still be
+better than the best so far are few. Neither the greedy filling nor the choice of t loses an optimum: the result is
+exact. (RoundPipe paper, arXiv 2604.27085, section on partitioning: tries all O(L^2) times of possible stages.)
 
-RoundPipe paper, arXiv 2604.27085, section on partitioning: O(L^2) limits, O(L) per limit. Because the count falls
-monotonically, most of the limits are skipped here without being tried.
-
-Times are integers over a common denominator: sums are then exact, equal stages have equal times, and no stage misses a
+Times are whole ticks of about a nanosecond: sums are then exact, equal stages have equal times, and no stage misses a
 limit by a rounding error.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from .costs import CallCost
 
+_TICKS_PER_MS = 2**20
 # Of the F stages and of the B stages; see `partition.pieces`.
 Cuts = tuple[Sequence[int], Sequence[int]]
 
@@ -71,73 +69,42 @@ class StageSearch:
         Cuts are call positions ``[0, ..., a]``; the fused stage begins at a. Without a backward, the first list ends
         with the number of calls.
         """
-        good_limit, good_score = self._good_limit(num_devices, num_microbatches)
-        limits = self._limits(self._longest_limit(good_score, num_devices, num_microbatches))
-        best_limit = limits[0]
-        best_score = self._score(best_limit, num_devices, num_microbatches)
-        if good_score < best_score:
-            best_limit, best_score = good_limit, good_score
-        index = 1
-        while index < len(limits):
+        longest_call = max(1, *(b - a for a, b in pairwise(self._backward_times)))
+        counts = num_devices, num_microbatches
+        row = [limit for limit in self.limits_between(24) if limit >= longest_call]
+        best_score, best_limit = min((self._score(limit, *counts), limit) for limit in row)
+        limit: int | None = longest_call
+        while limit is not None:
             # A longer t_max has to be paid for with fewer stages; this many are still as good as the best so far.
-            affordable = _most_stages(best_score // limits[index], num_devices, num_microbatches)
-            if affordable < 1:
-                break
-            index = _first_at_most(limits, index, self._count, affordable)
-            if index == len(limits):
-                break
-            score = self._score(limits[index], num_devices, num_microbatches)
-            if score <= best_score:  # "equal" too: a later limit means fewer stages
-                best_limit, best_score = limits[index], score
-            index += 1
+            limit = self._least_limit(limit, _most_stages(best_score // limit, *counts))
+            if limit is not None:
+                score = self._score(limit, *counts)
+                if score <= best_score:  # "equal" too: a later limit means fewer stages
+                    best_score, best_limit = score, limit
+                limit += 1
         return self.cuts(best_limit)
+
+    def _least_limit(self, low: int, num_stages: int) -> int | None:
+        """The least limit from `low` on within which so many stages are enough; None if there is none."""
+        high, step, longest = low, max(1, low >> 10), self._backward_times[-1]
+        if num_stages < 1:
+            return None
+        while self._count(high) > num_stages:  # nearly always close to the start
+            if high >= longest:
+                return None
+            low, high, step = high + 1, min(high + step, longest), 2 * step
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._count(middle) <= num_stages else (middle + 1, high)
+        return low
 
     def limits_between(self, num_limits: int) -> list[int]:
         """Return times from the shortest call's to that of all calls, in a geometric row, ascending."""
         times = self._backward_times
         low = max(1, min((b - a for a, b in pairwise(times) if b > a), default=1))
         high = max(low, times[-1])
-        octaves = (math.log2(high) - math.log2(low)) / max(1, num_limits - 1)
-        return sorted({_times_power_of_two(low, i * octaves) for i in range(num_limits)} | {high})
-
-    def _limits(self, high: int) -> list[int]:
-        """All times up to `high` that the longest stage can have: sums over neighbouring calls, each call fits."""
-        prefixes = [self._forward_times, self._backward_times] if self._is_training else [self._forward_times]
-        longest_call = self._longest_call()
-        limits: set[int] = set()
-        for prefix in prefixes:
-            for start, begin in enumerate(prefix):
-                first = bisect_left(prefix, begin + longest_call, start + 1)
-                last = bisect_right(prefix, begin + high, first)
-                limits.update(end - begin for end in prefix[first:last])
-        return sorted(limits)
-
-    def _longest_call(self) -> int:
-        return max(b - a for a, b in pairwise(self._backward_times))
-
-    def _good_limit(self, num_devices: int, num_microbatches: int) -> tuple[int, int]:
-        """The best of a few limits and its score, which the best of all does not exceed."""
-        longest_call = self._longest_call()
-        rows = [limit for limit in self.limits_between(24) if limit >= longest_call]
-        scores = [self._score(limit, num_devices, num_microbatches) for limit in rows]
-        score = min(scores)
-        return rows[scores.index(score)], score
-
-    def _longest_limit(self, score: int, num_devices: int, num_microbatches: int) -> int:
-        """A time above which no limit is better than `score`; with layers of unequal times there are O(L^2) of them.
-
-        A limit t has at least the score t N M. And S stages of at most t hold all the work, of which the fused stage
-        saves no more than t of forwards: put into `_stage_weight`, this bounds t, once for S >= N and once for S < N.
-        """
-        n, m = num_devices, num_microbatches
-        work = self._forward_times[-1] + (self._backward_times[-1] if self._is_training else 0)
-        saved = 1 if self._is_training else 0
-        total = self._backward_times[-1]
-        bounds = [
-            (score - constant) // slope if slope > 0 else total
-            for constant, slope in ((m * work, n * (n - 1) - saved * m), (n * work, n * (m - 1) - saved * n))
-        ]
-        return max(self._longest_call(), min(max(bounds), score // (n * m)))
+        ratio = (high / low) ** (1 / max(1, num_limits - 1))
+        return sorted({round(low * ratio**i) for i in range(num_limits - 1)} | {high})
 
     def cuts(self, limit: int, *, forward_taper: int = 0, backward_taper: int = 0) -> tuple[list[int], list[int]]:
         """Return greedy cuts whose stages take at most `limit`, but for calls that take longer by themselves.
@@ -221,20 +188,6 @@ def _most_stages(weight: int, num_devices: int, num_microbatches: int) -> int:
     return (weight - num_devices * (num_devices - 1)) // num_microbatches
 
 
-def _first_at_most(limits: list[int], start: int, count: Callable[[int], int], target: int) -> int:
-    """Return the first index >= start whose limit needs at most `target` stages, or ``len(limits)``.
-
-    Gallops before it bisects: the answer is nearly always close to the start.
-    """
-    low = high = start
-    step = 1
-    while high < len(limits) and count(limits[high]) > target:
-        low = high + 1
-        high += step
-        step *= 2
-    return bisect_left(limits, True, low, min(high, len(limits)), key=lambda limit: count(limit) <= target)
-
-
 def balanced_cuts(times_ms: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """Return how many neighbouring calls each part holds, the longest part as short as possible.
 
@@ -298,21 +251,12 @@ def _fair_end(prefix: list[int], start: int, ends: range, num_left: int) -> int:
     return min(sorted(nearby), key=lambda end: abs((prefix[end] - prefix[start]) * num_left - rest))
 
 
-def _times_power_of_two(value: int, exponent: float) -> int:
-    """``value * 2 ** exponent`` for integers of any size, which ticks are."""
-    whole = math.floor(exponent)
-    return (value * round(2 ** (exponent - whole + 32)) << whole) >> 32
-
-
 def _prefix_sums(values: Iterable[int]) -> list[int]:
     return list(accumulate(values, initial=0))
 
 
-def _to_ticks(values: Sequence[float]) -> list[int]:
-    """Scale floats to integers by one common factor, without rounding: every float is an integer over a power of 2."""
-    ratios = [value.as_integer_ratio() for value in values]
-    denominator = max(denominator for _, denominator in ratios)
-    return [numerator * (denominator // own) for numerator, own in ratios]
+def _to_ticks(values: Iterable[float]) -> list[int]:
+    return [round(value * _TICKS_PER_MS) for value in values]
 
 
 def single_calls(num_calls: int, *, is_training: bool) -> Cuts:

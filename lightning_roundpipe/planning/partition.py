@@ -16,8 +16,9 @@ itself is in ``cuts``.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from .costs import CostProfile
@@ -82,68 +83,41 @@ class Partition:
 
     num_calls: int
     stages: tuple[Stage, ...]
-    _forward_stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _backward_stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
-        self._validate()
-        forward = [0] * self.num_calls
-        backward = [0] * self.num_calls
-        for stage in self.stages:
-            for position in range(stage.start, stage.stop):
-                if stage.kind is not StageKind.BACKWARD:
-                    forward[position] = stage.index
-                if stage.kind is not StageKind.FORWARD:
-                    backward[position] = stage.index
-        object.__setattr__(self, "_forward_stages", tuple(forward))
-        object.__setattr__(self, "_backward_stages", tuple(backward) if self.is_training else ())
-
-    def _validate(self) -> None:
         if self.num_calls < 0 or not self.stages:
             raise ValueError(
                 f"A partition needs num_calls >= 0 and at least one stage, got num_calls={self.num_calls} and "
                 f"{len(self.stages)} stages: build it with partition() or partition_forward()."
             )
-        for index, stage in enumerate(self.stages):
-            if stage.index != index:
-                raise self._error(stage, f"is at position {index}: number the stages in execution order")
-            if stage.start == stage.stop and not (self.num_calls == 0 and len(self.stages) == 1):
-                raise self._error(stage, "has no calls: drop it")
-        num_fused = sum(stage.kind is StageKind.FUSED for stage in self.stages)
-        if num_fused > 1:
-            fused = [stage for stage in self.stages if stage.kind is StageKind.FUSED]
-            raise self._error(fused[1], "is a second fused stage: a partition has at most one")
-        first_backward = next((s for s in self.stages if s.kind is StageKind.BACKWARD), None)
-        if num_fused == 0 and first_backward is not None:
-            raise self._error(first_backward, "is a backward stage without a fused stage before it: add one")
-        self._validate_order()
-
-    def _validate_order(self) -> None:
-        """Walk through the stages and check that each one begins where the one before it ended."""
-        position = 0
-        descending = False
-        for stage in self.stages:
-            if (stage.kind is StageKind.BACKWARD) != descending:
-                raise self._error(stage, "is out of order: F stages come first, then the fused stage, then B stages")
-            begin = stage.stop if descending else stage.start
-            if begin != position:
-                edge = "stop" if descending else "start"
-                raise self._error(
-                    stage, f"must {edge} at call {position}: stages cover the calls without gap or overlap"
-                )
-            if stage.kind is StageKind.FUSED:
-                if stage.stop != self.num_calls:
-                    raise self._error(
-                        stage, f"must stop at call {self.num_calls}: the fused stage holds the last calls"
-                    )
-                descending = True
-            position = stage.start if descending else stage.stop
-        target = 0 if descending else self.num_calls
-        if position != target:
-            raise self._error(
-                self.stages[-1], f"is the last one and leaves calls uncovered: it must reach call {target}"
+        kinds, order = [stage.kind for stage in self.stages], list(StageKind)
+        num_fused, has_backward = kinds.count(StageKind.FUSED), StageKind.BACKWARD in kinds
+        if kinds != sorted(kinds, key=order.index) or num_fused > 1 or (has_backward and not num_fused):
+            raise ValueError(
+                f"A partition has F stages first, then one fused stage, then B stages, or F stages alone, got "
+                f"{self.format()}: reorder them."
             )
+        self._validate_calls()
+
+    def _validate_calls(self) -> None:
+        """Check that each stage begins where the one before it ended, and that all calls are covered."""
+        position, last = 0, self.stages[-1]
+        for index, stage in enumerate(self.stages):
+            begin, end = stage.start, stage.stop
+            if stage.kind is StageKind.BACKWARD:
+                begin, end = end, begin
+            if stage.index != index or begin != position:
+                raise self._error(
+                    stage, f"must be number {index} and begin at call {position}, as the one before ended"
+                )
+            if begin == end and (self.num_calls or len(self.stages) > 1):
+                raise self._error(stage, "has no calls: drop it")
+            if stage.kind is StageKind.FUSED and end != self.num_calls:
+                raise self._error(stage, f"must hold the last calls, up to {self.num_calls}")
+            position = stage.start if stage.kind is StageKind.FUSED else end
+        if position != (0 if self.is_training else self.num_calls):
+            raise self._error(last, "is the last one and leaves calls uncovered: add the stages that are missing")
 
     def _error(self, stage: Stage, problem: str) -> ValueError:
         return ValueError(f"Stage {stage.index} ({stage.format()}) {problem}. Partition: {self.format()}")
@@ -158,33 +132,19 @@ class Partition:
         """Whether there is a backward, that is, a fused stage."""
         return any(stage.kind is StageKind.FUSED for stage in self.stages)
 
-    def forward_stage(self, position: int) -> int:
-        """Return the index of the stage that runs the forward of the call: an F stage or the fused one.
+    @functools.cached_property
+    def forward_stages(self) -> tuple[int, ...]:
+        """For each call the index of the stage that runs its forward: an F stage or the fused one."""
+        return self._stages_without(StageKind.BACKWARD)
 
-        Raises:
-            IndexError: If there is no call at this position.
-        """
-        self._check_position(position)
-        return self._forward_stages[position]
+    @functools.cached_property
+    def backward_stages(self) -> tuple[int, ...]:
+        """For each call the index of the stage that runs its backward: the fused one or a B stage. Or empty."""
+        return self._stages_without(StageKind.FORWARD) if self.is_training else ()
 
-    def backward_stage(self, position: int) -> int:
-        """Return the index of the stage that runs the backward of the call: the fused one or a B stage.
-
-        Raises:
-            IndexError: If there is no call at this position.
-            ValueError: If the partition is forward-only.
-        """
-        self._check_position(position)
-        if not self._backward_stages:
-            raise ValueError(
-                f"Call {position} has no backward stage, the partition is forward-only ({self.format()}): "
-                "use partition() for training."
-            )
-        return self._backward_stages[position]
-
-    def _check_position(self, position: int) -> None:
-        if not 0 <= position < self.num_calls:
-            raise IndexError(f"There is no call {position}: the partition has calls 0 to {self.num_calls - 1}.")
+    def _stages_without(self, kind: StageKind) -> tuple[int, ...]:
+        stages = sorted((stage for stage in self.stages if stage.kind is not kind), key=lambda stage: stage.start)
+        return tuple(stage.index for stage in stages for _ in range(stage.start, stage.stop))
 
     def format(self) -> str:
         """Return short text such as ``"F 0-3 | F 4-7 | fused 8-9 | B 4-7 | B 0-3"``."""

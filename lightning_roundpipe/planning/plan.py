@@ -86,6 +86,21 @@ class StepPlan:
             first_device=first_device,
         )
 
+    def host_activation_bytes(self, profile: CostProfile, num_microbatches: int) -> int:
+        """Return the most that inputs of calls take on the host while they wait for the backward.
+
+        An upper bound: they are counted for every micro-batch and call, as if all were there together and none was
+        shared. Two rounds of micro-batches may be under way at a time: one ends while the next one begins.
+        """
+        waiting: set[int] = set()
+        for stage in self.partition.stages:
+            if stage.kind is StageKind.BACKWARD:
+                waiting.update(range(stage.start, stage.stop))
+            elif stage.kind is StageKind.FUSED and stage.start < stage.stop:
+                waiting.add(stage.start)  # comes from another device
+        num_in_flight = min(num_microbatches, 2 * (self.round_size or num_microbatches))
+        return num_in_flight * sum(profile.calls[position].input_bytes for position in waiting)
+
     def with_order(self, spans: Sequence[tuple[int, int]], single: Collection[int]) -> StepPlan:
         """Return the plan with what micro-batches must pass one after the other on one device at a time.
 

@@ -124,9 +124,15 @@ class Schedule:
     def _validate_order(self, cells: dict[Action, tuple[int, int]]) -> None:
         """Run the schedule without time: whatever cannot be reached is blocked by a cycle."""
         columns, next_stage, _ = self._run_without_time(cells, 0)
-        blocked = [d for d, column in enumerate(columns) if column < len(self.devices[d])]
+        blocked = []
+        for device, column in enumerate(columns):
+            if column < len(self.devices[device]):
+                head = self.devices[device][column]
+                needed = Action(next_stage[head.microbatch_index], head.microbatch_index)
+                blocked.append(f"device {device}, column {column}: {head.format()} waits for {needed.format()}")
         if blocked:
-            raise self._deadlock_error(cells, columns, next_stage, blocked[0])
+            problem = "The order is cyclic, the devices would wait for ever: reorder them."
+            raise ScheduleError("\n  ".join([problem, *blocked]))
 
     def _run_without_time(
         self, cells: dict[Action, tuple[int, int]], num_ordered: int
@@ -175,20 +181,6 @@ class Schedule:
         for action in order:
             orders[action.stage_index].append(action.microbatch_index)
         return tuple(map(tuple, orders[:num_stages]))
-
-    def _deadlock_error(
-        self, cells: dict[Action, tuple[int, int]], columns: list[int], next_stage: list[int], device: int
-    ) -> ScheduleError:
-        waits: dict[int, str] = {}
-        while device not in waits:
-            column = columns[device]
-            head = self.devices[device][column]
-            needed = Action(next_stage[head.microbatch_index], head.microbatch_index)
-            waits[device] = f"device {device}, column {column}: {head.format()} waits for {needed.format()}"
-            device, _ = cells[needed]
-        cycle = list(waits.values())[list(waits).index(device) :]  # what comes before is blocked by it
-        problem = "the order is cyclic, the devices would wait for ever: reorder them"
-        return ScheduleError("\n  ".join([str(self._error(device, columns[device], problem)), *cycle]))
 
     def _error(self, device: int, column: int, problem: str) -> ScheduleError:
         action = self.devices[device][column]

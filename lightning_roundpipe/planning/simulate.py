@@ -52,7 +52,6 @@ def simulate(
     machine: Machine | None = None,
     *,
     hop_ms: float = 0.0,
-    prefetch: bool = True,
     recompute_ahead: bool = False,
     microbatches_per_step: int | None = None,
     optimizer: Optimizer = "synchronous",
@@ -66,7 +65,6 @@ def simulate(
         machine: Memory and links; None for devices that share the host's memory. A device's memory is not enforced
             here, only avoided: compare `Simulation.memory_bytes` with it.
         hop_ms: Additional time in ms for which a micro-batch is under way between stages on different devices.
-        prefetch: Whether weights are uploaded during the stage run before.
         recompute_ahead: Whether the recompute of a B stage may run before the gradient has arrived.
         microbatches_per_step: Where the next step begins, if the schedule holds several; None for one step.
         optimizer: How steps depend on each other.
@@ -93,7 +91,7 @@ def simulate(
         )
     if optimizer not in get_args(Optimizer):
         raise ValueError(f"optimizer must be one of {get_args(Optimizer)}, got {optimizer!r}: pass one of them.")
-    return _Run(schedule, costs, machine, hop_ms, prefetch, recompute_ahead, per_step, optimizer).run()
+    return _Run(schedule, costs, machine, hop_ms, recompute_ahead, per_step, optimizer).run()
 
 
 def _check_time(name: str, value: float) -> None:
@@ -154,7 +152,6 @@ class _Run:
     costs: Costs
     machine: Machine
     hop_ms: float
-    prefetch: bool
     recompute_ahead: bool
     per_step: int
     optimizer: Optimizer
@@ -278,7 +275,7 @@ class _Run:
 
     def _overlap(self, device: _Device, previous: _StageRun, run: _StageRun) -> bool:
         """Whether the weights of a stage run are uploaded while the one before it is on the device."""
-        return self.prefetch and previous.cost.fits_beside(run.cost, device.traits.memory_bytes)
+        return previous.cost.fits_beside(run.cost, device.traits.memory_bytes)
 
     def _move(self, device: _Device, lane: str, begin: float, run: _StageRun, num_bytes: int, lane_ms: float) -> float:
         """Book weights or gradients on a lane and on the host memory; returns when they have arrived."""

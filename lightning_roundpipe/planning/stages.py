@@ -117,30 +117,16 @@ class StageTable:
         return cost
 
 
-def stage_durations(partition: Partition, profile: CostProfile) -> tuple[float, ...]:
-    """Return the time of each stage on one micro-batch, in ms.
-
-    The forwards of the calls for an F stage; forwards and backwards for the fused stage; the same for a B stage, which
-    recomputes the forwards.
-
-    Raises:
-        ValueError: If the partition was made for another number of calls.
-    """
-    return tuple(cost.duration_ms for cost in stage_costs(partition, profile))
-
-
-def bound_stage_costs(
-    calls_per_stage: Sequence[int], profile: CostProfile, *, recompute: bool = True
-) -> tuple[StageCost, ...]:
+def bound_stage_costs(calls_per_stage: Sequence[int], profile: CostProfile) -> tuple[StageCost, ...]:
     """Return the costs of a pipeline whose stages are bound to devices (GPipe, 1F1B, ...): S forwards, S backwards.
 
-    Entry i < S is the forward of stage i, entry S + i the backward of stage S - 1 - i. Weights and gradients stay on
-    the devices, so that only boundary activations travel.
+    Entry i < S is the forward of stage i, entry S + i the backward of stage S - 1 - i, which repeats the forwards of
+    all calls but the last one of the model (the head). Weights and gradients stay on the devices, so that only boundary
+    activations travel.
 
     Args:
         calls_per_stage: Number of calls of each of the S stages, in order; 0 is allowed.
         profile: The costs of the calls.
-        recompute: Whether the backward repeats the forwards; the last call of the model (the head) never does.
 
     Raises:
         ValueError: If the stages do not add up to the calls of the profile.
@@ -154,8 +140,7 @@ def bound_stage_costs(
     for index, count in enumerate(calls_per_stage):
         calls = profile.calls[start : start + count]
         start += count
-        is_last = start == len(profile.calls)
-        repeated = () if not recompute else calls[:-1] if is_last else calls
+        repeated = calls[:-1] if start == len(profile.calls) else calls
         inward, outward = (calls[0].input_bytes, calls[-1].output_bytes) if calls else (0, 0)
         workspace = max((call.workspace_bytes for call in calls), default=0)  # one call after the other is recomputed
         forward_ms = math.fsum(call.forward_ms for call in calls)

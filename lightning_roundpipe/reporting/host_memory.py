@@ -5,8 +5,7 @@ Everything that does not fit on devices lives on the host. Weights are there bef
 it, the state of the optimizer after it, and inputs of calls that are run again in the backward come and go with every
 step. So the most that a run will ever need can be told when the first micro-batch has shown the calls, before the other
 ones fill the memory. Two numbers are estimates. The state of an optimizer that has not made a step is guessed from its
-class. And the inputs are counted for every micro-batch and call, as if all were there together and none was shared:
-an upper bound. (Two rounds of micro-batches may be under way at a time: one ends while the next one begins.)
+class. And the inputs are those of :meth:`planning.plan.StepPlan.host_activation_bytes`, an upper bound.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..optimizer.state import GuardedState
-from ..planning.costs import CostProfile
-from ..planning.partition import Partition, StageKind
 from ..planning.quantities import format_bytes
 from ..weights.futures import unwaited
 
@@ -141,21 +138,6 @@ def _num_state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
             known = _STATE_TENSORS[kind.__name__]
             return int(known(group)) if callable(known) else known
     return _UNKNOWN_STATE_TENSORS
-
-
-def activation_bytes(partition: Partition, profile: CostProfile, num_in_flight: int) -> int:
-    """The most that inputs of calls take on the host while they wait for the backward; an upper bound.
-
-    Args:
-        num_in_flight: micro-batches whose backward may be awaited at a time.
-    """
-    waiting: set[int] = set()
-    for stage in partition.stages:
-        if stage.kind is StageKind.BACKWARD:
-            waiting.update(range(stage.start, stage.stop))
-        elif stage.kind is StageKind.FUSED and stage.start < stage.stop:
-            waiting.add(stage.start)  # comes from another device
-    return num_in_flight * sum(profile.calls[position].input_bytes for position in waiting)
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

@@ -13,7 +13,7 @@ from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
 from ..planning.plan import StepPlan
 from ..planning.quantities import format_bytes
-from .host_memory import activation_bytes, allocated_bytes, available_bytes, model_memory
+from .host_memory import allocated_bytes, available_bytes, model_memory
 
 # The first plan is made from guesses, and the next one after the second step.
 _REPORTED_STEP = 3
@@ -61,9 +61,7 @@ class HostReport:
 
     def note_plan(self, plan: StepPlan, costs: CostProfile, num_microbatches: int) -> None:
         """The calls are known, and so are the sizes of their inputs, but most of them are not there yet."""
-        # The backward of two rounds may be awaited at a time.
-        num_in_flight = min(num_microbatches, 2 * (plan.round_size or num_microbatches))
-        self.memory = replace(self.memory, activations=activation_bytes(plan.partition, costs, num_in_flight))
+        self.memory = replace(self.memory, activations=plan.host_activation_bytes(costs, num_microbatches))
         self.check()
 
     def note_step(self, working_copies: int, plan: StepPlan | None = None) -> None:

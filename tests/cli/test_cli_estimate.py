@@ -77,7 +77,7 @@ def test_full_fine_tuning_of_the_largest_model_does_not_fit_the_papers_host(run_
     assert problem["what"] == "host memory"
     assert problem["needed"] > 18 * document["model"]["weights"]
     assert problem["short_by"] == problem["needed"] - (800 * 10**9 - document["host_reserve_bytes"])
-    assert any(help.startswith("LoRA (") for help in problem["helps"])
+    assert "LoRA" in problem["helps"]
 
 
 def workload(name: str = "llama-3.1-8b", gpu: str = "rtx4090", **options: Any) -> Workload:
@@ -186,7 +186,7 @@ def test_short_device_memory_is_said_with_what_helps(run_json: RunJson) -> None:
     assert method["largest_seq_len"] == 0
     helps = [text for problem in method["problems"] for text in problem["helps"]]
     assert not any("sequences" in text for text in helps)
-    assert any(text.startswith("LoRA, which has no gradients") for text in helps)
+    assert "LoRA" in helps
 
 
 def test_short_host_memory_is_said_with_what_helps(run_json: RunJson) -> None:
@@ -214,7 +214,7 @@ def test_report_has_a_verdict_and_a_table_for_each_question(capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "20.91 billion weights (4.19 billion active) in 24 layers, on 8 x rtx4090 (24.0 GiB each), bf16" in text
     assert "\nFull fine-tuning does not fit: host memory is short by " in text
-    assert "what helps: LoRA (" in text
+    assert "what helps: LoRA, or " in text
     assert "\nLoRA fits: " in text
     for title in ("Speed (", "Device memory (", "Host memory (", "Assumed to be reached", "Assumptions"):
         assert f"\n\n{title}" in text
@@ -285,33 +285,6 @@ def test_assumed_rates_follow_the_machine_and_the_options(
         assert found["slow"][key] == pytest.approx(slow, rel=1e-3)
         assert found["fast"][key] == pytest.approx(fast, rel=1e-3)
     assert found["slow"]["expert_products_tflops"] is None
-
-
-FP16 = ("--dtype", "fp16", "--fp16-accumulation")
-HINTS: list[tuple[str, tuple[str, ...], str]] = [
-    ("rtx4090", (), "fp16 products that accumulate in fp16 have a peak of 330.3 TFLOP/s in place of 165.2"),
-    ("rtx3090", ("--dtype", "fp16"), "have a peak of 142 TFLOP/s in place of 71"),
-    ("rtx5090", (), "have a peak of 419 TFLOP/s in place of 209.5"),
-    ("rtx4090", ("--host-memory", "512GB,1TB"), "Pass --dtype fp16 --fp16-accumulation to see what that gives"),
-    ("a100-80", FP16, "--fp16-accumulation changes nothing: the peak of a100-80 is 312 TFLOP/s either way."),
-    ("rtx4090", FP16, ""),  # it is on
-    ("rtx4090", ("--dtype", "fp32"), ""),  # wanted for its precision
-    ("rtx4090", ("--tflops", "150"), ""),  # the user knows better
-    ("rtx4090", ("--host-bandwidth", "0.3GB/s"), ""),  # computing is not what takes the time
-    ("rtx4090", ("--host-memory", "32GB"), ""),  # nothing runs
-    ("a100-80", (), ""),
-    ("h200", (), ""),
-]
-
-
-@pytest.mark.parametrize(("gpu", "options", "expected"), HINTS)
-def test_fp16_accumulation_is_hinted_at_where_it_would_help(
-    gpu: str, options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", "--model", "llama-3.1-8b", "--seq-len", "2048", "--gpu", gpu, *options]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Hint: ")]
-    assert len(shown) == bool(expected)
-    assert expected in "".join(shown)
 
 
 def test_several_sizes_of_host_memory_are_rows_of_a_table(

@@ -9,12 +9,10 @@ from lightning_roundpipe.planning import (
     Partition,
     Stage,
     StageKind,
+    StepPlan,
     gpipe,
     looped_bfs,
     one_f_one_b,
-    round_robin,
-    simulate,
-    stage_costs,
 )
 
 F, FUSED, B = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
@@ -27,40 +25,28 @@ def call(name: str, input_bytes: int, *, weights: int = 10, is_frozen: bool = Fa
 
 PROFILE = CostProfile((call("a", 100), call("b", 7), call("frozen", 3, is_frozen=True), call("b", 5)))
 PARTITION = Partition(4, (Stage(0, F, 0, 2), Stage(1, FUSED, 2, 4), Stage(2, B, 0, 2)))
-
-
-def host(dtype: str, num_microbatches: int = 2, round_size: int | None = None) -> dict[str, int]:
-    schedule = round_robin(3, num_microbatches, 1, round_size=round_size)
-    timeline = simulate(schedule, stage_costs(PARTITION, PROFILE)).timeline
-    return host_memory(PARTITION, PROFILE, timeline, dtype)
+PLAN = StepPlan(PARTITION, (1, 1, 1), round_size=1)
 
 
 def test_host_states_count_each_unit_once() -> None:
-    memory = host("bf16")
+    memory = host_memory(PLAN, PROFILE, 5, "bf16")
     # a, b (once) and frozen have 10 weights each
     assert memory["frozen weights"] == 10 * 2
     assert memory["master weights"] == 20 * 4
     assert memory["working copy"] == 20 * 2
     assert memory["gradients"] == 20 * 4
     assert memory["optimizer state"] == 20 * 8
+    assert memory["activations"] == 2 * (100 + 7 + 3)  # of two rounds; what the fused stage hands on inside stays there
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
 
 
 def test_fp32_masters_travel_themselves() -> None:
-    memory = host("fp32")
+    memory = host_memory(PLAN, PROFILE, 5, "fp32")
     assert memory["frozen weights"] == 20
     assert memory["master weights"] == 40
     assert memory["working copy"] == 0
     assert memory["gradients"] == 40
     assert memory["optimizer state"] == 80
-
-
-def test_host_activations_are_those_kept_at_once() -> None:
-    # After the forwards of both micro-batches: the batch (100 each), what b and the fused stage start from (7 + 3
-    # each). What the fused stage hands on inside itself (5) stays on the device.
-    assert host("bf16")["activations"] == 2 * (100 + 7 + 3)
-    # In rounds of one, the first micro-batch leaves nothing behind but its place in the batch.
-    assert host("bf16", round_size=1)["activations"] == 100 + 100 + 7 + 3
 
 
 def test_bound_stages_keep_everything_on_the_device() -> None:

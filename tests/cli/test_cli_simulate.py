@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +77,11 @@ def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: s
     arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
     found = rows(run_json(*arguments, "--only", "roundpipe-async"))["RoundPipe asynchronous"]
 
-    def simulated(planned_steps: int, may_split: bool) -> Any:
-        counts = {"num_microbatches": 16 * planned_steps, "round_size": 16}
-        plan = plan_training(llama, Machine(8), **counts, hop_ms=3.2, may_split=may_split)
-        schedule = round_robin(plan.partition.num_stages, 16, 8, round_size=16, splits=plan.splits, num_steps=3)
-        costs = stage_costs(plan.partition, llama)
-        return plan.partition.format(), simulate(
-            schedule, costs, hop_ms=3.2, microbatches_per_step=16, optimizer="asynchronous"
-        )
-
-    candidates = [simulated(planned_steps, may_split) for may_split in (False, True) for planned_steps in (1, 2, 3)]
-    stages, simulation = min(candidates, key=lambda candidate: candidate[1].timeline.makespan_ms)
-    assert found["stages"] == stages
+    plan = plan_training(llama, Machine(8), num_microbatches=16, round_size=16, hop_ms=3.2)
+    schedule = round_robin(plan.partition.num_stages, 16, 8, splits=plan.splits, num_steps=3)
+    costs = stage_costs(plan.partition, llama)
+    simulation = simulate(schedule, costs, hop_ms=3.2, microbatches_per_step=16, optimizer="asynchronous")
+    assert found["stages"] == plan.partition.format()
     assert found["step_ms"] == simulation.step_ms
     assert found["bubble_ratio"] == simulation.timeline.bubble_parts["inside"]
 
@@ -162,17 +154,6 @@ def test_text_names_what_was_left_out_and_the_rest_is_drawn(
     assert "interleaved 1F1B was left out: it needs a multiple of 8 micro-batches, got 12." in text
     assert "RoundPipe sync" not in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_of_many_steps_two_are_drawn(llama_file: str, tmp_path: Path, run_json: RunJson) -> None:
-    picture = tmp_path / "p.svg"
-    arguments = ("simulate", "--profile", llama_file, "--devices", "2", "--microbatches", "4", "--png", str(picture))
-    names = ("roundpipe-sync", "roundpipe-async")
-    rows = run_json(*arguments, "--steps", "5", "--only", *names)["schedules"]
-    titles = re.findall(r"<!-- (RoundPipe .*?): (\d+) ms", picture.read_text(encoding="utf-8"))
-    assert [title for title, _ in titles] == ["RoundPipe synchronous", "RoundPipe asynchronous, the first 2 of 5 steps"]
-    step_ms, length_ms = rows[1]["step_ms"], int(titles[1][1])
-    assert 1.8 * step_ms < length_ms < 2.5 * step_ms
 
 
 def test_a_picture_of_nothing_is_refused(llama_file: str, run_failing: RunFailing) -> None:

@@ -26,7 +26,7 @@ from lightning_roundpipe.cli.estimate.workload import (
     cost_profile,
     logit_bytes,
 )
-from tests.cli.test_cli_models import EXPERTS, GPT2, LOCAL_EXPERTS, SIZES
+from tests.cli.test_cli_models import EXPERTS, LOCAL_EXPERTS, SIZES
 from tests.cli.test_cli_paper import HUB_NAMES
 from tests.planning.paper import MODELS, SEQUENCES
 
@@ -72,8 +72,6 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"head_dim": 64}),
     ("qwen3", {"head_dim": 64}),
     ("gemma2", {"head_dim": 32}),
-    ("gpt2", {}),
-    ("gpt2", {"n_inner": 384}),
     ("mixtral", {**LOCAL_EXPERTS, "num_local_experts": 4}),
     ("qwen3_moe", {**EXPERTS, "head_dim": 64, "num_experts": 4}),
     ("qwen3_moe", {**EXPERTS, "head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4}),
@@ -87,8 +85,6 @@ def test_graph_of_a_layer_takes_what_the_formula_says(model_type: str, changes: 
     """Forward and backward of a real layer allocate what the formula says, to 10%."""
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    if model_type == "gpt2":
-        sizes = {**GPT2, "vocab_size": 101, "n_embd": 256, "n_layer": 1, "n_positions": TOKENS}
     config = {"model_type": model_type, **sizes, **changes}
     layer_shape = read_shape(config, "small").layers[0]
     transformers.AttentionInterface.register("without_scores", attention_without_scores)
@@ -99,18 +95,16 @@ def test_graph_of_a_layer_takes_what_the_formula_says(model_type: str, changes: 
     model = transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16).eval()
     made._attn_implementation = "without_scores"
     hidden = torch.randn(1, TOKENS, 256, dtype=torch.bfloat16, requires_grad=True)
-    if model_type == "gpt2":
-        layer, arguments, known = model.transformer.h[0], {}, []
-    else:
-        layer = model.model.layers[0]
-        positions = torch.arange(TOKENS)[None]
-        rotary = model.model.rotary_emb(hidden, positions)
-        arguments, known = {"position_embeddings": rotary, "attention_mask": None}, [*rotary, positions]
+    layer = model.model.layers[0]
+    positions = torch.arange(TOKENS)[None]
+    rotary = model.model.rotary_emb(hidden, positions)
     parameters = list(layer.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    with PeakBytes([hidden, *known, *parameters, *(p.grad for p in parameters if p.grad is not None)]) as bytes_used:
-        result = layer(hidden, **arguments)
+    with PeakBytes(
+        [hidden, *rotary, positions, *parameters, *(p.grad for p in parameters if p.grad is not None)]
+    ) as bytes_used:
+        result = layer(hidden, position_embeddings=rotary, attention_mask=None)
         result = result[0] if isinstance(result, tuple) else result
         result.backward(torch.ones_like(result))
     expected = TOKENS * (_graph_bytes(layer_shape, 2) + 2 * 256)  # the output is not part of the graph

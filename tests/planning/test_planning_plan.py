@@ -158,6 +158,14 @@ def test_activations_that_wait_between_stages_have_room() -> None:
             plan_training(CostProfile(tuple(calls)), short, num_microbatches=num_microbatches, round_size=round_size)
 
 
+def test_inputs_of_recomputed_calls_wait_on_the_host() -> None:
+    """For two rounds at most. Call 3 gets its input from call 2, in the same stage."""
+    profile = CostProfile(tuple(CallCost(f"c{i}", 1.0, 2.0, input_bytes=10**i) for i in range(4)))
+    stages = assemble(4, (0, 2), (0, 2))
+    for round_size, num_in_flight in ((None, 7), (2, 4), (5, 7)):
+        assert StepPlan(stages, (1, 1, 1), round_size).host_activation_bytes(profile, 7) == num_in_flight * 111
+
+
 @pytest.mark.parametrize(("memory", "fits_if_split"), [(1099, True), (50, True), (40, True), (39, False)])
 def test_whether_smaller_microbatches_would_help(memory: int, fits_if_split: bool) -> None:
     calls = (CallCost("a", 1, 1, 20, 20, 100, 100, 600), CallCost("b", 1, 1))

@@ -101,7 +101,7 @@ def test_a_deadlock_between_devices_is_spelled_out() -> None:
     assert schedule.num_devices == 2
     crossed = [[Action(1, 1), Action(0, 0)], [Action(1, 0), Action(0, 1)]]
     assert error_of(2, 2, crossed) == (
-        "Device 0, column 0, action 1:1: the order is cyclic, the devices would wait for ever: reorder them.\n"
+        "The order is cyclic, the devices would wait for ever: reorder them.\n"
         "  device 0, column 0: 1:1 waits for 0:1\n"
         "  device 1, column 0: 1:0 waits for 0:0"
     )
@@ -109,9 +109,10 @@ def test_a_deadlock_between_devices_is_spelled_out() -> None:
 
 def test_deadlock_within_a_device_and_behind_it() -> None:
     message = error_of(3, 1, [[Action(2, 0)], [Action(1, 0), Action(0, 0)]])
-    # Device 0 waits as well, but the cycle is on device 1.
-    assert message.startswith("Device 1, column 0, action 1:0: the order is cyclic")
-    assert "device 1, column 0: 1:0 waits for 0:0" in message
+    assert message.splitlines()[1:] == [
+        "  device 0, column 0: 2:0 waits for 0:0",
+        "  device 1, column 0: 1:0 waits for 0:0",
+    ]
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -129,7 +130,7 @@ def test_reversed_chain_on_one_device_is_a_deadlock(schedule: Schedule, data: st
     d, i, j = data.draw(st.sampled_from(pairs))
     devices = [list(row) for row in schedule.devices]
     devices[d][i], devices[d][j] = devices[d][j], devices[d][i]
-    assert "the order is cyclic" in error_of(schedule.num_stages, schedule.num_microbatches, devices)
+    assert "The order is cyclic" in error_of(schedule.num_stages, schedule.num_microbatches, devices)
 
 
 def test_missing_actions_and_impossible_counts_are_refused() -> None:
@@ -143,13 +144,6 @@ def test_missing_actions_and_impossible_counts_are_refused() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
-
-
-def test_text_may_hold_comments_blank_lines_and_idle_devices() -> None:
-    text = "# by hand\n\n  schedule stages=1 microbatches=1 devices=2\ndevice 0:  # idle\n  device 1: 0:0\n"
-    schedule = parse_schedule(text)
-    assert schedule.devices == ((), (Action(0, 0),))
-    assert parse_schedule(schedule.format()) == schedule
 
 
 def test_text_is_aligned_in_columns() -> None:

@@ -1,4 +1,4 @@
-"""The simulator: its own rules, and the closed formulas for equal stages."""
+"""The simulator: its own rules, and the closed formula for equal stages."""
 
 from __future__ import annotations
 
@@ -21,24 +21,14 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from tests.support.engine.schedule_text import parse_schedule
 
 
 def one_ms(action: Action) -> float:
     return 1.0
 
 
-def equal_makespan(num_slots: int, slot_size: int, num_devices: int) -> int:
-    """Makespan of equal stages of length 1: the last lap may not reach around the ring."""
-    laps, rest = divmod(num_slots, num_devices)
-    if rest == 0:
-        return laps * slot_size + num_devices - 1
-    # The devices after the last slot end one lap earlier, but begin later.
-    return max((laps + 1) * slot_size + rest - 1, laps * slot_size + num_devices - 1 if laps else 0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Equal stages: closed formulas
+# Equal stages: the closed formula
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
@@ -52,38 +42,6 @@ def test_bubble_formula_of_the_paper(num_devices: int, laps: int, extra: int) ->
     assert timeline.bubble_ratio == pytest.approx(float(Fraction(n * (n - 1), s * m + n * (n - 1))), abs=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.integers(1, 20), st.integers(1, 7), st.integers(1, 3), st.integers(0, 4))
-def test_makespan_of_equal_stages_has_a_closed_formula(s: int, n: int, num_rounds: int, extra: int) -> None:
-    """Rounds of at least N micro-batches only make more slots, and the makespan depends on their number alone.
-
-    With S < N and several rounds it is an upper bound: devices that the first round leaves idle start at once with the
-    second, instead of waiting until the first one has filled the ring.
-    """
-    size = n + extra
-    timeline = simulate(round_robin(s, size * num_rounds, n, round_size=size), one_ms).timeline
-    expected = equal_makespan(s * num_rounds, size, n)
-    if num_rounds == 1 or s >= n:
-        assert timeline.makespan_ms == expected
-    else:
-        assert timeline.makespan_ms <= expected
-
-
-def test_a_round_smaller_than_the_ring_waits() -> None:
-    """The ring comes round before the first micro-batch has been through it."""
-    small = simulate(round_robin(8, 8, 4, round_size=2), one_ms).timeline
-    large = simulate(round_robin(8, 8, 4, round_size=4), one_ms).timeline
-    assert small.makespan_ms > large.makespan_ms
-
-
-def test_rounds_even_out_the_last_lap() -> None:
-    """9 stages on 8 devices: in one round, one device runs two stages and the others wait for it."""
-    one_round = simulate(round_robin(9, 64, 8), one_ms).timeline
-    eight_rounds = simulate(round_robin(9, 64, 8, round_size=8), one_ms).timeline
-    assert one_round.makespan_ms == 128
-    assert eight_rounds.makespan_ms == 9 * 64 // 8 + 7
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Any schedule: every action starts as soon as its device and its micro-batch are free
 
@@ -94,13 +52,14 @@ def test_rounds_even_out_the_last_lap() -> None:
     st.integers(1, 7),
     st.integers(1, 5),
     st.none() | st.integers(1, 4),
+    st.integers(1, 3),
     st.sampled_from([0.0, 0.25]),
     st.integers(0, 2**32),
 )
 def test_an_action_starts_when_device_and_microbatch_are_free(
-    s: int, m: int, n: int, round_size: int | None, hop_ms: float, seed: int
+    s: int, m: int, n: int, round_size: int | None, splits: int, hop_ms: float, seed: int
 ) -> None:
-    schedule = round_robin(s, m, n, round_size=round_size)
+    schedule = round_robin(s, m, n, round_size=round_size, splits=splits)
     rng = random.Random(seed)
     durations = {Action(i, j): rng.choice([0.0, 0.5, 1.0, 3.0]) for i in range(s) for j in range(m)}
     timeline = simulate(schedule, durations.__getitem__, hop_ms=hop_ms).timeline
@@ -118,15 +77,6 @@ def test_an_action_starts_when_device_and_microbatch_are_free(
             assert span.start_ms == max(device_free, arrival)
             assert span.end_ms - span.start_ms == durations[action]
             assert span.device == device
-
-
-def test_a_stage_split_over_devices_runs_side_by_side() -> None:
-    schedule = parse_schedule(
-        "schedule stages=2 microbatches=2 devices=3\ndevice 0: 0:0 0:1\ndevice 1: 1:0\ndevice 2: 1:1\n"
-    )
-    timeline = simulate(schedule, lambda action: 2.0 if action.stage_index else 1.0).timeline
-    assert timeline.makespan_ms == 4
-    assert timeline.busy_ms(2) == 2
 
 
 @pytest.mark.parametrize("duration", [-1.0, math.nan, math.inf])

@@ -24,7 +24,6 @@ from lightning_roundpipe.planning import (
     round_robin,
     simulate,
     stage_costs,
-    stage_durations,
 )
 from tests.support.engine.schedule_text import parse_schedule
 
@@ -46,9 +45,9 @@ def test_weights_go_up_during_the_slot_before() -> None:
     assert result.bound_by == "fill and drain of the pipeline"
 
 
-def test_without_prefetch_every_upload_is_waited_for() -> None:
+def test_where_nothing_else_fits_every_upload_is_waited_for() -> None:
     costs = [StageCost(6.0, weight_bytes=100)] * 3
-    result = simulate(ONE_DEVICE, costs, Machine(1, h2d_bytes_per_ms=10.0), prefetch=False)
+    result = simulate(ONE_DEVICE, costs, Machine(1, device_memory_bytes=100, h2d_bytes_per_ms=10.0))
     assert result.step_ms == 3 * (10 + 12)
     assert result.late_upload_ms == 2 * 10, "the first one is part of the fill"
     assert result.bound_by == "uploads that come late"
@@ -142,28 +141,6 @@ def test_the_host_memory_is_shared() -> None:
     assert (alone.step_ms, shared.step_ms) == (11, 21)
     assert shared.lower_bounds_ms["host memory"] == 20
     assert shared.bound_by == "host memory"
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(
-    st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([math.inf, 50.0, 5.0]), st.integers(0, 9)
-)
-def test_no_resource_is_faster_than_its_bound(s: int, m: int, n: int, host: float, seed: int) -> None:
-    costs = [
-        StageCost(1.0 + (seed + i) % 3, 0.5 * (i % 2), 10 * i, 5 * i, (seed * i) % 7, i % 3, i % 3, 2) for i in range(s)
-    ]
-    machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0)
-    result = simulate(round_robin(s, m, n), costs, machine, hop_ms=0.2)
-    bounds = result.lower_bounds_ms
-    assert result.step_ms >= max(bounds.values()) * (1 - 1e-12)
-    assert result.step_ms >= bounds["optimizer"] + bounds["compute"]
-    free = simulate(round_robin(s, m, n), costs, hop_ms=0.2)
-    assert free.step_ms <= result.step_ms - bounds["optimizer"] + 1e-9
-    assert sum(result.h2d_bytes) == sum(free.h2d_bytes)
-    for lane in ("h2d", "d2h"):
-        for device in range(n):
-            spans = moved(tuple(x for x in result.timeline.spans if x.device == device), lane)
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "one copy at a time per lane"
 
 
 def test_activations_that_stream_for_longer_than_they_are_computed_with() -> None:
@@ -261,15 +238,13 @@ def test_devices_of_unequal_links_and_memory_keep_to_their_own() -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 4), st.sampled_from([math.inf, 50.0]), st.data())
-def test_no_resource_is_faster_than_its_bound_with_splits(
-    s: int, m: int, n: int, host: float, data: st.DataObject
-) -> None:
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([math.inf, 50.0, 5.0]), st.data())
+def test_no_resource_is_faster_than_its_bound(s: int, m: int, n: int, host: float, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 9))
     costs = [StageCost(1.0 + (seed + i) % 3, 0.5, 10 * i, 5 * i, (seed * i) % 7, i % 3, i % 3, 2) for i in range(s)]
     speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=n, max_size=n))
     devices = tuple(DeviceTraits(speed, None, 20.0 * speed, 10.0) for speed in speeds)
-    links = (SharedLink((0, 1), 15.0),) if data.draw(st.booleans()) else ()
+    links = (SharedLink((0, 1), 15.0),) if n > 1 and data.draw(st.booleans()) else ()
     machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0, devices, links)
     splits = data.draw(st.lists(st.integers(1, n), min_size=s, max_size=s))
     schedule = round_robin(s, m, n, splits=splits, round_size=data.draw(st.none() | st.integers(1, 4)))
@@ -280,6 +255,10 @@ def test_no_resource_is_faster_than_its_bound_with_splits(
     assert bounds["compute"] == pytest.approx(sum(c.duration_ms for c in costs) * m / sum(speeds))
     unshared = simulate(schedule, costs, Machine(n, None, 20.0, 10.0, 0.1, math.inf, 30.0, devices), hop_ms=0.2)
     assert unshared.step_ms <= result.step_ms * (1 + 1e-12), "what is shared makes nothing faster"
+    unlimited = tuple(DeviceTraits(speed) for speed in speeds)
+    free = simulate(schedule, costs, Machine(n, devices=unlimited), hop_ms=0.2)
+    assert free.step_ms <= unshared.step_ms - bounds["optimizer"] + 1e-9
+    assert sum(result.h2d_bytes) == sum(free.h2d_bytes)
     for lane in ("h2d", "d2h"):
         for device in range(n):
             spans = moved(tuple(x for x in result.timeline.spans if x.device == device), lane)
@@ -400,7 +379,6 @@ def test_stages_of_a_partition_add_up_their_calls() -> None:
     assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 3 + 4 + 104 + 4 + 105 + 7, "fused 4-5")
     assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 2 * 7 + 103, "B 2-3")
     assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 2 * 7 + 101, "B 0-1")
-    assert stage_durations(plan, profile) == (4, 6, 6, 6)
     evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
     assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
@@ -413,7 +391,6 @@ def test_bound_stages_move_activations_only() -> None:
     assert (forward_0.duration_ms, forward_1.duration_ms) == (3, 2)
     assert (backward_0.duration_ms, backward_0.recompute_ms) == (9, 3)
     assert (backward_1.duration_ms, backward_1.recompute_ms) == (5, 1), "the head is not recomputed"
-    assert bound_stage_costs([3, 2], profile, recompute=False)[3].duration_ms == 6
     assert forward_0.weight_bytes == backward_0.gradient_bytes == 0, "nothing travels but activations"
     assert simulate(one_f_one_b(2, 4), bound_stage_costs([3, 2], profile)).step_ms > 0
     with pytest.raises(ValueError, match="add up to the 5 calls"):

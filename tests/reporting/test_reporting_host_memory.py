@@ -14,7 +14,6 @@ from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage
 from lightning_roundpipe.reporting import host_report
 from lightning_roundpipe.reporting.host_memory import (
     HostMemory,
-    activation_bytes,
     allocated_bytes,
     available_bytes,
     model_memory,
@@ -109,14 +108,6 @@ def test_a_model_is_counted_once_with_gradients_of_what_is_trained() -> None:
     assert allocated_bytes(model, [optimizer]) == memory.weights + memory.gradients
     optimizer.step()
     assert allocated_bytes(model, [optimizer]) == memory.total
-
-
-def test_activations_that_wait_are_those_of_recomputed_calls() -> None:
-    calls = [CallCost(f"call {i}", 1.0, 2.0, input_bytes=10**i) for i in range(4)]
-    stages = [(StageKind.FORWARD, 0, 2), (StageKind.FUSED, 2, 4), (StageKind.BACKWARD, 0, 2)]
-    partition = Partition(4, tuple(Stage(i, *stage) for i, stage in enumerate(stages)))
-    # Call 3 gets its input from call 2, in the same stage.
-    assert activation_bytes(partition, CostProfile(tuple(calls)), 5) == 5 * 111
 
 
 def test_the_report_names_what_takes_most_first() -> None:

@@ -15,7 +15,7 @@ from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 from ..arguments import Subparsers, add_command, add_json, add_no_split, add_option, parse_count, parse_tflops
 from ..memory import BYTES_PER_WEIGHT
 from ..output import show
-from .assumptions import assumed, assumptions, hints
+from .assumptions import assumed, assumptions
 from .feasibility import Cluster
 from .gpus import Gpu, find_gpu
 from .report import assess, report
@@ -130,7 +130,6 @@ def run(args: argparse.Namespace) -> int:
         "device_reserve_bytes": gpu.memory_bytes - cluster.device_bytes,
         "host_reserve_bytes": _HOST_RESERVE,
         **(results[0] if len(results) == 1 else {"host_memory_sizes": results}),
-        "hints": hints(workload, [method for result in results for method in result["methods"].values()]),
         "assumed": assumed(lora, cluster),
         "assumptions": assumptions(lora, cluster),
     }

@@ -1,8 +1,7 @@
-"""What the figures of ``roundpipe estimate`` rest on: numbers for JSON, a table and sentences for people, and hints."""
+"""What the figures of ``roundpipe estimate`` rest on: numbers for JSON, a table and sentences for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_roundpipe.planning.quantities import format_bandwidth, format_bytes
@@ -10,8 +9,6 @@ from lightning_roundpipe.planning.quantities import format_bandwidth, format_byt
 from ..output import Table
 from .feasibility import Cluster
 from .workload import LOSS_CHUNK, Pace, Workload, logit_bytes
-
-_HALF = 0.5
 
 
 def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, float | None]]:
@@ -21,26 +18,18 @@ def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, float |
 
 def _reached(workload: Workload, pace: Pace) -> dict[str, float | None]:
     gpu = workload.gpu
-    peak, attention_peak = _peaks(workload)
     has_experts = any(layer.num_experts for layer in workload.shape.layers)
     return {
-        "products_tflops": peak * pace.matmul,
-        "expert_products_tflops": peak * pace.experts if has_experts else None,
-        "attention_tflops": attention_peak * pace.attention,
-        "peak_tflops": peak,
-        "attention_peak_tflops": attention_peak,
+        "products_tflops": workload.peak_tflops * pace.matmul,
+        "expert_products_tflops": workload.peak_tflops * pace.experts if has_experts else None,
+        "attention_tflops": workload.attention_peak_tflops * pace.attention,
+        "peak_tflops": workload.peak_tflops,
+        "attention_peak_tflops": workload.attention_peak_tflops,
         "device_bytes_per_ms": gpu.bytes_per_ms * pace.memory,
         "link_bytes_per_ms": gpu.pcie_bytes_per_ms * pace.pcie,
         "copies_bytes_per_ms": pace.copies_bytes_per_ms,
         "optimizer_bytes_per_ms": pace.host_bytes_per_ms,
     }
-
-
-def _peaks(workload: Workload) -> tuple[float, float]:
-    """TFLOP/s of the products, and of attention, which accumulates in fp32."""
-    share = 2 / workload.element_bytes
-    gpu = workload.gpu
-    return (gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops) * share, gpu.tflops * share
 
 
 def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any]) -> Table:
@@ -66,30 +55,6 @@ def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any])
         rate("host memory, for the optimizer", "optimizer_bytes_per_ms"),
     ]
     return Table("Assumed to be reached", ("what", "slow end", "fast end", "data sheet"), rows)
-
-
-def hints(workload: Workload, methods: Sequence[dict[str, Any]]) -> list[str]:
-    """Return sentences about options that would change the figures.
-
-    Args:
-        workload: What is trained.
-        methods: The figures of each way to train it, as `assess` gives them.
-    """
-    gpu = workload.gpu
-    if workload.fp16_accumulation:
-        if gpu.fp16_accumulate_tflops > gpu.tflops:
-            return []
-        return [f"--fp16-accumulation changes nothing: the peak of {gpu.name} is {gpu.tflops:g} TFLOP/s either way."]
-    ends = [end for method in methods for end in (method["speed"] or {}).values()]
-    is_computing = any(end["lower_bounds_ms"]["compute"] >= _HALF * end["step_ms"] for end in ends)
-    if workload.element_bytes != 2 or gpu.fp16_accumulate_tflops <= gpu.tflops or not is_computing:
-        return []
-    fp16 = f"fp16 products that accumulate in fp16 have a peak of {gpu.fp16_accumulate_tflops:g} TFLOP/s"
-    return [
-        f"on {gpu.name} {fp16} in place of {gpu.tflops:g}. Pass --dtype fp16 --fp16-accumulation to see what that "
-        "gives; in a training it is torch.backends.cuda.matmul.allow_fp16_accumulation = True. Sums in fp16 are less "
-        "exact and overflow above 65504."
-    ]
 
 
 def assumptions(workload: Workload, cluster: Cluster) -> list[str]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Activation = Literal["gated", "clamped", "plain"]
-"""Kind of MLP: ``act(gate) * up``; the same with the clamps and biases of GPT-OSS; one matrix up, one down (GPT-2)."""
-Norm = Literal["rms", "rms_fp32", "layer"]
-"""Kind of norm: RMS in several steps; the same with the product by its weights in fp32 (Gemma, GPT-OSS); LayerNorm."""
+Activation = Literal["gated", "clamped"]
+"""Kind of MLP: ``act(gate) * up``; the same with the clamps and biases of GPT-OSS."""
+Norm = Literal["rms", "rms_fp32"]
+"""Kind of norm: RMS in several steps; the same with the product by its weights in fp32 (Gemma, GPT-OSS)."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,7 @@ class LayerShape:
         attention = ((h, q), (h, k), (h, k), (q, h))
         if not inner:
             return attention
-        return (*attention, *([(h, inner)] * (self.num_matrices - 1)), (inner, h))
-
-    @property
-    def num_matrices(self) -> int:
-        """Matrices of an MLP: up and down, and a gate where there is one."""
-        return 2 if self.family.activation == "plain" else 3
+        return (*attention, (h, inner), (h, inner), (inner, h))
 
     @property
     def num_dense(self) -> int:
@@ -98,7 +93,7 @@ class LayerShape:
     @property
     def num_expert(self) -> int:
         """Weights of all routed experts."""
-        return self.num_experts * self.num_matrices * self.hidden * self.expert_width
+        return 3 * self.num_experts * self.hidden * self.expert_width
 
     @property
     def num_weights(self) -> int:
@@ -121,9 +116,7 @@ class ModelShape:
         model_type: The ``model_type`` of the configuration.
         hidden: Width of the residual stream.
         vocab: Number of rows of the embedding, and of logits.
-        num_positions: Rows of a table of learned positions; 0 for none.
         is_tied: Whether the head uses the embedding's table.
-        num_norm: Weights of the final norm.
         layers: The layers.
         max_length: Longest sequence the configuration is made for; None if it does not say.
     """
@@ -132,27 +125,20 @@ class ModelShape:
     model_type: str
     hidden: int
     vocab: int
-    num_positions: int
     is_tied: bool
-    num_norm: int
     layers: tuple[LayerShape, ...]
     max_length: int | None
 
     @property
     def num_embedding(self) -> int:
-        """Weights of the embedding, positions included."""
-        return (self.vocab + self.num_positions) * self.hidden
-
-    @property
-    def num_head(self) -> int:
-        """Weights of the head, its own or the embedding's."""
+        """Weights of the embedding, and of the head, which is of the same size or the same one."""
         return self.vocab * self.hidden
 
     @property
     def num_weights(self) -> int:
         """All weights, tied ones once."""
-        head = 0 if self.is_tied else self.num_head
-        return self.num_embedding + sum(layer.num_weights for layer in self.layers) + self.num_norm + head
+        tables = self.num_embedding * (1 if self.is_tied else 2)
+        return tables + sum(layer.num_weights for layer in self.layers) + self.hidden
 
     @property
     def num_active(self) -> int:
@@ -182,7 +168,6 @@ _FAMILIES: dict[str, Family] = {
         is_tied=True,
         window=6,
     ),
-    "gpt2": Family(qkv_bias=True, out_bias=True, norm="layer", is_tied=True, activation="plain"),
     "mixtral": Family(experts_key="num_local_experts", expert_width_key="intermediate_size", window="all"),
     "qwen2_moe": Family(qkv_bias=True, bias_key="qkv_bias", experts_key="num_experts"),
     "qwen3_moe": Family(bias_key="attention_bias", has_qk_norm=True, experts_key="num_experts", window="all"),
@@ -200,15 +185,8 @@ _FAMILIES: dict[str, Family] = {
         window=2,
     ),
 }
-_GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
 # Their configuration may leave out the number of key-value heads: one for each query head.
-_ONE_KEY_PER_QUERY = frozenset({"llama", "phi3", "gpt2"})
+_ONE_KEY_PER_QUERY = frozenset({"llama", "phi3"})
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -228,9 +206,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         model_type=reader.model_type,
         hidden=hidden,
         vocab=vocab,
-        num_positions=reader.count("max_position_embeddings") if reader.model_type == "gpt2" else 0,
         is_tied=bool(reader.get("tie_word_embeddings", family.is_tied)),
-        num_norm=hidden * (2 if family.norm == "layer" else 1),
         layers=tuple(reader.layer(index) for index in range(num_layers)),
         max_length=max_length or None,
     )
@@ -247,9 +223,8 @@ class _Reader:
         self.family = _FAMILIES[self.model_type]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, also under the name that GPT-2 has for it; the default if it is absent or null."""
-        alias = _GPT2_NAMES.get(key, key) if self.model_type == "gpt2" else key
-        value = self._config.get(alias, self._config.get(key))
+        """The value of a key; the default if it is absent or null."""
+        value = self._config.get(key)
         return default if value is None else value
 
     def count(self, key: str, *, optional: bool = False) -> int:
@@ -278,7 +253,7 @@ class _Reader:
             )
         num_experts, per_token, expert_width, mlp_width = self._mlp(index)
         query_width, key_width = heads * head_dim, key_heads * head_dim
-        small = family.num_norms * hidden * (2 if family.norm == "layer" else 1)
+        small = family.num_norms * hidden
         small += 2 * head_dim if family.has_qk_norm else 0
         small += heads if family.has_sinks else 0
         small += self._num_biases(hidden, query_width, key_width, mlp_width)
@@ -301,8 +276,7 @@ class _Reader:
         """Experts, experts per token, width of an expert, width of the dense MLP or shared expert."""
         family = self.family
         if not family.experts_key:
-            default = 4 * self.count("hidden_size") if self.model_type == "gpt2" else 0
-            return 0, 0, 0, self.count("intermediate_size", optional=bool(default)) or default
+            return 0, 0, 0, self.count("intermediate_size")
         is_sparse = index not in self.get("mlp_only_layers", ()) and (
             (index + 1) % (self.count("decoder_sparse_step", optional=True) or 1) == 0
         )
@@ -325,9 +299,7 @@ class _Reader:
         qkv = family.qkv_bias if is_on is None else bool(is_on)
         out = family.out_bias if is_on is None or family.bias_key == "qkv_bias" else bool(is_on)
         count = (query_width + 2 * key_width if qkv else 0) + (hidden if out else 0)
-        if self.model_type == "gpt2":
-            count += mlp_width + hidden
-        elif self.model_type == "llama" and self.get("mlp_bias"):
+        if self.model_type == "llama" and self.get("mlp_bias"):
             count += 2 * mlp_width + hidden
         return count
 

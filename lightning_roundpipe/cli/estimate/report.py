@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,13 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
     host = host_bytes(workload, cluster, size)
     problems = []
     if total > cluster.device_bytes:
-        helps = _help_device(workload, cluster, size)
+        needed = total - cluster.device_bytes + workload.gpu.memory_bytes
+        helps = _helps(workload, cluster, size, fits_device, f"GPUs with more than {format_bytes(needed)}")
         problems.append(_problem(f"device memory for {call.name}", total, cluster.device_bytes, helps))
     if cluster.host_bytes is not None and sum(host.values()) > cluster.host_bytes:
         needed = sum(host.values())
-        helps = _help_host(workload, cluster, size, needed - cluster.host_bytes)
+        more = f"{format_bytes(needed - cluster.host_bytes)} more host memory"
+        helps = _helps(workload, cluster, size, fits_host, more)
         problems.append(_problem("host memory", needed, cluster.host_bytes, helps))
     # The size of the host has no part in the speed: asked for one size after the other, it is the same answer.
     roomy = replace(cluster, host_bytes=None)
@@ -76,37 +79,24 @@ def _problem(what: str, needed: int, available: int, helps: list[str]) -> dict[s
     return {"what": what, "needed": needed, "available": available, "short_by": needed - available, "helps": helps}
 
 
-def _help_device(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+def _helps(
+    workload: Workload, cluster: Cluster, size: int, fits: Callable[[Workload, Cluster, int], bool], more: str
+) -> list[str]:
+    """Each of what would be enough by itself; `more` memory always is."""
     helps = []
-    if smaller := largest_that(lambda candidate: fits_device(workload, cluster, candidate), size):
-        helps.append(f"--microbatch-size {smaller}")
-    elif longest := largest_that(
-        lambda candidate: fits_device(replace(workload, seq_len=candidate), cluster, 1), workload.seq_len
-    ):
-        helps.append(f"sequences of at most {longest:,} tokens")
-    chunked = replace(workload, chunked_loss=True)
-    if not workload.chunked_loss and fits_device(chunked, cluster, size):
-        helps.append("a loss in chunks (--chunked-loss)")
-    lora = replace(workload, lora_rank=workload.lora_rank or 32)
-    if workload.lora_rank is None and fits_device(lora, cluster, size):
-        helps.append("LoRA, which has no gradients of whole layers on a device")
-    needed = device_bytes(workload, cluster, size) - cluster.device_bytes + workload.gpu.memory_bytes
-    return [*helps, f"GPUs with more than {format_bytes(needed)}"]
-
-
-def _help_host(workload: Workload, cluster: Cluster, size: int, short_by: int) -> list[str]:
-    helps = []
-    if smaller := largest_that(lambda candidate: fits_host(workload, cluster, candidate), size):
+    if smaller := largest_that(lambda count: fits(workload, cluster, count), size):
         helps.append(f"--microbatch-size {smaller}")
     elif smaller := largest_that(
-        lambda batch: fits_host(workload, replace(cluster, batch_size=batch), 1), cluster.batch_size
+        lambda count: fits(workload, replace(cluster, batch_size=count), 1), cluster.batch_size
     ):
         helps.append(f"--batch-size {smaller} with gradient accumulation")
-    lora = replace(workload, lora_rank=workload.lora_rank or 32)
-    lora_size = choose_microbatch_size(lora, cluster)
-    if workload.lora_rank is None and fits_host(lora, cluster, lora_size):
-        helps.append(f"LoRA ({format_bytes(sum(host_bytes(lora, cluster, lora_size).values()))})")
-    return [*helps, f"{format_bytes(short_by)} more host memory"]
+    elif longest := largest_that(lambda count: fits(replace(workload, seq_len=count), cluster, 1), workload.seq_len):
+        helps.append(f"sequences of at most {longest:,} tokens")
+    if not workload.chunked_loss and fits(replace(workload, chunked_loss=True), cluster, size):
+        helps.append("a loss in chunks (--chunked-loss)")
+    if workload.lora_rank is None and fits(replace(workload, lora_rank=32), cluster, size):
+        helps.append("LoRA")
+    return [*helps, more]
 
 
 def report(document: dict[str, Any]) -> list[str | Table]:
@@ -120,7 +110,6 @@ def report(document: dict[str, Any]) -> list[str | Table]:
     )
     is_table = "host_memory_sizes" in document
     parts: list[str | Table] = [heading, *([_sizes_table(document)] if is_table else _details(document))]
-    parts += [f"Hint: {hint}" for hint in document["hints"]]
     parts.append(assumed_table(document["assumed"], document["gpu"]))
     if not is_table:
         parts.append("Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"]))

@@ -105,6 +105,17 @@ class Workload:
         return BYTES_PER_WEIGHT[self.dtype]
 
     @property
+    def attention_peak_tflops(self) -> float:
+        """Peak of attention, which accumulates in fp32; the type fp32 runs as TF32, at half the rate of the others."""
+        return self.gpu.tflops * 2 / self.element_bytes
+
+    @property
+    def peak_tflops(self) -> float:
+        """Peak of the other products."""
+        peak = self.gpu.fp16_accumulate_tflops if self.fp16_accumulation else self.gpu.tflops
+        return peak * 2 / self.element_bytes
+
+    @property
     def num_trained(self) -> int:
         """Weights that get gradients, each once."""
         if self.lora_rank is None:
@@ -148,13 +159,9 @@ class _Clock:
     def __init__(self, workload: Workload, pace: Pace, num_tokens: int) -> None:
         self.workload, self.pace, self.num_tokens = workload, pace, num_tokens
         self.size = workload.element_bytes
-        # fp32 runs as TF32, at half the rate of the 16-bit types.
-        share = 2 / self.size
-        gpu = workload.gpu
-        peak = gpu.fp16_accumulate_tflops if workload.fp16_accumulation else gpu.tflops
-        self.peak_per_ms = peak * share * 1e9
-        self.attention_per_ms = gpu.tflops * share * 1e9 * pace.attention
-        self.bytes_per_ms = gpu.bytes_per_ms * pace.memory
+        self.peak_per_ms = workload.peak_tflops * 1e9
+        self.attention_per_ms = workload.attention_peak_tflops * 1e9 * pace.attention
+        self.bytes_per_ms = workload.gpu.bytes_per_ms * pace.memory
         self.is_lora = workload.lora_rank is not None
         self.stream_bytes = num_tokens * workload.shape.hidden * self.size
 
@@ -208,7 +215,7 @@ class _Clock:
         layer = self.workload.shape.layers[-1]
         moved = _NORM_TRAFFIC[layer.family.norm] * self.num_tokens * layer.hidden * self.size / 2
         between = moved * self.pace.traffic / self.bytes_per_ms
-        weight_bytes = self.workload.shape.num_norm * self.size
+        weight_bytes = self.workload.shape.hidden * self.size
         return self._call(
             "norm",
             between,
@@ -223,9 +230,9 @@ class _Clock:
     def head(self) -> CallCost:
         """The head and the loss behind it, which leaves nothing to send on."""
         shape = self.workload.shape
-        weight_bytes = shape.num_head * self.size
+        weight_bytes = shape.num_embedding * self.size
         trained = 0 if self.is_lora else weight_bytes
-        products = self._products_ms(shape.num_head, shape.num_head, self.pace.matmul)
+        products = self._products_ms(shape.num_embedding, shape.num_embedding, self.pace.matmul)
         # Bytes per logit, forward: written (2), to fp32 (6), log-softmax (8). Backward: zeros for the picked elements
         # (4), through the log-softmax (12), back to 16 bits and into the product (8).
         pass_ms = shape.vocab * self.num_tokens * self.pace.traffic / self.bytes_per_ms
@@ -271,11 +278,11 @@ def _mean_attended(seq_len: int, window: int | None) -> float:
 
 # Bytes that the plain code reads and writes per element of a 16-bit tensor, forward.
 # An RMS norm: to fp32 (6), square (8), mean (4), scale (8), back (6), weights (4).
-_NORM_TRAFFIC = {"rms": 36, "rms_fp32": 40, "layer": 4}
+_NORM_TRAFFIC = {"rms": 36, "rms_fp32": 40}
 _ROTARY_TRAFFIC = 20  # two products, a half negated, a concatenation, a sum
 _RESIDUAL_TRAFFIC = 6
 # per element of the inner width; "clamped" adds biases, two clamps, and works on strided halves
-_ACTIVATION_TRAFFIC = {"gated": 10, "clamped": 40, "plain": 30}
+_ACTIVATION_TRAFFIC = {"gated": 10, "clamped": 40}
 _DISPATCH_TRAFFIC = 14  # gather, weigh, put back, sum
 
 
@@ -284,7 +291,7 @@ def _traffic(layer: LayerShape, *, is_lora: bool) -> int:
     heads_width = layer.query_width + layer.key_width
     routed = layer.experts_per_token
     moved = (layer.family.num_norms * _NORM_TRAFFIC[layer.family.norm] + 2 * _RESIDUAL_TRAFFIC) * layer.hidden
-    moved += _ROTARY_TRAFFIC * heads_width if layer.family.activation != "plain" else 0
+    moved += _ROTARY_TRAFFIC * heads_width
     moved += _NORM_TRAFFIC[layer.family.norm] * heads_width if layer.family.has_qk_norm else 0
     moved += _ACTIVATION_TRAFFIC[layer.family.activation] * (layer.mlp_width + routed * layer.expert_width)
     moved += _DISPATCH_TRAFFIC * routed * layer.hidden
@@ -296,7 +303,7 @@ def _traffic(layer: LayerShape, *, is_lora: bool) -> int:
 
 def _norm_bytes(layer: LayerShape, size: int) -> int:
     """Bytes per element that a norm keeps: its fp32 input, and what it multiplies by its weights."""
-    return {"rms": _FP32 + size, "rms_fp32": 2 * _FP32, "layer": size}[layer.family.norm]
+    return {"rms": _FP32 + size, "rms_fp32": 2 * _FP32}[layer.family.norm]
 
 
 def _graph_bytes(layer: LayerShape, size: int) -> int:
@@ -308,7 +315,7 @@ def _graph_bytes(layer: LayerShape, size: int) -> int:
     kept += 2 * size * h  # what goes into attention and MLP
     kept += 2 * size * heads_width  # queries, keys, values, and the output of attention
     kept += _norm_bytes(layer, size) * heads_width if layer.family.has_qk_norm else 0
-    kept += {"gated": 4, "clamped": 7, "plain": 5}[layer.family.activation] * size * (inner + expert_inner)
+    kept += {"gated": 4, "clamped": 7}[layer.family.activation] * size * (inner + expert_inner)
     kept += 2 * size * routed * h  # rows as they go to the experts and as they come back
     dense_gradients = 2 * size * inner
     expert_gradients = max(3 * size * routed * h, size * routed * h + 3 * size * expert_inner)

@@ -13,7 +13,7 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.costs import DeviceSpeeds
 from lightning_roundpipe.engine.runner import Engine, StepResult
-from lightning_roundpipe.planning import CostProfile, DeviceTraits, Machine, StepPlan, plan_training, stage_durations
+from lightning_roundpipe.planning import CostProfile, DeviceTraits, Machine, StepPlan, plan_training, stage_costs
 from tests.support.engine.modelled import Model, ModelledDevice, Work, modelled_pool, run
 
 NUM_MICROBATCHES = 12
@@ -61,8 +61,8 @@ def work_shares(engine: Engine, result: StepResult) -> list[float]:
     assert result.partition is not None
     profile = engine.costs("train")
     assert profile is not None
-    durations = stage_durations(result.partition, profile)
-    work = [sum(durations[action.stage_index] for action in actions) for actions in result.schedule.devices]
+    costs = stage_costs(result.partition, profile)
+    work = [sum(costs[action.stage_index].duration_ms for action in actions) for actions in result.schedule.devices]
     return [ms / sum(work) for ms in work]
 
 
