@@ -198,6 +198,7 @@ class Recordings:
 
     def run(self, engine: Engine, request: StepRequest) -> StepResult:
         """Runs a training step, and records it for the writers that want it."""
+        engine.times_steps = bool(self.writers)
         if not self.writers:
             return engine.run(request)
         before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in self.writers)
