@@ -305,9 +305,11 @@ class RoundPipeStrategy(HostStrategy):
         report = None if self._steps is None else self._steps.report
         return None if report is None else report.memory
 
-    def trace_with(self, writer: TraceWriter) -> None:
-        """Lets ``writer`` record steps of the ``fit`` that is being set up."""
-        if self.is_global_zero:
+    def trace_with(self, writer: TraceWriter | None, *, times_steps: bool) -> None:
+        """Lets ``writer`` record steps of the ``fit`` that is being set up; times all of them if they are to have a
+        timeline."""
+        self._recordings.times_steps |= times_steps
+        if writer is not None and self.is_global_zero:
             self._recordings.writers.append(writer)
 
     @override

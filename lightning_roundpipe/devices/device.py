@@ -11,7 +11,7 @@ runs on virtual devices is what runs on GPUs.
 [Note: stamps]
 Time on a device is marked by stamps in its stream of work, which are read when the step has ended. On the host a stamp
 is the time; on a GPU it is an event, which the host never waits for: what has not been reached yet is read later or not
-at all.
+at all. An event costs the host as much as a small operator, so most steps do without.
 
 [Note: local tensors]
 A device that has a GPU of its own knows its tensors by their torch device. Virtual devices all live in the host's
@@ -60,6 +60,7 @@ class Device(ABC):
             [Note: local tensors].
         counts_activations: whether the engine books activations; a GPU has an allocator that does.
         has_own_speed: whether it may compute faster or slower than other devices of the pool.
+        times_runs: whether the times of runs are wanted.
         memory: the books.
         h2d, d2h: transfer lanes.
         num_unit_runs: runs of units so far.
@@ -78,6 +79,7 @@ class Device(ABC):
         self.d2h = d2h
         self.memory = memory
         self._busy = threading.Lock()
+        self.times_runs = True
         self.num_unit_runs = 0
 
     @property
@@ -116,8 +118,12 @@ class Device(ABC):
     def stamp(self) -> Any:
         """A mark behind the work that the calling thread has given to the device; see [Note: stamps]."""
 
-    def end(self, started: Any) -> Any:
-        """A mark behind the run of a unit that began at the mark ``started``."""
+    def begin(self) -> Any:
+        """A mark in front of a run; None where it costs something, and runs are not timed."""
+        return self.stamp()
+
+    def end(self, begun: Any) -> Any:
+        """A mark behind the run of a unit that began at the mark ``begun``."""
         return self.stamp()
 
     @abstractmethod
@@ -162,9 +168,10 @@ class Device(ABC):
         return Done([tensor.clone()])
 
     def snapshot(self, tensor: Tensor) -> Tensor | None:
-        """A copy on the device itself, of what may change before a download has read it; None if there is no room."""
+        """A copy on the device itself, of what may change before a download has read it and is no part of a graph; None
+        if there is no room."""
         try:
-            return tensor.detach().clone()
+            return tensor.clone()
         except torch.OutOfMemoryError:
             return None
 
@@ -184,7 +191,8 @@ class Device(ABC):
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
         """The memory of ``tensors`` may be used anew: after the work given to the device so far, and after ``after``.
 
-        No views of them may be in use any more.
+        No views of them may be in use any more. Where ``after`` brings them to the host, no work that uses them may
+        have been given to the device since it was submitted: it is all that is waited for.
 
         Returns:
             What the books have to wait for, see :meth:`DeviceMemory.release`; None if the memory is free now.

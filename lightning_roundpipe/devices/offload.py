@@ -123,18 +123,18 @@ def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | No
     narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
         return Offloaded(Done([narrow.clone()]) if here is None else here.keep(narrow), tensor.shape)
-    num_bytes = num_bytes_of([narrow])
-    has_room = not device.counts_activations or device.memory.try_reserve("activations", num_bytes)
+    counts, num_bytes = device.counts_activations, num_bytes_of([narrow])
+    has_room = not counts or device.memory.try_reserve("activations", num_bytes)
     snapshot = device.snapshot(narrow) if has_room else None
     if snapshot is None:
-        if has_room and device.counts_activations:
+        if has_room and counts:
             device.memory.release("activations", num_bytes)
         transfer = device.download([narrow], what)  # no room for a snapshot: user code must not go on meanwhile
         transfer.await_done()
         return Offloaded(transfer, tensor.shape)
     transfer = device.download([snapshot], what)
     passing = device.free([snapshot], after=transfer)
-    if device.counts_activations:
+    if counts:
         device.memory.release("activations", num_bytes, passing)
     return Offloaded(transfer, tensor.shape)
 

@@ -75,7 +75,8 @@ class Transfer:
         self.tensors = tensors
         self.pairs = pairs
         self._lock = threading.Lock()
-        self._may_go_on = threading.Event()  # set for the threads that wait, at the end at the latest
+        self._may_go_on = False  # whether threads that wait may do so, at the end at the latest
+        self._waiting: threading.Event | None = None  # made by the first of them: most transfers need none
         self._has_ended = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -90,8 +91,25 @@ class Transfer:
         Raises:
             BaseException: what went wrong in the lane.
         """
-        self._may_go_on.wait()
+        self._await_go_on()
         self._raise()
+
+    def _await_go_on(self) -> None:
+        if self._may_go_on:
+            return
+        with self._lock:
+            if self._may_go_on:
+                return
+            if self._waiting is None:
+                self._waiting = threading.Event()
+            waiting = self._waiting
+        waiting.wait()
+
+    def _let_go_on(self) -> None:
+        """``_lock`` is held."""
+        self._may_go_on = True
+        if self._waiting is not None:
+            self._waiting.set()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -134,7 +152,9 @@ class Transfer:
             self._has_ended = True
             self.pairs = ()
             callbacks, self._callbacks = self._callbacks, []
-            self._may_go_on.set()
+            self._let_go_on()
+        if not callbacks:
+            return
         with contextlib.ExitStack() as stack:  # calls all of them, even if one raises
             for then in reversed(callbacks):
                 stack.callback(then)

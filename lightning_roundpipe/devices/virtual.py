@@ -298,9 +298,9 @@ class VirtualDevice(Device):
     def stamp(self) -> float:
         return self._clock.now_ms() / 1e3
 
-    def end(self, started: float) -> float:
+    def end(self, begun: float) -> float:
         if self._speed < 1:
-            until = started + (perf_counter() - started) / self._speed
+            until = begun + (perf_counter() - begun) / self._speed
             while (left := until - perf_counter()) > 0:
                 time.sleep(left)
         return self.stamp()

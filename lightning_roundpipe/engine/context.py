@@ -33,6 +33,7 @@ class Resources:
         adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
         draws_foreign: see :class:`UserGenerators`.
+        times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
 
     pool: DevicePool
@@ -46,6 +47,7 @@ class Resources:
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
+    times_steps: bool = False
 
 
 class Failure:

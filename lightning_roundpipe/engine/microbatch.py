@@ -249,9 +249,9 @@ class Microbatch:
                 booked = self._books.begin_forward(device, call, input_bytes)
             if changes_buffers:
                 replica.load_buffers(own=call.kept, is_loaded=True)
-            started = device.stamp()
+            begun = device.begin()
             done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
-            ended = device.end(started)
+            ended = device.end(begun)
             replica = done.replica
             if learns and call.buffer_values:
                 for earlier in self._calls:  # they have read what this call has found
@@ -272,7 +272,7 @@ class Microbatch:
             position = call.index - self._num_called_before  # in the plan that will be made of it
         assert call.facts is not None
         call.ran = Run(
-            device, "F", unit.name, started, ended, self._stage, position, call.kept,
+            device, "F", unit.name, begun, ended, self._stage, position, call.kept,
             learns or done.unit.was_compiled, input_bytes, num_bytes_of(done.outputs.values()) if counts else 0,
             call.facts.bytes_for(input_bytes)[1],
         )  # fmt: skip
@@ -331,7 +331,7 @@ class Microbatch:
         ):
             if locks:
                 self._lock.acquire(state)
-            started = device.stamp()
+            begun = device.begin()
             self._has_lane = runs_code
             put_on_mode(state)
             try:
@@ -344,7 +344,8 @@ class Microbatch:
                 self._has_lane = False
                 self._lock.release(state)
         what = "user code" if roots is None else "loss"
-        self.record.runs.append(Run(device, "B", what, started, device.stamp(), self._stage))
+        ended = None if begun is None else device.stamp()
+        self.record.runs.append(Run(device, "B", what, begun, ended, self._stage))
         if roots is not None:
             roots.clear()
 
@@ -381,9 +382,9 @@ class Microbatch:
                 coming = self._drop_all_but_coming(call)
                 booked = self._books.begin_backward(device, call) if counts else 0
                 activations.send(coming, "saved inputs")
-            started = device.stamp()
+            begun = device.begin()
             run_unit_backward(self._context, call, replica, gradients, leaves, self._loose)
-            ended = device.end(started)
+            ended = device.end(begun)
             if not device.aliases_host:
                 activations.settle()
             elif call.unit in self._segment.repeated and (found := replica.harvest()):
@@ -392,7 +393,7 @@ class Microbatch:
                 self._books.end_backward(device, booked, num_bytes_of(call.input_gradients))
             self._free_recorded(replica)
         assert call.ran is not None
-        self.record.runs.append(Run(device, "B", name, started, ended, self._stage, *call.ran[6:]))
+        self.record.runs.append(Run(device, "B", name, begun, ended, self._stage, *call.ran[6:]))
 
     def _drop_all_but_coming(self, call: Call) -> list[Any]:
         """What was brought for this call alone is dropped; what the next one in this stage needs, to be sent for."""

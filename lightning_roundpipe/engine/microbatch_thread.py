@@ -142,11 +142,12 @@ class MicrobatchThread(Microbatch):
 
     def _run_replayed(self, call: Call, leaves: list[Any], made: list[int]) -> UnitResult:
         replica = self._replica(call)
-        started = self.device.stamp()
+        begun = self.device.begin()
         homes = [self._homes[i] for i in made] or [self.device]
         result = run_replayed(self._context, call, replica, leaves, homes)
         self.place.leave_unit(homes[-1])
-        self.record.runs.append(Run(self.device, "F", call.unit.name, started, self.device.stamp(), self._stage))
+        ended = None if begun is None else self.device.stamp()
+        self.record.runs.append(Run(self.device, "F", call.unit.name, begun, ended, self._stage))
         return result
 
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:

@@ -92,7 +92,8 @@ class StepResult:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """Compute spans of the scheduled part; waits and transfers as well if the step was traced. On GPUs without what
-        a device has not reached when this is asked for first."""
+        a device has not reached when this is asked for first, and empty where runs were not timed: see
+        :attr:`Engine.times_steps`."""
         return self.timeline_of()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -96,6 +96,15 @@ class Engine:
         self._open = contextlib.ExitStack()
 
     @property
+    def times_steps(self) -> bool:
+        """Whether every step has a timeline; on GPUs else only those that costs are measured from, and traced ones."""
+        return self._resources.times_steps
+
+    @times_steps.setter
+    def times_steps(self, wanted: bool) -> None:
+        self._resources.times_steps = wanted
+
+    @property
     def machine(self) -> Machine:
         """What plans are made for, as it is known now."""
         return self._plans.machine

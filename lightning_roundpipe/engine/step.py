@@ -252,7 +252,10 @@ class Step:
         else:
             self._trace.begin(schedule, indices)
             gate = TracedGate(self._trace, schedule, end_stage_run)
-        segment = SegmentContext(plan, gate, loader, self._lock, resources.plans.measures(self._place.key))
+        is_measured = resources.plans.measures(self._place.key)
+        for device in resources.pool.devices:
+            device.times_runs = is_measured or resources.times_steps or self._trace is not None
+        segment = SegmentContext(plan, gate, loader, self._lock, is_measured)
         self._failure.gate = gate
         gate.join(len(indices))
         num_known = len(self._workers)

@@ -76,8 +76,8 @@ class RoundPipeTimeline(Callback):
             raise MisconfigurationException(
                 "RoundPipeTimeline(log_metrics=True) needs a logger, but the Trainer has none: give it one"
             )
-        if self._records:
-            strategy.trace_with(self._writer)
+        writer = self._writer if self._records else None
+        strategy.trace_with(writer, times_steps=self._logs or self._summary is not None)
         if self._summary is not None:
             self._summary = Summary()
 

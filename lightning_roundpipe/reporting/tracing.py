@@ -50,8 +50,8 @@ class Traced(Protocol):
     @property
     def host_memory(self) -> HostMemory | None: ...
 
-    def trace_with(self, writer: TraceWriter) -> None:
-        """Records what ``writer`` wants of the fit that begins."""
+    def trace_with(self, writer: TraceWriter | None, *, times_steps: bool) -> None:
+        """Records what ``writer`` wants of the fit that begins, and times its steps if all are to have a timeline."""
 
 
 _MAX_PANELS = 4  # of a picture
@@ -142,6 +142,9 @@ class Recordings:
 
     Args:
         trace, save_profile: files, see :class:`RoundPipeStrategy`.
+
+    Attributes:
+        times_steps: whether every step of the fit is to have a timeline, see :attr:`Engine.times_steps`.
     """
 
     def __init__(self, trace: str | Path | None, save_profile: str | Path | None) -> None:
@@ -149,6 +152,7 @@ class Recordings:
         self._profile_path = None if save_profile is None else Path(save_profile).resolve()
         self._own = [] if trace is None else [TraceWriter(trace)]
         self.writers: list[TraceWriter] = []
+        self.times_steps = False
 
     def start(self) -> None:
         """A fit starts; callbacks have added their writers."""
@@ -163,6 +167,7 @@ class Recordings:
             engine: that has run the training steps; None if it was not made.
         """
         writers, self.writers = self.writers, []
+        self.times_steps = False
         for writer in writers:
             writer.finish()
         if self._profile_path is None or engine is None or (profile := engine.costs("training_step")) is None:
@@ -178,6 +183,7 @@ class Recordings:
 
     def run(self, engine: Engine, request: StepRequest) -> StepResult:
         """Runs a training step, and records it for the writers that want it."""
+        engine.times_steps = self.times_steps
         if not self.writers:
             return engine.run(request)
         before, engine.trace = engine.trace, engine.trace or any(writer.is_due for writer in self.writers)

@@ -169,7 +169,7 @@ def readers_do_not_wait_for(is_bulk: bool) -> Callable[[Patch], None]:
 
         def issued_only(transfer: GpuTransfer, stream: Any) -> None:
             if transfer.is_bulk is is_bulk and transfer._lane.direction == "h2d" and stream is transfer._lane._compute:
-                transfer._may_go_on.wait()
+                transfer._await_go_on()
             else:
                 await_on(transfer, stream)
 
@@ -196,7 +196,7 @@ def uploads_do_not_wait_for_downloads(patch: Patch) -> None:
 
     def without(lane: GpuLane, job: Any, stream: Any) -> None:
         if isinstance(job.after, GpuTransfer):
-            job.after._may_go_on.wait()
+            job.after._await_go_on()
             job = job._replace(after=None)
         await_sources(lane, job, stream)
 
@@ -211,7 +211,7 @@ def the_host_does_not_wait_for_downloads(patch: Patch) -> None:
     settle = GpuTransfer.settle
 
     def ends_early(transfer: GpuTransfer) -> None:
-        transfer._may_go_on.wait()
+        transfer._await_go_on()
         if transfer._lane.direction == "d2h" and not transfer._has_ended:
             transfer.end()
         else:
@@ -248,18 +248,14 @@ def freed_memory_does_not_wait_for_compute(patch: Patch) -> None:
 
 
 def freed_memory_does_not_wait_for_its_transfer(patch: Patch) -> None:
-    make = _Freed.__init__
-    patch.setattr(_Freed, "__init__", lambda freed, tensors, event, after: make(freed, tensors, event, None))
+    free = GpuDevice.free
+    patch.setattr(GpuDevice, "free", lambda device, tensors, after=None: free(device, tensors))
 
 
 def destinations_belong_to_the_compute_stream(patch: Patch) -> None:
-    def transfer(lane: GpuLane, *args: Any) -> Any:
-        streams = lane._bulk, lane._activations
-        lane._bulk = lane._activations = lane._compute
-        try:
-            return make(lane, *args)
-        finally:
-            lane._bulk, lane._activations = streams
+    def transfer(lane: GpuLane, *args: Any, **kwargs: Any) -> Any:
+        with lane._driver.on(lane._compute):
+            return make(lane, *args, **kwargs)
 
     make = GpuLane._transfer
     patch.setattr(GpuLane, "_transfer", transfer)

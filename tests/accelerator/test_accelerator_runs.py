@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
+from lightning_roundpipe import RoundPipeTimeline
 from lightning_roundpipe.devices.gpu import pinned
 from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.engine import plans
 from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.weights.gradients import GradientStore
+from tests.support.engine.steps import Steps
 from tests.support.parity import assert_alike, fit, make_loader
 from tests.support.small import Small
 from tests.weights.autocast_training import LOW, Model, Training
@@ -106,6 +112,39 @@ def test_no_thread_works_on_a_gpu_that_is_not_of_the_pool(sim: ModuleType, monke
     fit("roundpipe", Small, make_loader(), callbacks=callbacks, **{**TWICE, "devices": [2, 3]})
     assert {"main", "roundpipe-accumulation"} < set(places)
     assert set(places.values()) <= {2, 3}, places
+
+
+def test_runs_are_timed_in_steps_that_are_measured_or_where_all_are_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event for each begin and end costs the host as much as a small operator."""
+    monkeypatch.setattr(plans, "_ALL_MEASURED", 2)
+    monkeypatch.setattr(plans, "_MEASURED_EVERY", 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    steps = Steps(model, num_devices=2, device_type="sim")
+    parts = torch.ones(4, 2, 4).unbind()
+
+    def is_timed(seed: int) -> bool:
+        result = steps.train(parts, seed, function=lambda x: model(x).mean())
+        steps.pool[0].check()  # waits until all stamps are reached
+        return bool(result.timeline.spans)
+
+    assert [is_timed(seed) for seed in range(5)] == [True, True, False, True, False]
+    steps.engine.times_steps = True
+    assert all(is_timed(seed) for seed in range(5, 7))
+    steps.engine.close()
+    steps.pool.dispose()
+
+
+@pytest.mark.parametrize("options", [{}, {"summary": True}, {"log_metrics": True}], ids=str)
+def test_a_callback_that_shows_figures_of_all_steps_has_them_timed(options: dict[str, bool], tmp_path: Path) -> None:
+    wanted: list[bool] = []
+
+    def note(trainer: L.Trainer) -> None:
+        wanted.append(trainer.strategy.engine.times_steps)  # type: ignore[attr-defined]
+
+    timeline = RoundPipeTimeline(tmp_path / "trace.json", **options)
+    logger = CSVLogger(tmp_path) if options.get("log_metrics") else False
+    fit("roundpipe", Small, make_loader(), callbacks=[AtEnd(note), timeline], logger=logger, **TWICE)
+    assert set(wanted) == {bool(options)}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])

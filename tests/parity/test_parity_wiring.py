@@ -313,7 +313,7 @@ class _Scaled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is None:
-            self.scale = torch.full((WIDTH,), 0.5)
+            self.scale = torch.full((WIDTH,), 0.5, device=x.device)
         return super().forward(x * self.scale)
 
 

@@ -24,7 +24,7 @@ from ..device import Device
 from ..memory import DeviceMemory, DeviceOutOfMemoryError, Passing
 from ..transfer import Done, Transfer
 from .driver import GpuDriver
-from .lanes import GpuLane
+from .lanes import GpuLane, GpuTransfer
 from .pinned import PageLockedMemory
 
 # Of what may be used, beside what the books give out: what the allocator cannot use of its blocks, and the workspaces
@@ -117,7 +117,7 @@ class GpuDevice(Device):
         super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
         self.is_shared = num_sharing > 1
         self._lock = threading.Lock()
-        self._leaving: deque[_Freed] = deque()
+        self._leaving: deque[_Freed | GpuTransfer] = deque()
         self._begun: deque[Any] = deque()  # events where micro-batches began a stage
         self._is_limited = memory_limit is not None
         self._is_disposed = False
@@ -157,8 +157,14 @@ class GpuDevice(Device):
     def stamp(self) -> Any:
         return self._driver.record(self._compute, is_timed=True)
 
+    def begin(self) -> Any:
+        return self.stamp() if self.times_runs else None
+
+    def end(self, begun: Any) -> Any:
+        return None if begun is None else self.stamp()
+
     def elapsed_ms(self, start: Any, end: Any) -> float | None:
-        if self.lost is not None:
+        if self.lost is not None or start is None or end is None:
             return None
         # To ask is not to wait; elapsed_time of events that were not reached would raise.
         return float(start.elapsed_time(end)) if start.query() and end.query() else None
@@ -172,28 +178,30 @@ class GpuDevice(Device):
             return Done([copy.copy_(tensor)], is_page_locked=is_locked)
 
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
-        freed = None
+        passing: _Freed | GpuTransfer | None = None
         with self._noting_loss():
-            freed = _Freed(tensors, self._driver.record(self._compute), after)
+            if isinstance(after, GpuTransfer) and after.is_download:  # it waits for compute itself, and holds them
+                passing = after
+            else:
+                passing = _Freed(tensors, self._driver.record(self._compute), after)
             with self._lock:
-                self._leaving.append(freed)
+                self._leaving.append(passing)
             self._collect()
-        return freed
+        return passing
 
     def _collect(self) -> None:
         """Lets go of what has passed. The compute stream passes one after the other: behind the first that it has not
         reached nothing is asked for."""
-        with self._lock:
-            leaving = list(self._leaving)
+        leaving = list(self._leaving)
         passed = set()
-        for freed in leaving:
-            if freed.is_done():
-                passed.add(id(freed))
-            elif not freed.has_computed():
+        for passing in leaving:
+            if passing.is_done():
+                passed.add(id(passing))
+            elif isinstance(passing, _Freed) and not passing.has_computed():
                 break
         if passed:
             with self._lock:
-                self._leaving = deque(freed for freed in self._leaving if id(freed) not in passed)
+                self._leaving = deque(passing for passing in self._leaving if id(passing) not in passed)
 
     def open(self) -> None:
         self.page_locked.begin_step()
@@ -216,9 +224,9 @@ class GpuDevice(Device):
     def _await_leaving(self) -> None:
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
-        for freed in leaving:
+        for passing in leaving:
             with contextlib.suppress(Exception):  # of a transfer: raised to those who ask for its copies
-                freed.await_done()
+                passing.await_done()
 
     def empty_cache(self) -> None:
         """Also waits for what is held until streams have passed."""
@@ -235,8 +243,9 @@ class GpuDevice(Device):
             return
         self._is_disposed = True
         try:
-            for freed in self._leaving:
-                freed.has_computed()
+            for passing in self._leaving:
+                if isinstance(passing, _Freed):
+                    passing.has_computed()
         except Exception:  # a GPU that raises whatever it is asked for: nothing will pass any more
             self._leaving.clear()
         try:

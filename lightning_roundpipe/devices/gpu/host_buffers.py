@@ -3,7 +3,7 @@
 ::
 
     slabs     [ buffer | buffer | buffer ]   [ buffer ------------------- ]     each page-locked as a whole
-    tensors     ^ views of a storage, which owns the lease of its buffer: the last one to die gives it back
+    tensors     ^ own the lease of their buffer: the last one to die gives it back
 
 They have nearly the size that was asked for: torch's allocator of page-locked memory rounds up to a power of two, up to
 twice as much. Large ones lie in huge pages, where the kernel has some. Locks are held for the books alone, and not
@@ -27,6 +27,8 @@ from ...common.pages import OwnPages, set_inherited
 # Smaller buffers are cut out of pieces of this size: each page-lock costs a call to the driver.
 _SLAB_BYTES = 2**20
 _MIN_BUFFER_BYTES = 512
+# Of a buffer, for as long as anything lies there.
+Memory = ctypes.Array[ctypes.c_ubyte]
 # Own memory beside what was in use at its peak: the sizes of a step need not be those of the step before.
 _MAX_SPARE = 0.25
 
@@ -57,8 +59,9 @@ class HostBuffers:
         self._lock = threading.Lock()
         self._slabs: set[OwnPages] = set()
         self._free: dict[int, list[_Buffer]] = defaultdict(list)
+        self._leases: dict[int, tuple[weakref.ref[Memory], _Buffer]] = {}
         # A tensor may die anywhere, also in a thread that holds the lock: what it leaves is picked up later.
-        self._returned: deque[_Buffer] = deque()
+        self._returned: deque[weakref.ref[Memory]] = deque()
         self._used_bytes = 0
         self._peak_used_bytes = 0
         self.own_bytes = 0
@@ -72,21 +75,20 @@ class HostBuffers:
         Returns:
             The tensor, and whether it is page-locked indeed.
         """
-        num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes == 0:
+        if not tensor.numel():
             return torch.empty_like(tensor, device="cpu"), True
-        memory, is_locked = self.memory(num_bytes)
+        memory, is_locked = self.memory(tensor.nbytes)
         return laid_out_like(tensor, memory, 0), is_locked
 
-    def memory(self, num_bytes: int) -> tuple[torch.UntypedStorage, bool]:
-        """At least so many bytes, on the same terms."""
+    def memory(self, num_bytes: int) -> tuple[Memory, bool]:
+        """At least so many bytes for :func:`laid_out_like`, on the same terms."""
         buffer = self._take(_bucket(num_bytes))
         slab = buffer.slab
-        # The storage owns the lease, and every view owns the storage: when the lease dies, the memory is not used any
-        # more.
+        # Each tensor that lies there owns the lease, and so do its views: when it dies, the memory is free.
         lease = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(slab.memory, slab.offset + buffer.offset)
-        weakref.finalize(lease, self._returned.append, buffer).atexit = False
-        return torch.frombuffer(lease, dtype=torch.uint8).untyped_storage(), slab.is_locked
+        end = weakref.ref(lease, self._returned.append)
+        self._leases[id(end)] = end, buffer
+        return lease, slab.is_locked
 
     def _take(self, num_bytes: int) -> _Buffer:
         with self._lock:
@@ -118,8 +120,9 @@ class HostBuffers:
     def _pick_up(self) -> None:
         """Buffers whose tensors have died are free."""
         while self._returned:
-            buffer = self._returned.popleft()
-            if buffer.slab in self._slabs:  # else given up meanwhile
+            end = self._returned.popleft()
+            _, buffer = self._leases.pop(id(end), (end, None))
+            if buffer is not None and buffer.slab in self._slabs:  # else given up meanwhile
                 buffer.slab.num_used -= 1
                 self._used_bytes -= buffer.num_bytes
                 self._free[buffer.num_bytes].append(buffer)
@@ -158,6 +161,7 @@ class HostBuffers:
         with self._lock:
             slabs, self._slabs = self._slabs, set()
             self._free.clear()
+            self._leases.clear()
             self._returned.clear()
             self._used_bytes = self._peak_used_bytes = self.own_bytes = self.pageable_bytes = 0
         for slab in slabs:
@@ -178,7 +182,9 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // 64) * 64
 
 
-def laid_out_like(tensor: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
+def laid_out_like(tensor: Tensor, memory: Memory, offset: int) -> Tensor:
     """A tensor of the shape and type of ``tensor`` at this byte of ``memory``, in its order, without its gaps."""
-    strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(memory, offset // tensor.element_size(), tensor.shape, strides)
+    row = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    if tensor.is_contiguous():
+        return row.view(tensor.shape)
+    return row.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())

@@ -46,8 +46,7 @@ from ..transfer import CHUNK_BYTES, Done, Edge, Lane, Moved, Transfer
 from .driver import GpuDriver
 
 MAX_CHUNKS_IN_FLIGHT = 2
-_GOES_ON = threading.Event()
-_GOES_ON.set()
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class GpuTransfer(Transfer):
@@ -57,6 +56,7 @@ class GpuTransfer(Transfer):
 
     Attributes:
         is_bulk: see :meth:`Lane.submit`.
+        is_download: whether it goes to the host.
     """
 
     def __init__(
@@ -65,36 +65,35 @@ class GpuTransfer(Transfer):
         super().__init__(tensors, pairs)
         self.is_bulk = is_bulk
         self.is_page_locked = is_page_locked
+        self.is_download = lane.direction == "d2h"
         self._lane = lane
         self._event: Any = None
-        if not is_bulk:
-            self._may_go_on = _GOES_ON  # no other thread sees it before the one that submits it has issued it
+        self._may_go_on = not is_bulk  # no other thread sees an activation before it has been issued
 
     def issued(self, event: Any) -> None:
         """All copies are in the stream, with ``event`` behind them."""
         self._event = event
-        self._may_go_on.set()
-
-    def has_arrived(self) -> bool:
-        """Whether nothing needs to be waited for any more; changes nothing."""
-        if not self._may_go_on.is_set():
-            return False
-        if self._has_ended:
-            return True
-        try:
-            return bool(self._event.query())
-        except RuntimeError:  # of anything that ran on the GPU before
-            return True
+        if self.is_bulk:
+            with self._lock:
+                self._let_go_on()
 
     def is_done(self) -> bool:
-        if not self.has_arrived():
+        if self._has_ended:
+            return True
+        if not self._may_go_on:
             return False
-        self.settle()
+        try:
+            if not self._event.query():
+                return False
+        except RuntimeError as error:  # of anything that ran on the GPU before; kept for those who ask for the copies
+            self.end(error)
+        else:
+            self.end()
         return True
 
     def settle(self) -> None:
         """Waits until the event is reached, and ends; an error is kept for those who ask for the copies."""
-        self._may_go_on.wait()
+        self._await_go_on()
         if self._has_ended:
             return
         try:
@@ -110,7 +109,7 @@ class GpuTransfer(Transfer):
 
     def await_on(self, stream: Any) -> None:
         """Lets ``stream`` wait for the copies; the host waits only until they are issued."""
-        self._may_go_on.wait()
+        self._await_go_on()
         self._raise()
         if not self._has_ended:
             stream.wait_event(self._event)
@@ -163,34 +162,38 @@ class GpuLane(Lane):
         if not sources:
             return Done([])
         self.collect()
-        # A download reads what is there now.
-        ready = self._driver.record(self._compute) if self.direction == "d2h" else None
-        transfer = self._transfer(sources, is_bulk, after)
-        with self._mutex:
-            self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
-        job = _Job(transfer, ready, after, label)
+        is_upload = self.direction == "h2d"
+        ready = None if is_upload else self._driver.record(self._compute)  # a download reads what is there now
+        # An activation that ordinary memory is to bring lies in page-locked memory before it is issued.
+        is_staged = is_upload and not is_bulk and not (after is not None and after.is_page_locked)
+        if is_staged and after is not None:
+            after.wait(Edge.OFFLOADED)  # before the host reads it
+        stream = self._bulk if is_bulk else self._activations
+        with plain_mode(), self._driver.on(stream) if is_upload or not is_bulk else _NOTHING:
+            transfer = self._transfer(sources, is_bulk=is_bulk, is_staged=is_staged)
+            with self._mutex:
+                self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
+            job = _Job(transfer, ready, after, label)
+            if not is_bulk:
+                self._issue(job, stream, [transfer.pairs])
         if is_bulk:
             self._enqueue(job)
-        else:
-            self._issue(job, self._activations, [transfer.pairs])
         return transfer
 
-    def _transfer(self, sources: Sequence[Tensor], is_bulk: bool, after: Transfer | None) -> GpuTransfer:
+    def _transfer(self, sources: Sequence[Tensor], *, is_bulk: bool, is_staged: bool) -> GpuTransfer:
+        """The destinations, which belong to the stream of the calling thread; nothing is copied yet."""
         tensors: list[Tensor] = []
         pairs: list[Pair] = []
         is_page_locked = True
-        is_staged = self.direction == "h2d" and not is_bulk and not (after is not None and after.is_page_locked)
-        if is_staged and after is not None:
-            after.wait(Edge.OFFLOADED)  # before the host reads it
-        with plain_mode(), self._driver.on(self._bulk if is_bulk else self._activations):
-            for source in sources:
-                copies = []
-                for part in _parts(source):
-                    copy, is_locked = self._destination(part)
-                    is_page_locked = is_page_locked and is_locked
-                    copies.append(copy)
-                    pairs.append(_in_order(copy, self._staged(part) if is_staged else part.detach()))
-                tensors.append(_like(source, copies))
+        for source in sources:
+            source = source.detach() if is_bulk or source.requires_grad else source  # bulk may get other memory
+            copies = []
+            for part in _parts(source):
+                copy, is_locked = self._destination(part)
+                is_page_locked = is_page_locked and is_locked
+                copies.append(copy)
+                pairs.append(_in_order(copy, self._staged(part) if is_staged else part))
+            tensors.append(_like(source, copies))
         return GpuTransfer(self, tensors, pairs, is_bulk=is_bulk, is_page_locked=is_page_locked)
 
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
@@ -216,32 +219,23 @@ class GpuLane(Lane):
                     self._driver.record_stream(part, self._compute)
 
     def _issue(self, job: _Job, stream: Any, pieces: Iterable[Sequence[Pair]]) -> None:
-        """Gives the copies to a stream, on the thread that submits an activation, or on the lane's.
-
-        Raises:
-            BaseException: of the driver, or of the transfer that it comes after; the transfer has ended then.
-        """
+        """Gives the copies to a stream, which the calling thread has chosen: the one that submits an activation, or
+        that of the lane."""
         transfer = job.transfer
         moved = self.moved
-        try:
-            with plain_mode(), self._driver.on(stream):
-                self._await_sources(job, stream)
-                started = None if moved is None else self._driver.record(stream, is_timed=True)
-                for piece in pieces:
-                    for copy, source in piece:
-                        self._driver.copy(copy, source)
-                    if transfer.is_bulk:
-                        read = [source for _, source in piece] if self.direction == "h2d" else []
-                        self._chunks.append((self._driver.record(stream), read))
-                event = self._driver.record(stream, is_timed=moved is not None)
-        except BaseException as error:
-            transfer.end(error)
-            raise
+        self._await_sources(job, stream)
+        started = None if moved is None else self._driver.record(stream, is_timed=True)
+        for piece in pieces:
+            for copy, source in piece:
+                self._driver.copy(copy, source)
+            if transfer.is_bulk:
+                read = [source for _, source in piece] if self.direction == "h2d" else []
+                self._chunks.append((self._driver.record(stream), read))
+        event = self._driver.record(stream, is_timed=moved is not None)
         if moved is not None:
             moved.append(Moved(self.direction, started, event, job.label))
         transfer.issued(event)
-        with self._work:
-            self._under_way[transfer.is_bulk].append(transfer)
+        self._under_way[transfer.is_bulk].append(transfer)
 
     def _await_sources(self, job: _Job, stream: Any) -> None:
         if job.ready is not None:
@@ -252,14 +246,15 @@ class GpuLane(Lane):
             job.after.wait(Edge.OFFLOADED)
 
     def collect(self) -> None:
-        """Ends what has arrived meanwhile."""
-        arrived: list[GpuTransfer] = []
-        with self._work:
-            for under_way in self._under_way.values():
-                while under_way and under_way[0].has_arrived():
-                    arrived.append(under_way.popleft())
-        for transfer in arrived:
-            transfer.settle()
+        """Ends what has arrived meanwhile. On any thread; no lock is held while callbacks run."""
+        for under_way in self._under_way.values():
+            while (first := _first_of(under_way)) is not None and first.is_done():
+                self._forget(under_way, first)
+
+    def _forget(self, under_way: deque[GpuTransfer], ended: GpuTransfer) -> None:
+        with self._mutex:
+            if under_way and under_way[0] is ended:
+                under_way.popleft()
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -277,9 +272,11 @@ class GpuLane(Lane):
         with contextlib.suppress(Exception):  # of a GPU that is lost: every job raises it anew
             self._driver.set_device(self._device)
         while (job := self._next_job()) is not None:
-            # An error is kept by the transfer, for those who ask for the copies.
-            with contextlib.suppress(BaseException):
-                self._issue(job, self._bulk, self._pieces(job.transfer))
+            try:
+                with plain_mode(), self._driver.on(self._bulk):
+                    self._issue(job, self._bulk, self._pieces(job.transfer))
+            except BaseException as error:  # kept by the transfer, for those who ask for the copies
+                job.transfer.end(error)
             del job  # it would hold memory of the device until the next one comes
 
     def _next_job(self) -> _Job | None:
@@ -295,6 +292,7 @@ class GpuLane(Lane):
                     return None
                 first = under_way[0]
             first.settle()
+            self._forget(under_way, first)
             del first  # as above
             self.collect()
 
@@ -326,6 +324,13 @@ class GpuLane(Lane):
             stack.callback(self._chunks.clear)
             for transfer in reversed(left):
                 stack.callback(transfer.settle)
+
+
+def _first_of(under_way: deque[GpuTransfer]) -> GpuTransfer | None:
+    try:
+        return under_way[0]
+    except IndexError:  # none, or another thread has taken it meanwhile
+        return None
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
