@@ -22,7 +22,8 @@ from tests.support.late_updates import Late
 from tests.support.parity import Run, assert_alike, compare, fit, make_loader, make_trainer
 from tests.support.small import CLASSES, WIDTH, Small
 
-COPIES = pytest.mark.parametrize("copies", [False, True])
+# Those that share the memory of the host cannot be lost.
+COPIES = {"virtual_copies": True}
 SAVING: dict[str, Any] = {"enable_checkpointing": True}
 ONE_OF_TWO = {1: (1, 7)}
 # A device and one of its uses, for each of two batches: of three devices one is left.
@@ -82,11 +83,11 @@ def names_of(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("losses", TWO_OF_THREE)
-@pytest.mark.parametrize(("copies", "is_late"), [(False, True), (True, False)])
+@pytest.mark.parametrize("is_late", [False, True])
 def test_training_from_three_devices_to_one_is_that_of_plain_lightning(
-    copies: bool, losses: dict[int, tuple[int, int]], is_late: bool
+    losses: dict[int, tuple[int, int]], is_late: bool
 ) -> None:
-    settings: dict[str, Any] = {"devices": 3, "num_microbatches": 4, "options": {"virtual_copies": copies}}
+    settings: dict[str, Any] = {"devices": 3, "num_microbatches": 4, "options": COPIES}
     with pytest.warns(UserWarning, match=rf"training_step has lost virtual device \d \({MESSAGE}\)\. It is run again"):
         _, ours = compare(
             Noting,
@@ -104,21 +105,20 @@ def test_training_from_three_devices_to_one_is_that_of_plain_lightning(
 
 def test_statistics_and_random_numbers_are_those_of_a_run_without_a_loss() -> None:
     runs = [
-        fit("roundpipe", Coupled, make_loader(40), callbacks=[Losing(losses)], devices=3)
+        fit("roundpipe", Coupled, make_loader(40), callbacks=[Losing(losses)], devices=3, options=COPIES)
         for losses in ({}, {1: (1, 4), 3: (2, 11)})
     ]
     assert_alike(runs[1].results, runs[0].results)
     assert [len(names_of(run)) for run in runs] == [3, 1]
 
 
-@COPIES
-def test_update_that_runs_when_a_device_is_lost_ends_as_always(late: Late, copies: bool) -> None:
+def test_update_that_runs_when_a_device_is_lost_ends_as_always(late: Late) -> None:
     _, ours = compare(
         Noting,
         make_loader(40),
         callbacks=lambda: [Losing({2: (1, 2), 3: (0, 10)})],
         devices=3,
-        options={"virtual_copies": copies, "optimizer_overlap": "exact"},
+        options={**COPIES, "optimizer_overlap": "exact"},
     )
     assert late.num_buckets > 0
     assert len(names_of(ours)) == 1
@@ -140,16 +140,14 @@ class Expecting(L.Callback):
         )
 
 
-@pytest.mark.parametrize(("copies", "at"), [(False, 0), (True, 6), (True, 11)])
-def test_with_the_last_device_the_state_of_the_last_finished_step_is_saved(
-    tmp_path: Path, copies: bool, at: int
-) -> None:
+@pytest.mark.parametrize("at", [0, 6, 11])
+def test_with_the_last_device_the_state_of_the_last_finished_step_is_saved(tmp_path: Path, at: int) -> None:
     expecting = Expecting()
     callbacks = [Losing({1: (0, 2), 3: (1, at)}), expecting, OnExceptionCheckpoint(tmp_path, "last")]
     with pytest.raises(
         DeviceLostError, match=rf"training_step has lost virtual device 1 \({MESSAGE}\)\. No other device is left"
     ):
-        fit("roundpipe", Noting, make_loader(40), callbacks=callbacks, options={"virtual_copies": copies}, **SAVING)
+        fit("roundpipe", Noting, make_loader(40), callbacks=callbacks, options=COPIES, **SAVING)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     expected = expecting.states[-1]
     assert len(expecting.states) == saved["global_step"] == 3
@@ -181,9 +179,8 @@ class SettingUp(Small):
         return self.loss((x + self.shift, y))
 
 
-@COPIES
-def test_what_a_step_sets_up_is_set_up_anew_when_it_is_run_again(copies: bool) -> None:
-    settings: dict[str, Any] = {"devices": 3, "options": {"virtual_copies": copies}}
+def test_what_a_step_sets_up_is_set_up_anew_when_it_is_run_again() -> None:
+    settings: dict[str, Any] = {"devices": 3, "options": COPIES}
     _, ours = compare(SettingUp, callbacks=lambda: [Losing(ONE_OF_TWO)], **settings)
     assert len(names_of(ours)) == 2
 
@@ -203,9 +200,9 @@ class ByHand(Small):
 
 
 def test_manual_optimization_is_run_again_as_long_as_nothing_is_final() -> None:
-    compare(ByHand, callbacks=lambda: [Losing(ONE_OF_TWO)], options={"virtual_copies": True})
+    compare(ByHand, callbacks=lambda: [Losing(ONE_OF_TWO)], options=COPIES)
     at_the_end = Losing({1: (0, 10**6)})
-    fit("roundpipe", ByHand, make_loader(16), callbacks=[at_the_end])
+    fit("roundpipe", ByHand, make_loader(16), callbacks=[at_the_end], options=COPIES)
     last = len(at_the_end.faults[0].uses) - 1
 
     class Twice(ByHand):
@@ -214,7 +211,7 @@ def test_manual_optimization_is_run_again_as_long_as_nothing_is_final() -> None:
             super().training_step(batch, batch_idx)
 
     with pytest.raises(DeviceLostError, match="on the other devices, because manual_backward or an optimizer has been"):
-        fit("roundpipe", Twice, make_loader(16), callbacks=[Losing({1: (0, last + 1)})])
+        fit("roundpipe", Twice, make_loader(16), callbacks=[Losing({1: (0, last + 1)})], options=COPIES)
 
 
 def test_evaluation_and_later_runs_of_the_trainer_go_on_without_the_device() -> None:
@@ -227,7 +224,7 @@ def test_evaluation_and_later_runs_of_the_trainer_go_on_without_the_device() -> 
             if trainer.strategy.pool.devices[-1].number == 2:
                 Fault(trainer.strategy.pool.devices[-1], at=1)
 
-    trainer = make_trainer(devices=3, callbacks=[InValidation()])
+    trainer = make_trainer(devices=3, callbacks=[InValidation()], options=COPIES)
     module = Evaluating()
     with pytest.warns(UserWarning, match=r"validation_step has lost virtual device 2 .* on 2 devices"):
         trainer.fit(module, make_loader(), make_loader(8))
@@ -247,7 +244,7 @@ def test_monitors_traces_and_profiles_show_the_devices_that_there_are(tmp_path: 
         log_every_n_steps=1,
         devices=3,
         options={
-            "virtual_copies": True,
+            **COPIES,
             "trace": tmp_path / "trace.json",
             "save_profile": tmp_path / "costs.json",
         },
@@ -270,4 +267,4 @@ def test_memory_of_the_devices_that_are_left_is_empty_after_the_training() -> No
 
 
 def _with_copies() -> dict[str, Any]:
-    return {"options": {"virtual_copies": True}, "num_microbatches": CLASSES}
+    return {"options": COPIES, "num_microbatches": CLASSES}

@@ -36,7 +36,6 @@ class Fault:
         self._at = at
         self._is_late = is_late
         self._lock = threading.Lock()
-        device.can_be_lost = True
         changed: Any = device
         changed.computing = functools.partial(self._computing, device.computing)
         for lane in (device.h2d, device.d2h):
@@ -86,10 +85,6 @@ class Losing(L.Callback):
         self.losses = losses
         self.is_late = is_late
         self.faults: list[Fault] = []
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for device in _devices_of(trainer):
-            device.can_be_lost = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
