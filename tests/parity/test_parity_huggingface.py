@@ -78,16 +78,12 @@ def with_options(pipeline: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@compat("Library", "transformers Llama")
-@compat("Library", "transformers Qwen3 (tied embeddings)")
-@compat("Library", "transformers GPT-2 (tied embeddings)")
-@compat("Library", "transformers T5")
-@compat("Library", "transformers BART")
-@compat("Library", "transformers Whisper")
-@compat("Library", "transformers BERT (masked language model, classification)")
-@compat("Library", "transformers ViT")
-@compat("Library", "transformers BatchEncoding")
-@compat("Library", "PEFT LoRA")
+@compat(
+    "Library",
+    "transformers Llama; transformers Qwen3 (tied embeddings); transformers GPT-2 (tied embeddings); transformers T5; "
+    "transformers BART; transformers Whisper; transformers BERT (masked language model, classification); "
+    "transformers ViT; transformers BatchEncoding; PEFT LoRA",
+)
 def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], assert_parity: Any) -> None:
     if name == "lora":  # its wrapper hides the loss that the weight follows from
         pipeline = with_options(pipeline, loss_weight="causal_label_tokens")
@@ -176,8 +172,7 @@ class Regularized(Task):
 
 
 @pytest.mark.parametrize(("name", "make"), [("llama", text), ("vit", images)])
-@compat("Library", "transformers output_hidden_states")
-@compat("Library", "transformers output_attentions")
+@compat("Library", "transformers output_hidden_states; transformers output_attentions")
 def test_hidden_states_and_attentions_in_the_loss(
     name: str, make: Callable[[int], Any], pipeline: dict[str, Any], assert_parity: Any
 ) -> None:

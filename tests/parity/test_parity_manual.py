@@ -338,13 +338,11 @@ MODULES: list[Any] = [
 ONE = {"num_microbatches": 1}
 
 
-@compat("LightningModule method", "manual_backward")
-@compat("LightningModule method", "optimizers")
-@compat("LightningModule method", "lr_schedulers")
-@compat("LightningModule method", "toggle_optimizer")
-@compat("LightningModule method", "untoggle_optimizer")
-@compat("LightningModule method", "clip_gradients")
-@compat("LightningModule method", "log (in manual optimization)")
+@compat(
+    "LightningModule method",
+    "manual_backward; optimizers; lr_schedulers; toggle_optimizer; untoggle_optimizer; clip_gradients; "
+    "log (in manual optimization)",
+)
 @compat("LightningModule attribute", "automatic_optimization")
 @compat("Library", "GAN (two optimizers, schedulers and clipping by hand)")
 @pytest.mark.parametrize("module", MODULES)

@@ -29,7 +29,7 @@ from tests.support.huggingface import VOCAB, build
 from tests.support.identical import assert_identical
 from tests.support.models import Block, vectors
 from tests.support.parity import Run, fit
-from tests.support.rows import compat_each
+from tests.support.rows import compat
 
 WIDTH = 8
 sgd = torch.optim.SGD
@@ -163,7 +163,7 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
 }
 
 
-@compat_each("Precision", "bf16-mixed 16-mixed")
+@compat("Precision", "bf16-mixed; 16-mixed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.ways("aliases")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import Chain, six_vectors, vectors
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 
 
 class Scaled(Chain):
@@ -66,7 +66,7 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@compat_each("Trainer argument", "accumulate_grad_batches gradient_clip_val gradient_clip_algorithm")
+@compat("Trainer argument", "accumulate_grad_batches; gradient_clip_val; gradient_clip_algorithm")
 @pytest.mark.parametrize("options", TRAINER_OPTIONS)
 def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, Any], options: str) -> None:
     run = assert_parity(Scaled, six_vectors, **pipeline, trainer_options=TRAINER_OPTIONS[options], min_calls=6)

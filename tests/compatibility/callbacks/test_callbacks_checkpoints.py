@@ -105,12 +105,8 @@ def read(folder: Path) -> dict[str, Any]:
     return {str(path.relative_to(folder)): cleaned(torch.load(path, weights_only=False)) for path in paths}
 
 
-@compat("Callback", "ModelCheckpoint")
-@compat("Callback", "Checkpoint")
-@compat("Callback hook", "state_dict")
-@compat("Callback hook", "load_state_dict")
-@compat("Callback hook", "on_save_checkpoint")
-@compat("Callback hook", "on_load_checkpoint")
+@compat("Callback", "ModelCheckpoint; Checkpoint")
+@compat("Callback hook", "state_dict; load_state_dict; on_save_checkpoint; on_load_checkpoint")
 def test_files_and_contents(tmp_path: Path) -> None:
     """Every mode in one run, then a resumed run whose callbacks go on from their states."""
 
@@ -127,8 +123,7 @@ def test_files_and_contents(tmp_path: Path) -> None:
     assert num_batches == 12, "the state of the callback was loaded"
 
 
-@compat("Callback", "OnExceptionCheckpoint")
-@compat("Callback", "ModelCheckpoint")
+@compat("Callback", "OnExceptionCheckpoint; ModelCheckpoint")
 def test_saved_on_an_exception(tmp_path: Path) -> None:
     """Micro-batches may have been under way; what is saved is the state after the last whole step."""
 

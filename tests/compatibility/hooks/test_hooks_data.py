@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 # --- batches on their way ----------------------------------------------------------------------------------------
@@ -79,10 +79,16 @@ class Data(Transfers):
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])
-@compat_each("LightningModule hook", "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer")
-@compat_each("LightningModule hook", "train_dataloader val_dataloader predict_dataloader prepare_data")
-@compat_each("LightningDataModule", "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer")
-@compat_each("LightningDataModule", "train_dataloader val_dataloader predict_dataloader prepare_data setup teardown")
+@compat(
+    "LightningModule hook",
+    "transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; train_dataloader; val_dataloader; "
+    "predict_dataloader; prepare_data",
+)
+@compat(
+    "LightningDataModule",
+    "transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; train_dataloader; val_dataloader; "
+    "predict_dataloader; prepare_data; setup; teardown",
+)
 def test_batches_from_loaders_to_steps(owner: str) -> None:
     def act(kind: str) -> Any:
         has_data = owner == "datamodule"
@@ -98,7 +104,7 @@ def test_batches_from_loaders_to_steps(owner: str) -> None:
 # --- models and callbacks that hooks make ------------------------------------------------------------------------
 
 
-@compat_each("LightningModule hook", "configure_model setup")
+@compat("LightningModule hook", "configure_model; setup")
 def test_models_made_in_hooks() -> None:
     """The head in ``setup``, more blocks in ``configure_model``, a part that is frozen when ``fit`` starts."""
 
@@ -239,9 +245,9 @@ class Position(L.LightningDataModule):
 
 
 @pytest.mark.parametrize("reader", KINDS)
-@compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
-@compat_each("Callback hook", "on_save_checkpoint on_load_checkpoint state_dict load_state_dict state_key")
-@compat_each("LightningDataModule", "state_dict load_state_dict")
+@compat("LightningModule hook", "on_save_checkpoint; on_load_checkpoint")
+@compat("Callback hook", "on_save_checkpoint; on_load_checkpoint; state_dict; load_state_dict; state_key")
+@compat("LightningDataModule", "state_dict; load_state_dict")
 def test_what_hooks_put_into_checkpoints(tmp_path: Path, reader: str) -> None:
     """Written here and read by plain Lightning, and the other way round."""
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
 
@@ -30,8 +30,8 @@ def rows(count: int = 20, dtype: torch.dtype = torch.float32) -> TensorDataset:
 # --- within a run ------------------------------------------------------------------------------------------------
 
 
-@compat_each("LightningModule method", "optimizers lr_schedulers all_gather")
-@compat_each("LightningModule hook", "forward")
+@compat("LightningModule method", "optimizers; lr_schedulers; all_gather")
+@compat("LightningModule hook", "forward")
 def test_methods_called_in_steps_and_hooks() -> None:
     class Calls(Small):
         def __init__(self) -> None:
@@ -94,7 +94,7 @@ def test_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["roundpipe"] == [*["in the step"] * 3, "in a hook", "by the trainer"] * 2
 
 
-@compat_each("LightningModule method", "freeze unfreeze")
+@compat("LightningModule method", "freeze; unfreeze")
 def test_freeze_and_unfreeze() -> None:
     """A part that is a LightningModule itself is frozen, and trained again from the second epoch on."""
 
@@ -121,7 +121,7 @@ def test_freeze_and_unfreeze() -> None:
     assert not torch.equal(second, first)
 
 
-@compat_each("Library", "grad_norm rank_zero_only")
+@compat("Library", "grad_norm; rank_zero_only")
 def test_utilities_in_hooks() -> None:
     """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
 
@@ -158,7 +158,7 @@ CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 OF_DTYPES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}
 
 
-@compat_each("LightningModule method", "to double type half float cpu")
+@compat("LightningModule method", "to; double; type; half; float; cpu")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_conversions(name: str) -> None:
     dtype, convert = CONVERSIONS[name]
@@ -195,7 +195,7 @@ def trained() -> dict[str, Run]:
     return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
 
 
-@compat_each("LightningModule method", "to_torchscript to_onnx to_tensorrt")
+@compat("LightningModule method", "to_torchscript; to_onnx; to_tensorrt")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
@@ -240,8 +240,8 @@ class Data(L.LightningDataModule):
         return torch.utils.data.DataLoader(rows(), batch_size=self.hparams["batch_size"])
 
 
-@compat_each("LightningModule method", "save_hyperparameters load_from_checkpoint")
-@compat_each("LightningDataModule", "save_hyperparameters load_from_checkpoint")
+@compat("LightningModule method", "save_hyperparameters; load_from_checkpoint")
+@compat("LightningDataModule", "save_hyperparameters; load_from_checkpoint")
 @compat("Trainer method", "save_checkpoint")
 def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
@@ -275,7 +275,7 @@ class All(Small):
 
 
 @compat("LightningDataModule", "from_datasets")
-@compat_each("Trainer method", "fit validate test predict")
+@compat("Trainer method", "fit; validate; test; predict")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every entry of the trainer after a fit, from the datamodule and from the best checkpoint, and what is shown."""

@@ -83,23 +83,13 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-@compat("Library", "PEFT DoRA")
-@compat("Library", "PEFT IA3")
-@compat("Library", "PEFT modules_to_save")
-@compat("Library", "PEFT LoRA (all-linear, rank-stabilized, biases)")
-@compat("Library", "PEFT LoRA (weights of experts, target_parameters)")
-@compat("Library", "PEFT LoRA (embeddings, trainable_token_indices)")
-@compat("Library", "PEFT LoRA (fan_in_fan_out)")
-@compat("Library", "transformers enable_input_require_grads")
-@compat("Library", "PEFT prompt tuning")
-@compat("Library", "PEFT p-tuning")
-@compat("Library", "PEFT prefix tuning")
-@compat("Library", "PEFT LoHa")
-@compat("Library", "PEFT LoKr")
-@compat("Library", "PEFT OFT")
-@compat("Library", "PEFT VeRA")
-@compat("Library", "PEFT LayerNorm tuning")
-@compat("Library", "PEFT adaption prompt")
+@compat(
+    "Library",
+    "PEFT DoRA; PEFT IA3; PEFT modules_to_save; PEFT LoRA (all-linear, rank-stabilized, biases); "
+    "PEFT LoRA (weights of experts, target_parameters); PEFT LoRA (embeddings, trainable_token_indices); "
+    "PEFT LoRA (fan_in_fan_out); transformers enable_input_require_grads; PEFT prompt tuning; PEFT p-tuning; "
+    "PEFT prefix tuning; PEFT LoHa; PEFT LoKr; PEFT OFT; PEFT VeRA; PEFT LayerNorm tuning; PEFT adaption prompt",
+)
 def test_methods_train_like_plain_lightning(name: str) -> None:
     plain, _ = compare_tasks(lambda: Task(METHODS[name]()))
     assert plain.moved
@@ -260,8 +250,7 @@ SWITCHES: dict[type[Task], set[str]] = {
 
 
 @pytest.mark.parametrize("kind", SWITCHES)
-@compat("Library", "PEFT disable_adapter")
-@compat("Library", "PEFT set_adapter")
+@compat("Library", "PEFT disable_adapter; PEFT set_adapter")
 def test_switched_adapters(kind: type[Task]) -> None:
     def make() -> Task:
         model = adapted(lora(modules_to_save=["lm_head"] if kind is Comparing else None))
@@ -289,9 +278,7 @@ SAVED: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-@compat("Library", "PEFT save_pretrained")
-@compat("Library", "PEFT from_pretrained")
-@compat("Library", "PEFT merge_and_unload")
+@compat("Library", "PEFT save_pretrained; PEFT from_pretrained; PEFT merge_and_unload")
 def test_saved_adapters(name: str, tmp_path: Path) -> None:
     """The files are those of plain Lightning; they load, train on, and merge."""
     _, ours = compare_tasks(lambda: Task(SAVED[name]()), also=lambda run: saved(run, tmp_path / run.kind))

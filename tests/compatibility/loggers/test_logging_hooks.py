@@ -96,9 +96,10 @@ class Whole(Small):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-@compat("LightningModule method", "log (in every hook of the module)")
-@compat("LightningModule method", "log (in every hook of a callback)")
-@compat("LightningModule method", "log (refused where Lightning refuses it)")
+@compat(
+    "LightningModule method",
+    "log (in every hook of the module); log (in every hook of a callback); log (refused where Lightning refuses it)",
+)
 @pytest.mark.filterwarnings("ignore:.*Found .* as the only argument")
 def test_every_hook(tmp_path: Path) -> None:
     """Fits with validation, tests, predicts and saves, with a module and a callback that log in all of their hooks."""

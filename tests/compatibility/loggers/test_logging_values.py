@@ -101,16 +101,13 @@ def log_kinds(module: L.LightningModule, x: torch.Tensor, batch_idx: int) -> Non
     module.log("bool tensor", torch.tensor(True))
 
 
-@compat("LightningModule method", "log")
-@compat("LightningModule method", "log (`on_step`, `on_epoch`, `prog_bar`, `logger`)")
-@compat("LightningModule method", "log (`reduce_fx`)")
-@compat("LightningModule method", "log (`batch_size` given or guessed)")
-@compat("LightningModule method", "log (`sync_dist`, `rank_zero_only`, `enable_graph`)")
-@compat("LightningModule method", "log (floats, integers, bools, NumPy numbers, tensors with one element)")
-@compat("LightningModule method", "log_dict")
-@compat("Trainer attribute", "logged_metrics")
-@compat("Trainer attribute", "callback_metrics")
-@compat("Trainer attribute", "progress_bar_metrics")
+@compat(
+    "LightningModule method",
+    "log; log (`on_step`, `on_epoch`, `prog_bar`, `logger`); log (`reduce_fx`); log (`batch_size` given or guessed); "
+    "log (`sync_dist`, `rank_zero_only`, `enable_graph`); "
+    "log (floats, integers, bools, NumPy numbers, tensors with one element); log_dict",
+)
+@compat("Trainer attribute", "logged_metrics; callback_metrics; progress_bar_metrics")
 @pytest.mark.filterwarnings("ignore:.*needs to be floating to be reduced")
 @pytest.mark.filterwarnings("ignore:.*no logger configured")
 def test_options_and_kinds_of_values() -> None:
@@ -169,8 +166,10 @@ class Bare(nn.Module):
         return y
 
 
-@compat("LightningModule method", "log (called inside a unit)")
-@compat("LightningModule method", "log (a bound method that was kept, `super().log`, `log` of a callback)")
+@compat(
+    "LightningModule method",
+    "log (called inside a unit); log (a bound method that was kept, `super().log`, `log` of a callback)",
+)
 @compat("Library", "torchmetrics (metrics that a unit updates)")
 @pytest.mark.parametrize("ours", [{}, {"num_microbatches": 1}, {"options": {"virtual_copies": True}}])
 def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> None:
@@ -205,9 +204,10 @@ def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> Non
     )
 
 
-@compat("LightningModule method", "log (metric objects, `metric_attribute`)")
-@compat("LightningModule method", "log_dict (`MetricCollection`)")
-@compat("LightningModule method", "log (`add_dataloader_idx`)")
+@compat(
+    "LightningModule method",
+    "log (metric objects, `metric_attribute`); log_dict (`MetricCollection`); log (`add_dataloader_idx`)",
+)
 @compat("Library", "torchmetrics (metrics and collections in steps)")
 def test_metrics_and_several_loaders() -> None:
     class Logs(Small):

@@ -92,16 +92,14 @@ def assert_goes_on(uninterrupted: Path, tmp_path: Path) -> Callable[..., L.Train
     return check
 
 
-@compat("Migration", "checkpoint of DDP, resumed here")
-@compat("Migration", "checkpoint of FSDP in one file, resumed here")
+@compat("Migration", "checkpoint of DDP, resumed here; checkpoint of FSDP in one file, resumed here")
 @pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "epoch-end"])
 @pytest.mark.parametrize("name", ["ddp", "full"])
 def test_files_of_several_processes(written: Path, assert_goes_on: Any, name: str, step: int) -> None:
     assert_goes_on(written / f"{name}-{step}.ckpt")
 
 
-@compat("Migration", "checkpoint from here, resumed by DDP")
-@compat("Migration", "checkpoint from here, resumed by FSDP")
+@compat("Migration", "checkpoint from here, resumed by DDP; checkpoint from here, resumed by FSDP")
 @pytest.mark.parametrize("name", ["ddp", "full"])
 def test_several_processes_go_on(written: Path, uninterrupted: Path, name: str) -> None:
     ended, expected = training_of(written / f"{name}-6.ckpt"), training_of(uninterrupted / "end.ckpt")
@@ -216,9 +214,11 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert found["val"] > 0
 
 
-@compat("Migration", "checkpoint from here, resumed by plain Lightning")
-@compat("Migration", "checkpoint of plain Lightning, resumed here")
-@compat("Migration", "checkpoint with another number of devices and micro-batches")
+@compat(
+    "Migration",
+    "checkpoint from here, resumed by plain Lightning; checkpoint of plain Lightning, resumed here; "
+    "checkpoint with another number of devices and micro-batches",
+)
 @pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "epoch-end"])
 def test_there_and_back(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path, step: int) -> None:
     pattern = str(tmp_path / "ours-{}.ckpt")
@@ -269,9 +269,7 @@ def rows_loader() -> DataLoader[Any]:
     return DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 
 
-@compat("Migration", "weights_only")
-@compat("Migration", "load_from_checkpoint")
-@compat("Migration", "hyper-parameters in a checkpoint")
+@compat("Migration", "weights_only; load_from_checkpoint; hyper-parameters in a checkpoint")
 def test_weights_only_and_hyper_parameters(uninterrupted: Path, assert_goes_on: Any, tmp_path: Path) -> None:
     need(L.Trainer.validate, "weights_only")
     path = tmp_path / "ours.ckpt"

@@ -119,8 +119,7 @@ def test_batches_without_rows(batch: Any) -> None:
     compare(Fetches, Loader([batch] * 3))
 
 
-@compat("Misuse", "batch norm and a batch of one row")
-@compat("Misuse", "batch norm and fewer rows than twice the micro-batches")
+@compat("Misuse", "batch norm and a batch of one row; batch norm and fewer rows than twice the micro-batches")
 def test_batch_norm_and_few_rows() -> None:
     class Normalizes(Small):
         def __init__(self) -> None:
@@ -334,8 +333,7 @@ def test_senseless_devices(settings: dict[str, Any]) -> None:
     assert any(word in str(caught.value) for word in words)
 
 
-@compat("Misuse", "`deepcopy` of a Trainer that has run")
-@compat("Misuse", "`pickle` of a Trainer")
+@compat("Misuse", "`deepcopy` of a Trainer that has run; `pickle` of a Trainer")
 @pytest.mark.parametrize("has_run", [False, True])
 def test_copies_of_a_trainer(has_run: bool) -> None:
     """A plain Trainer that has run cannot be pickled either: Lightning's wrappers of optimizers cannot."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compatibility.versions import known
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
@@ -89,7 +89,7 @@ VALUES: dict[str, str] = {value: value for value in TOLERANCES} | {"16-mixed": "
 
 
 @compat("Trainer argument", "precision")
-@compat_each("Precision", "32-true 64-true 16-true bf16-true bf16-mixed 16-mixed")
+@compat("Precision", "32-true; 64-true; 16-true; bf16-true; bf16-mixed; 16-mixed")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize("value", VALUES)
 def test_values_of_precision(value: str) -> None:
@@ -114,7 +114,7 @@ PLUGINS: dict[str, Callable[[], Precision]] = {
 
 
 @compat("Trainer argument", "plugins")
-@compat_each("Plugin", "Precision DoublePrecision HalfPrecision MixedPrecision")
+@compat("Plugin", "Precision; DoublePrecision; HalfPrecision; MixedPrecision")
 @pytest.mark.parametrize("precision", PLUGINS)
 def test_plugins_given_as_objects(precision: str) -> None:
     compared(precision, plain={"plugins": PLUGINS[precision]()}, ours={"plugins": PLUGINS[precision]()})

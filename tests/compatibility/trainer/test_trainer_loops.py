@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from tests.support.parity import Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 
@@ -154,11 +154,11 @@ LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@compat_each(
+@compat(
     "Trainer argument",
-    "fast_dev_run max_epochs min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches "
-    "limit_test_batches limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch "
-    "num_sanity_val_steps accumulate_grad_batches",
+    "fast_dev_run; max_epochs; min_epochs; max_steps; min_steps; max_time; limit_train_batches; limit_val_batches; "
+    "limit_test_batches; limit_predict_batches; overfit_batches; val_check_interval; check_val_every_n_epoch; "
+    "num_sanity_val_steps; accumulate_grad_batches",
 )
 @pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set.*")
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")

@@ -47,9 +47,7 @@ class Learner(Small):
 # --- accelerator, devices, strategy, nodes --------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "accelerator")
-@compat("Trainer argument", "strategy")
-@compat("Trainer argument", "devices")
+@compat("Trainer argument", "accelerator; strategy; devices")
 @pytest.mark.parametrize(
     ("accelerator", "devices"), [("cpu", 1), ("roundpipe", 3), ("auto", "2"), ("roundpipe", [0, 1])]
 )
@@ -89,8 +87,7 @@ def test_accelerators_that_are_not_there(accelerator: str) -> None:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "default_root_dir")
-@compat("Trainer argument", "enable_checkpointing")
+@compat("Trainer argument", "default_root_dir; enable_checkpointing")
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_the_same_files_in_the_same_folder(tmp_path: Path, checkpoints: bool) -> None:
@@ -140,8 +137,7 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
 # --- switches of torch ------------------------------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "deterministic")
-@compat("Trainer argument", "benchmark")
+@compat("Trainer argument", "deterministic; benchmark")
 @pytest.mark.filterwarnings("ignore:You passed `deterministic=True` and `benchmark=True`")
 @pytest.mark.parametrize(("deterministic", "benchmark"), [(True, False), ("warn", True), (False, True)])
 def test_steps_see_the_switches_of_torch(deterministic: Any, benchmark: bool) -> None:
