@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parity.driver import assert_parity, assert_same, sequential, train
 from tests.support.huggingface import (
     IGNORED,
     Task,
@@ -24,7 +25,6 @@ from tests.support.huggingface import (
     speech,
     text,
 )
-from tests.support.parity import Run
 from tests.support.rows import compat
 
 ROWS = (5, 5, 3)
@@ -84,7 +84,7 @@ def with_options(pipeline: dict[str, Any], **options: Any) -> dict[str, Any]:
     "transformers BART; transformers Whisper; transformers BERT (masked language model, classification); "
     "transformers ViT; transformers BatchEncoding; PEFT LoRA",
 )
-def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], assert_parity: Any) -> None:
+def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any]) -> None:
     if name == "lora":  # its wrapper hides the loss that the weight follows from
         pipeline = with_options(pipeline, loss_weight="causal_label_tokens")
     run = assert_parity(TASKS[name], MODELS[name][1], **pipeline, **own_optimizer, min_calls=4)
@@ -93,7 +93,7 @@ def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], 
         assert run.moved == {key for key, p in run.module.named_parameters() if p.requires_grad}
 
 
-def test_unequal_padding_needs_token_weights(train: Callable[..., Run]) -> None:
+def test_unequal_padding_needs_token_weights() -> None:
     """The batches of this file can tell token weights from sample weights, or the tests above would prove little."""
     make, data = TASKS["llama"], MODELS["llama"][1]
     plain = train(make, data, **own_optimizer)
@@ -114,7 +114,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("lazy")
-def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, sequential: Any) -> None:
+def test_mixture_of_experts_with_auxiliary_loss(name: str) -> None:
     """The auxiliary loss couples all tokens of a batch: exact with one micro-batch, else as under accumulation."""
     data = data_of(lambda rows: dict(padded(rows)))
     assert build(name)(**data()[0]).aux_loss.requires_grad
@@ -141,7 +141,7 @@ def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, s
     "Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("aliases")
-def test_batch_norm(assert_parity: Any, sequential: Any) -> None:
+def test_batch_norm() -> None:
     """Statistics are those of a micro-batch; the running ones see the micro-batches one after another."""
     data = data_of(partial(images, size=24), (7, 7, 6))
 
@@ -174,7 +174,7 @@ class Regularized(Task):
 @pytest.mark.parametrize(("name", "make"), [("llama", text), ("vit", images)])
 @compat("Library", "transformers output_hidden_states; transformers output_attentions")
 def test_hidden_states_and_attentions_in_the_loss(
-    name: str, make: Callable[[int], Any], pipeline: dict[str, Any], assert_parity: Any
+    name: str, make: Callable[[int], Any], pipeline: dict[str, Any]
 ) -> None:
     assert_parity(partial(Regularized, name), data_of(make), **pipeline, **own_optimizer, min_calls=4)
 
@@ -190,7 +190,7 @@ class LateRecording(Regularized):
         return loss + 30.0 * torch.stack([weights.pow(2).mean() for weights in output.attentions]).mean()
 
 
-def test_recording_that_starts_in_the_middle_of_a_step(assert_parity: Any) -> None:
+def test_recording_that_starts_in_the_middle_of_a_step() -> None:
     make, data = partial(LateRecording, "llama"), data_of(text)
     for devices, num_microbatches in ((1, 2), (2, 3)):
         assert_parity(make, data, devices=devices, num_microbatches=num_microbatches, **own_optimizer)
@@ -200,7 +200,7 @@ def test_recording_that_starts_in_the_middle_of_a_step(assert_parity: Any) -> No
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @compat("Library", "transformers gradient_checkpointing_enable")
 @pytest.mark.ways("lazy")
-def test_gradient_checkpointing_changes_no_result(name: str, use_reentrant: bool, assert_parity: Any) -> None:
+def test_gradient_checkpointing_changes_no_result(name: str, use_reentrant: bool) -> None:
     def make() -> Task:
         task = TASKS[name]()
         task.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -234,7 +234,7 @@ DROPOUTS: list[Any] = [
 @pytest.mark.parametrize(("make", "batch"), DROPOUTS)
 @pytest.mark.ways("lazy")
 def test_dropout_does_not_depend_on_the_number_of_devices(
-    make: Callable[[], nn.Module], batch: Callable[[int], Any], train: Callable[..., Run], assert_same: Any
+    make: Callable[[], nn.Module], batch: Callable[[int], Any]
 ) -> None:
     options = {"round_size": 4, "loss_weight": "label_tokens", "virtual_copies": True}
     one, four = (
@@ -255,7 +255,7 @@ def test_dropout_does_not_depend_on_the_number_of_devices(
 
 
 @pytest.mark.ways("lazy")
-def test_skipped_layers_do_not_depend_on_the_number_of_devices(train: Callable[..., Run], assert_same: Any) -> None:
+def test_skipped_layers_do_not_depend_on_the_number_of_devices() -> None:
     """LayerDrop: every micro-batch skips other layers, so that most calls are not where the plan expects them."""
     options = {"round_size": 4, "loss_weight": "label_tokens"}
     data = data_of(padded_pairs, (8, 8, 8))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
@@ -12,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.parity.driver import assert_parity
 from tests.support.models import Chain, vectors
 
 DEVICES = (1, 2, 4, 8)
@@ -72,14 +70,14 @@ def large_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
-def test_residual_mlp(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+def test_residual_mlp(devices: int, num_microbatches: int) -> None:
     run = assert_parity(ResidualMLP, large_batches, devices=devices, num_microbatches=num_microbatches, min_calls=7)
     assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
 @pytest.mark.ways("aliases")
-def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+def test_fewer_rows_than_microbatches(devices: int, num_microbatches: int) -> None:
     run = assert_parity(
         ResidualMLP, ten_rows_in_batches_of_four, devices=devices, num_microbatches=num_microbatches, min_calls=7
     )
@@ -88,6 +86,6 @@ def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
 @pytest.mark.ways("lazy")
-def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+def test_transformer(devices: int, num_microbatches: int) -> None:
     run = assert_parity(SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
     assert run.watch.num_microbatches == [min(num_microbatches, 7)] * 3

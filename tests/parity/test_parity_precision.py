@@ -25,6 +25,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from tests.parity.driver import assert_same, sequential, train
 from tests.support.huggingface import VOCAB, build
 from tests.support.identical import assert_identical
 from tests.support.models import Block, vectors
@@ -167,9 +168,7 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.ways("aliases")
-def test_one_microbatch_is_equal_bit_for_bit(
-    train: Callable[..., Any], assert_same: Callable[..., None], precision: str, model: str
-) -> None:
+def test_one_microbatch_is_equal_bit_for_bit(precision: str, model: str) -> None:
     make, data = MODELS[model]
     plain = train(make, data, trainer_options=mixed(precision), steps=4)
     ours = train(make, data, devices=2, num_microbatches=1, trainer_options=mixed(precision), steps=4)
@@ -180,13 +179,7 @@ def test_one_microbatch_is_equal_bit_for_bit(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.ways("lazy")
-def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(
-    train: Callable[..., Any],
-    assert_same: Callable[..., None],
-    sequential: Callable[..., Any],
-    precision: str,
-    model: str,
-) -> None:
+def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(precision: str, model: str) -> None:
     make, data = MODELS[model]
     plain = train(sequential(make, 2), data, trainer_options=mixed(precision), steps=4)
     ours = train(make, data, devices=2, num_microbatches=2, trainer_options=mixed(precision), steps=4)
@@ -198,7 +191,7 @@ def difference(one: Any, other: Any) -> float:
     return float(sum((one.state[n] - other.state[n]).square().sum() for n in one.state) ** 0.5)
 
 
-def test_half_of_the_bytes_go_up(train: Callable[..., Any], way_to_copy: str) -> None:
+def test_half_of_the_bytes_go_up(way_to_copy: str) -> None:
     """Weights of linear layers are nearly all that travels: wide layers, few rows."""
     runs = {
         precision: train(
@@ -242,9 +235,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.ways("lazy")
-def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(
-    train: Callable[..., Any], assert_same: Callable[..., None], setting: str, num_microbatches: int
-) -> None:
+def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: str, num_microbatches: int) -> None:
     """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
     options = SETTINGS[setting]
     make = partial(MixedChain, BOOSTS)
@@ -277,7 +268,7 @@ def untrained(make: Callable[[], L.LightningModule]) -> Any:
     return SimpleNamespace(state={name: value.clone() for name, value in make().state_dict().items()})
 
 
-def test_small_gradients_survive(train: Callable[..., Any]) -> None:
+def test_small_gradients_survive() -> None:
     """Without a scale inside the pipeline they would vanish in float16: the last layer's are about 1e-9."""
     boosts = dict.fromkeys(range(DATA), 1e-8)
     runs = [
@@ -297,7 +288,7 @@ def test_small_gradients_survive(train: Callable[..., Any]) -> None:
     assert difference(ours, plain) < 1e-2 * difference(plain, start)
 
 
-def test_a_fused_optimizer_takes_out_the_scale_itself(train: Callable[..., Any]) -> None:
+def test_a_fused_optimizer_takes_out_the_scale_itself() -> None:
     runs = [
         train(
             lambda: MixedChain(BOOSTS),
@@ -339,18 +330,14 @@ class OwnFactor(MixedChain):
         super().backward(loss * 4.0, *args, **kwargs)
 
 
-def test_a_backward_of_the_user_with_another_factor(
-    train: Callable[..., Any], assert_same: Callable[..., None]
-) -> None:
+def test_a_backward_of_the_user_with_another_factor() -> None:
     options = {"precision": "bf16-mixed"}
     plain = train(OwnFactor, data, trainer_options=options)
     ours = train(OwnFactor, data, devices=2, num_microbatches=1, trainer_options=options)
     assert_same(ours, plain, exact=True)  # the factor is a power of two
 
 
-def test_a_scaler_for_gpus_keeps_its_state_on_the_host(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scaler_for_gpus_keeps_its_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own on GPUs: it follows the loss, which is on the host, as are the weights."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     scaler = torch.amp.GradScaler("cuda", **SCALER)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parity.driver import assert_parity, train
 from tests.support.models import Chain, six_vectors, vectors
 from tests.support.rows import compat
 
@@ -38,14 +39,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(assert_parity: Callable[..., Any], pipeline: dict[str, Any], optimizer: str) -> None:
+def test_optimizers(pipeline: dict[str, Any], optimizer: str) -> None:
     assert_parity(Scaled, six_vectors, **pipeline, optimizer=OPTIMIZERS[optimizer], min_calls=6)
 
 
 @compat("LightningModule hook", "optimizer_step (closure called several times)")
-def test_an_optimizer_that_calls_its_closure_several_times(
-    assert_parity: Callable[..., Any], pipeline: dict[str, Any]
-) -> None:
+def test_an_optimizer_that_calls_its_closure_several_times(pipeline: dict[str, Any]) -> None:
     """In double precision: LBFGS keeps differences of gradients, which are mostly rounding in single precision."""
     assert_parity(
         Scaled,
@@ -68,7 +67,7 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @compat("Trainer argument", "accumulate_grad_batches; gradient_clip_val; gradient_clip_algorithm")
 @pytest.mark.parametrize("options", TRAINER_OPTIONS)
-def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, Any], options: str) -> None:
+def test_trainer_options(pipeline: dict[str, Any], options: str) -> None:
     run = assert_parity(Scaled, six_vectors, **pipeline, trainer_options=TRAINER_OPTIONS[options], min_calls=6)
     assert len(run.watch.losses) == 3 * TRAINER_OPTIONS[options].get("accumulate_grad_batches", 1)
     gradients = torch.cat([g.flatten() for g in run.watch.gradients[-1].values()])
@@ -94,7 +93,7 @@ class ScaledGradient(Scaled):
         return gradient * 0.5
 
 
-def test_parameter_hooks_act_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_parameter_hooks_act_once(pipeline: dict[str, Any]) -> None:
     run = assert_parity(ScaledGradient, six_vectors, **pipeline, min_calls=6)
     assert len(run.module.calls) == 3 * 3, "three hooks, three steps"
 
@@ -111,9 +110,7 @@ class AccumulationHook(Scaled):
         self.norms.append(parameter.grad.norm())
 
 
-def test_post_accumulate_hooks_see_whole_gradients(
-    train: Callable[..., Any], assert_parity: Callable[..., Any], pipeline: dict[str, Any]
-) -> None:
+def test_post_accumulate_hooks_see_whole_gradients(pipeline: dict[str, Any]) -> None:
     run = assert_parity(AccumulationHook, six_vectors, **pipeline, min_calls=6)
     expected = train(AccumulationHook, six_vectors).module.norms
     assert len(run.module.norms) == len(expected) == 6
@@ -131,7 +128,7 @@ class Everything(ScaledGradient):
         self.blocks[2].requires_grad_(False)
 
 
-def test_everything_at_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_everything_at_once(pipeline: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     assert_parity(Everything, six_vectors, **pipeline, trainer_options=options, optimizer=OPTIMIZERS["adamw-fused"])
 
@@ -139,7 +136,7 @@ def test_everything_at_once(assert_parity: Callable[..., Any], pipeline: dict[st
 @pytest.mark.parametrize("round_size", [1, 2, 3, 9])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.ways("lazy")
-def test_rounds(assert_parity: Callable[..., Any], devices: int, round_size: int) -> None:
+def test_rounds(devices: int, round_size: int) -> None:
     run = assert_parity(
         Scaled,
         partial(vectors, 9, 9, 10),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from tests.parity.driver import assert_parity
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
@@ -375,10 +376,5 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
 
 
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
-def test_wiring(
-    assert_parity: Callable[..., Any],
-    pipeline: dict[str, Any],
-    model: type[L.LightningModule],
-    make_data: Callable[[], list[Any]],
-) -> None:
+def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)
