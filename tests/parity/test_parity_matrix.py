@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.driver import assert_parity
+from tests.parity.driver import MakeData, assert_parity
 from tests.support.models import Chain, vectors
 
 DEVICES = (1, 2, 4, 8)
@@ -75,17 +75,12 @@ def test_residual_mlp(devices: int, num_microbatches: int) -> None:
     assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
 
 
-@pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
-@pytest.mark.ways("aliases")
-def test_fewer_rows_than_microbatches(devices: int, num_microbatches: int) -> None:
-    run = assert_parity(
-        ResidualMLP, ten_rows_in_batches_of_four, devices=devices, num_microbatches=num_microbatches, min_calls=7
-    )
-    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (4, 4, 2)]
+CASES = [(ResidualMLP, ten_rows_in_batches_of_four, (4, 4, 2)), (SmallTransformer, token_data, (7, 7, 7))]
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
+@pytest.mark.parametrize(("model", "make_data", "rows"), CASES, ids=["fewer rows than micro-batches", "transformer"])
 @pytest.mark.ways("lazy")
-def test_transformer(devices: int, num_microbatches: int) -> None:
-    run = assert_parity(SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
-    assert run.watch.num_microbatches == [min(num_microbatches, 7)] * 3
+def test_corners(model: type, make_data: MakeData, rows: tuple[int, ...], devices: int, num_microbatches: int) -> None:
+    run = assert_parity(model, make_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in rows]

@@ -87,6 +87,13 @@ class MixedChain(L.LightningModule):
             self.bytes_up.append(sum(step.bytes_up))
 
 
+class OwnFactor(MixedChain):
+    """Multiplies the loss by a factor of its own on the way to the backward."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 4.0, *args, **kwargs)
+
+
 class Careful(nn.Module):
     """A block that computes in float32, and so does its backward."""
 
@@ -159,6 +166,7 @@ def texts() -> list[tuple[Tensor, ...]]:
 MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
     "chain": (MixedChain, data),
     "regions": (PartlyMixed, data),
+    "own factor": (OwnFactor, data),
     "encoder": (Encoder, texts),
     "lora": (Adapted, texts),
 }
@@ -229,6 +237,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 3},  # not a power of two
     "clip-norm": {"gradient_clip_val": 0.02},
     "clip-value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+    # Takes out the scale itself.
+    "fused": {},
 }
 
 
@@ -239,13 +249,19 @@ def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: s
     """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
     options = SETTINGS[setting]
     make = partial(MixedChain, BOOSTS)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if setting == "fused":
+            return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
+        return sgd(parameters, lr=0.05, momentum=0.9)
+
     runs = [
         train(
             make,
             long_data,
             **kind,
             steps=DATA,
-            optimizer=lambda parameters: sgd(parameters, lr=0.05, momentum=0.9),
+            optimizer=optimizer,
             trainer_options={**mixed("16-mixed", **SCALER), **options},
         )
         for kind in ({}, {"devices": 2, "num_microbatches": num_microbatches})
@@ -288,22 +304,6 @@ def test_small_gradients_survive() -> None:
     assert difference(ours, plain) < 1e-2 * difference(plain, start)
 
 
-def test_a_fused_optimizer_takes_out_the_scale_itself() -> None:
-    runs = [
-        train(
-            lambda: MixedChain(BOOSTS),
-            long_data,
-            **kind,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True),
-            steps=DATA,
-            trainer_options=mixed("16-mixed", **SCALER),
-        )
-        for kind in ({}, {"devices": 2, "num_microbatches": 4})
-    ]
-    assert runs[1].module.scales == runs[0].module.scales
-    assert difference(runs[1], runs[0]) < 1e-2 * difference(runs[0], untrained(MixedChain))
-
-
 @pytest.mark.parametrize("kinds", [("roundpipe", "plain"), ("plain", "roundpipe")], ids=" to ".join)
 def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: Path) -> None:
     class Fitting(MixedChain):
@@ -321,20 +321,6 @@ def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: P
     assert_identical(resumed.state, whole.state)
     saved = torch.load(path, weights_only=False)["MixedPrecision"]
     assert saved["scale"] == whole.module.scales[6]
-
-
-class OwnFactor(MixedChain):
-    """Multiplies the loss by a factor of its own on the way to the backward."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss * 4.0, *args, **kwargs)
-
-
-def test_a_backward_of_the_user_with_another_factor() -> None:
-    options = {"precision": "bf16-mixed"}
-    plain = train(OwnFactor, data, trainer_options=options)
-    ours = train(OwnFactor, data, devices=2, num_microbatches=1, trainer_options=options)
-    assert_same(ours, plain, exact=True)  # the factor is a power of two
 
 
 def test_a_scaler_for_gpus_keeps_its_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

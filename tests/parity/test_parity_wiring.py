@@ -236,24 +236,13 @@ class MixtureOfExperts(Regression):
         return F.mse_loss(self.head(x), y) + 0.1 * sum(block.auxiliary_loss for block in self.blocks)
 
 
-class FirstHalfFrozen(Chain):
+class PartlyFrozen(Chain):
+    """Frozen in front of all that is trained, in the middle, a part of a unit, and behind."""
+
     def __init__(self) -> None:
-        super().__init__()
-        for module in (self.stem, *self.blocks[:2]):
+        super().__init__(6)
+        for module in (self.stem, self.blocks[0], self.blocks[2], self.blocks[4].inner, self.head):
             module.requires_grad_(False)
-
-
-class FrozenHead(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-
-class FrozenInTheMiddle(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.blocks[2].inner.requires_grad_(False)
 
 
 class _Late(nn.Linear):
@@ -364,9 +353,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (RecurrentInALoop, sequences),
     (PackedRecurrent, padded_sequences),
     (MixtureOfExperts, vectors),
-    (FirstHalfFrozen, vectors),
-    (FrozenHead, vectors),
-    (FrozenInTheMiddle, vectors),
+    (PartlyFrozen, vectors),
     (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),

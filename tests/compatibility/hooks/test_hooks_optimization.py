@@ -291,7 +291,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@compat("LightningModule hook", "configure_optimizers")
+@compat("LightningModule hook", "configure_optimizers; optimizer_step (closure called several times)")
 def test_more_optimizers(name: str) -> None:
     """In float64: line searches and signs take decisions, which rounding must not change."""
 

@@ -118,7 +118,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 @compat(
     "Library",
     "transformers return_dict=False; transformers losses outside the model; transformers AttentionInterface; "
-    "transformers resize_token_embeddings",
+    "transformers resize_token_embeddings; transformers output_hidden_states; transformers output_attentions",
 )
 def test_tasks_train_like_plain_lightning(name: str) -> None:
     plain, _ = compare_tasks(TASKS[name])
