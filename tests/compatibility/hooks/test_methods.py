@@ -243,6 +243,7 @@ class Data(L.LightningDataModule):
 @compat("LightningModule method", "save_hyperparameters; load_from_checkpoint")
 @compat("LightningDataModule", "save_hyperparameters; load_from_checkpoint")
 @compat("Trainer method", "save_checkpoint")
+@compat("Migration", "load_from_checkpoint; hyper-parameters in a checkpoint")
 def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
         trainer = make_trainer(kind)
