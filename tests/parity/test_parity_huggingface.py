@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,12 @@ from tests.parity.driver import assert_parity, assert_same, sequential, train
 from tests.support.huggingface import (
     IGNORED,
     Task,
+    adapted,
     batches,
     build,
     classified,
     images,
+    lora,
     masked,
     padded,
     padded_pairs,
@@ -36,16 +37,8 @@ def data_of(make: Callable[[int], Any], rows: tuple[int, ...] = ROWS) -> Callabl
     return partial(batches, make, rows)
 
 
-def lora(dropout: float = 0.0) -> nn.Module:
-    # Random A and B: with the usual B = 0, A gets no gradient in the first step.
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        init_lora_weights=False,
-        lora_dropout=dropout,
-    )
-    return peft.get_peft_model(build("qwen3"), config)
+def adapted_qwen3(**options: Any) -> nn.Module:
+    return adapted(lora(**options), build("qwen3"))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
@@ -58,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
     "bert-masked": (partial(build, "bert-masked"), data_of(masked)),
     "bert-classifier": (partial(build, "bert-classifier"), data_of(classified)),
     "vit": (partial(build, "vit"), data_of(images)),
-    "lora": (lora, data_of(padded)),
+    "lora": (adapted_qwen3, data_of(padded)),
 }
 TASKS: dict[str, Callable[[], Task]] = {
     name: (lambda make=make: Task(make()))
@@ -196,7 +189,7 @@ def test_gradient_checkpointing_changes_no_result(use_reentrant: bool) -> None:
 DROPOUTS: list[Any] = [
     pytest.param(partial(build, "bart", dropout=0.2, attention_dropout=0.2), padded_pairs, id="bart"),
     pytest.param(
-        partial(lora, 0.3),
+        partial(adapted_qwen3, lora_dropout=0.3),
         padded,
         id="lora",
         marks=compat(

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.parity.driver import assert_same, sequential, train
-from tests.support.huggingface import VOCAB, build
+from tests.support.huggingface import VOCAB, adapted, causal
 from tests.support.identical import assert_identical
 from tests.support.models import Block, vectors
 from tests.support.parity import Run, fit
@@ -144,10 +143,7 @@ class Adapted(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
-        )
-        self.model = peft.get_peft_model(build("qwen3"), config)
+        self.model = adapted(model=causal("Qwen3"))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (tokens,) = batch

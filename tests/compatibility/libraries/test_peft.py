@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.huggingface import Task, batches, build, causal, compare_tasks, padded, pairs
+from tests.support.huggingface import Task, adapted, batches, build, causal, compare_tasks, lora, padded, pairs
 from tests.support.parity import COPIES, KINDS, Run, fit, make_trainer, ready
 from tests.support.rows import compat
 
@@ -20,23 +20,9 @@ LM = "CAUSAL_LM"
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def lora(**options: Any) -> peft.PeftConfig:
-    # Random A and B: with the usual B = 0, A gets no gradient in the first step.
-    return peft.LoraConfig(
-        **{"task_type": LM, "r": 2, "target_modules": TARGETS, "init_lora_weights": False, **options}
-    )
-
-
-def adapted(config: peft.PeftConfig, model: nn.Module | None = None) -> nn.Module:
-    """A model with an adapter; the same weights at every call."""
-    model = causal() if model is None else model
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, config)
-
-
 def checkpointed(use_reentrant: bool) -> nn.Module:
     """The usual recipe: a hook on the embedding, so that reentrant checkpoints have a gradient."""
-    model = adapted(lora())
+    model = adapted()
     model.enable_input_require_grads()
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     return model
@@ -101,8 +87,7 @@ def test_base_weights_keep_their_identity_and_bits() -> None:
     before = {id(parameter): (parameter.data_ptr(), parameter.detach().clone()) for parameter in base.parameters()}
 
     def make() -> Task:
-        torch.manual_seed(3)
-        return Task(peft.get_peft_model(base, lora()))
+        return Task(adapted(model=base))
 
     run = fit("roundpipe", make, batches(padded), **COPIES)
     kept = [parameter for name, parameter in run.module.named_parameters() if "lora_" not in name]
