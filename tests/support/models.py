@@ -75,3 +75,13 @@ class Logs(Small):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
+
+
+class AllSteps(Logs):
+    """With steps for every entry of the Trainer."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])

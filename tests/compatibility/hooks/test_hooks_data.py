@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from tests.support.models import Logs
 from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -150,10 +151,7 @@ def test_the_old_name_of_configure_model() -> None:
 def test_callbacks_of_the_module() -> None:
     """They join those of the trainer, and take the place of one of the same class."""
 
-    class Stops(Small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
+    class Stops(Logs):
         def configure_callbacks(self) -> Any:
             # No loss is above 100, which counts as better: training stops after the second epoch.
             return [EarlyStopping("val", mode="max", min_delta=100.0, patience=1)]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
+from tests.support.models import AllSteps
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
@@ -262,19 +263,6 @@ def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
     assert dict(Data.load_from_checkpoint(path).hparams) == {"batch_size": 5}
 
 
-class All(Small):
-    """Has steps for every entry of the trainer."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
-
-
 @compat("LightningDataModule", "from_datasets")
 @compat("Trainer method", "fit; validate; test; predict")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
@@ -286,7 +274,7 @@ def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFix
         data = L.LightningDataModule.from_datasets(rows(), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
         saves = ModelCheckpoint(tmp_path / kind, monitor="val", save_last=True)
         trainer = make_trainer(kind, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
-        module, untrained = All(), All()
+        module, untrained = AllSteps(), AllSteps()
         with torch.no_grad():
             untrained.head.bias.add_(1.0)
         trainer.fit(module, datamodule=data)

@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.compatibility.loggers.metrics import MetricsRecorder
 from tests.support.parity import KINDS, Run, both, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -22,44 +23,16 @@ from tests.support.small import Small
 BOTH = {"on_step": True, "on_epoch": True}
 
 
-class Recorder(L.Callback):
-    """Keeps what callbacks can read, at every batch end and epoch end."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def _record(self, trainer: L.Trainer, where: str) -> None:
-        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        metrics = {
-            kind: {name: torch.as_tensor(value).clone() for name, value in sorted(getattr(trainer, kind).items())}
-            for kind in kinds
-        }
-        self.seen.append({"where": where, **metrics})
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train batch")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train epoch")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation batch")
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation epoch")
-
-    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "end")
-
-
 def compared(make_module: Any, val: Any = None, **settings: Any) -> list[dict[str, Any]]:
     """Trains for two epochs, compares what callbacks saw, dtypes included, and gives it."""
 
     def seen(run: Run) -> Any:
-        found = next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, Recorder))
+        found = next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, MetricsRecorder))
         return found, [str(value.dtype) for entry in found for value in entry["logged_metrics"].values()]
 
-    plain, _ = compare(make_module, None, val, callbacks=lambda: [Recorder()], also=seen, max_epochs=2, **settings)
+    plain, _ = compare(
+        make_module, None, val, callbacks=lambda: [MetricsRecorder()], also=seen, max_epochs=2, **settings
+    )
     return seen(plain)[0]
 
 
@@ -183,7 +156,7 @@ def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> Non
             self.body[1].outside.append((self.log,))
 
         def on_train_start(self) -> None:
-            recorder = next(c for c in self.trainer.callbacks if isinstance(c, Recorder))
+            recorder = next(c for c in self.trainer.callbacks if isinstance(c, MetricsRecorder))
             self.head.register_forward_hook(lambda m, i, o: recorder.log("hook", o.mean(), on_step=True, on_epoch=True))
 
         def by_another_name(self, value: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compatibility.versions import known
+from tests.support.models import AllSteps, Logs
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -41,7 +42,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
 }
 
 
-class Looks(Small):
+class Looks(AllSteps):
     """Notes which numbers its steps see."""
 
     def __init__(self) -> None:
@@ -54,18 +55,6 @@ class Looks(Small):
         dtypes = [str(dtype) for dtype in (x.dtype, logits.dtype, torch.get_default_dtype())]
         self.seen.add((str(self.trainer.state.stage), *dtypes, cast))
         return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
 
 def evaluated(run: Run) -> Any:
@@ -208,10 +197,10 @@ class Noting(Precision):
 @compat("Plugin", "Precision")
 @compat("Trainer argument", "plugins")
 def test_every_hook_of_an_own_plugin_is_honoured(tmp_path: Path) -> None:
-    class Learner(Small):
+    class Learner(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert torch.is_autocast_enabled("cpu")  # float64 is not cast
-            self.log("val", self.loss(batch))
+            super().validation_step(batch, batch_idx)
 
     def act(kind: str) -> Any:
         plugin, path = Noting(), tmp_path / f"{kind}.ckpt"
