@@ -10,28 +10,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.driver import MakeData, assert_parity
-from tests.support.models import Chain, vectors
+from tests.support.models import Chain, NormedBlock, vectors
 
 DEVICES = (1, 2, 4, 8)
 GRID = [(n, m) for n in DEVICES for m in dict.fromkeys((1, 2, 3, n + 1))]
 CORNERS = [(1, 1), (1, 3), (2, 2), (4, 5), (8, 2), (8, 9)]
 
 
-class NormedBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class ResidualMLP(Chain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(NormedBlock(6) for _ in range(5))
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(5))
 
 
 class SmallTransformer(L.LightningModule):

@@ -27,7 +27,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from tests.parity.driver import assert_same, sequential, train
 from tests.support.huggingface import VOCAB, adapted, causal
 from tests.support.identical import assert_identical
-from tests.support.models import Block, vectors
+from tests.support.models import NormedBlock, vectors
 from tests.support.parity import Run, fit
 from tests.support.rows import compat
 
@@ -43,15 +43,6 @@ def mixed(precision: Any, **options: Any) -> dict[str, Any]:
         return {"precision": precision}
     scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**10, **options})
     return {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
-
-
-class NormedBlock(Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
 
 
 class MixedChain(L.LightningModule):

@@ -38,6 +38,17 @@ class Block(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+class NormedBlock(Block):
+    """With a normalisation in front."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
 class Regression(L.LightningModule):
     """A stem, blocks and a head; subclasses wire them."""
 

@@ -237,8 +237,7 @@ def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.
 
 
 @compat("LightningCLI", "`--trainer.strategy` and `--trainer.accelerator` by the name or path of the class, no options")
-@pytest.mark.parametrize("path", ["", "lightning_roundpipe."], ids=["name", "path"])
-@pytest.mark.parametrize("separate", [False, True], ids=["one argument", "two arguments"])
+@pytest.mark.parametrize(("path", "separate"), [("", False), ("lightning_roundpipe.", True)], ids=["name", "path"])
 @pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
 def test_classes_without_options(config: Any, project: str, tmp_path: Path, path: str, separate: bool) -> None:
     given = {"strategy": f"{path}RoundPipeStrategy", "accelerator": f"{path}RoundPipeAccelerator"}
