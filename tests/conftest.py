@@ -36,7 +36,7 @@ from tests.support.forks import Forks
 from tests.support.rank_runs import hosts
 
 # Folders of tests that train, to compare with other trainings. A third of their time would be the search for plans,
-# which the tests of planning and of the commands, the projects and the examples do as it is.
+# which the tests of planning and of the commands, the project and the examples do as it is.
 _TRAINING = ("integration", "compatibility", "parity")
 # Folders of tests whose models are so small that a second thread only costs, and would split sums differently in plain
 # Lightning than on a virtual device.

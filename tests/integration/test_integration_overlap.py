@@ -320,27 +320,6 @@ def test_callbacks_that_write(compare_modes: Any, hook: str) -> None:
     assert ours.trainer.global_step > len(WRITES)
 
 
-def test_checkpoints_and_resuming(tmp_path: Path) -> None:
-    """Every checkpoint file equals the one without overlap, and resuming from one in the middle goes on the same."""
-    ends = {}
-    for mode in ("off", "exact"):
-        folder = tmp_path / mode
-        options = {"optimizer_overlap": mode}
-        saving = cb.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        resumed = Small()
-        trainer = make_trainer(options=options, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
-        trainer.fit(Small(), make_loader(40))
-        trainer = make_trainer(options=options, max_epochs=2)
-        trainer.fit(resumed, make_loader(40), ckpt_path=folder / "step=6.ckpt")
-        files = [torch.load(path, weights_only=False) for path in sorted(folder.iterdir())]
-        for content in files:
-            content.pop("callbacks")  # hold the folder
-            content.pop("loops")
-        ends[mode] = [*files, resumed.state_dict(), trainer.optimizers[0].state_dict()]
-    assert len(ends["off"]) == 5 + 2
-    assert_identical(ends["exact"], ends["off"])
-
-
 # --- ways out ---------------------------------------------------------------------------------------------------------
 
 

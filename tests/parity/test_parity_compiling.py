@@ -3,13 +3,13 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch._dynamo
 
+from tests.parity.driver import assert_same, train
 from tests.support.huggingface import Task, batches, build, pairs, text
 
 
@@ -22,9 +22,7 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.mark.filterwarnings("error:compile_units")
 @pytest.mark.parametrize(("name", "precision"), [("mixtral", "bf16-mixed"), ("t5", "32-true")])
 @pytest.mark.ways("lazy")
-def test_compiled_units_train_as_units_that_are_not(
-    train: Callable[..., Any], assert_same: Callable[..., None], name: str, precision: str, way_to_copy: str
-) -> None:
+def test_compiled_units_train_as_units_that_are_not(name: str, precision: str, way_to_copy: str) -> None:
     """One routes tokens to experts, the layers of the other hand on a position bias beside the hidden states."""
     if way_to_copy == "accelerator":  # graphs for GPUs are made of other operators, which round elsewhere in bfloat16
         precision = "32-true"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parity.driver import assert_same, train
 from tests.support.models import vectors
 from tests.support.rows import compat
 
@@ -92,11 +93,7 @@ with_models = pytest.mark.parametrize(
 @pytest.mark.parametrize("num_microbatches", [1, 5])
 @pytest.mark.ways("aliases")
 def test_results_are_bit_identical_for_every_number_of_devices(
-    train: Callable[..., Any],
-    assert_same: Callable[..., None],
-    model: type[L.LightningModule],
-    make_data: Callable[[], list[Any]],
-    num_microbatches: int,
+    model: type[L.LightningModule], make_data: Callable[[], list[Any]], num_microbatches: int
 ) -> None:
     options = {"round_size": num_microbatches}
     outcomes = [
@@ -123,9 +120,7 @@ def test_results_are_bit_identical_for_every_number_of_devices(
     note="Other random numbers than in plain Lightning; the same for any number of devices.",
 )
 @with_models
-def test_the_seed_decides(
-    train: Callable[..., Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]
-) -> None:
+def test_the_seed_decides(model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     """Other steps and other micro-batches draw other numbers: equal rows get unequal losses."""
     repeated = [make_data()[0]] * 3
     outcome = train(model, lambda: repeated, devices=2, num_microbatches=3, optimizer=lambda p: torch.optim.SGD(p, 0.0))

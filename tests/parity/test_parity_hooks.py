@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.parity.driver import assert_parity, assert_same, sequential, train
 from tests.support.models import WIDTH, Block, Chain, vectors
 from tests.support.rows import compat
 
@@ -259,9 +260,7 @@ MODELS: list[type[Chain]] = [
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_hooks_and_checkpointing(
-    assert_parity: Callable[..., Any], pipeline: dict[str, Any], model: type[Chain]
-) -> None:
+def test_hooks_and_checkpointing(pipeline: dict[str, Any], model: type[Chain]) -> None:
     assert_parity(model, vectors, **pipeline, min_calls=4)
 
 
@@ -348,18 +347,14 @@ with_statistics = pytest.mark.parametrize(
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.ways("aliases")
 def test_running_statistics_of_one_microbatch_are_exact(
-    assert_parity: Callable[..., Any], model: Callable[[], L.LightningModule], make_data: Any, devices: int
+    model: Callable[[], L.LightningModule], make_data: Any, devices: int
 ) -> None:
     assert_parity(model, make_data, devices=devices, num_microbatches=1, min_calls=4)
 
 
 @with_statistics
 def test_running_statistics_are_those_of_microbatches_in_sequence(
-    assert_parity: Callable[..., Any],
-    sequential: Callable[..., Any],
-    pipeline: dict[str, Any],
-    model: Callable[[], L.LightningModule],
-    make_data: Any,
+    pipeline: dict[str, Any], model: Callable[[], L.LightningModule], make_data: Any
 ) -> None:
     reference = sequential(model, pipeline["num_microbatches"])
     assert_parity(model, make_data, **pipeline, reference=reference, min_calls=4)
@@ -368,7 +363,7 @@ def test_running_statistics_are_those_of_microbatches_in_sequence(
 @compat("Library", "torch (`spectral_norm`)")
 @pytest.mark.parametrize("model", [SpectralNormalisation, LegacySpectralNormalisation])
 def test_spectral_normalisation_iterates_once_per_step(
-    assert_parity: Callable[..., Any], pipeline: dict[str, Any], model: Callable[[], L.LightningModule]
+    pipeline: dict[str, Any], model: Callable[[], L.LightningModule]
 ) -> None:
     assert_parity(model, vectors, **pipeline, min_calls=4)
 
@@ -398,12 +393,7 @@ class SkipsAtRandom(Chain):
         return F.mse_loss(self.head(x), batch[1])
 
 
-def test_units_skipped_at_random(
-    train: Callable[..., Any],
-    assert_same: Callable[..., None],
-    sequential: Callable[..., Any],
-    pipeline: dict[str, Any],
-) -> None:
+def test_units_skipped_at_random(pipeline: dict[str, Any]) -> None:
     run = train(SkipsAtRandom, vectors, **pipeline)
     decisions = run.module.decisions
     assert len(decisions) == 3 * pipeline["num_microbatches"]
@@ -425,6 +415,6 @@ class OtherOrder(Chain):
         return F.mse_loss(self.head(x), y)
 
 
-def test_paths_that_change_between_batches(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_paths_that_change_between_batches(pipeline: dict[str, Any]) -> None:
     run = assert_parity(OtherOrder, vectors, **pipeline, min_calls=6)
     assert run.watch.num_off_plan > 0, "the second batch should have left the plan"

@@ -6,25 +6,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parity.driver import assert_parity, assert_same, sequential, train
 from tests.support.huggingface import (
     IGNORED,
     Task,
+    adapted,
     batches,
     build,
     classified,
     images,
+    lora,
     masked,
     padded,
     padded_pairs,
     speech,
     text,
 )
-from tests.support.parity import Run
 from tests.support.rows import compat
 
 ROWS = (5, 5, 3)
@@ -36,16 +37,8 @@ def data_of(make: Callable[[int], Any], rows: tuple[int, ...] = ROWS) -> Callabl
     return partial(batches, make, rows)
 
 
-def lora(dropout: float = 0.0) -> nn.Module:
-    # Random A and B: with the usual B = 0, A gets no gradient in the first step.
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        init_lora_weights=False,
-        lora_dropout=dropout,
-    )
-    return peft.get_peft_model(build("qwen3"), config)
+def adapted_qwen3(**options: Any) -> nn.Module:
+    return adapted(lora(**options), build("qwen3"))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
@@ -58,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
     "bert-masked": (partial(build, "bert-masked"), data_of(masked)),
     "bert-classifier": (partial(build, "bert-classifier"), data_of(classified)),
     "vit": (partial(build, "vit"), data_of(images)),
-    "lora": (lora, data_of(padded)),
+    "lora": (adapted_qwen3, data_of(padded)),
 }
 TASKS: dict[str, Callable[[], Task]] = {
     name: (lambda make=make: Task(make()))
@@ -78,17 +71,13 @@ def with_options(pipeline: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@compat("Library", "transformers Llama")
-@compat("Library", "transformers Qwen3 (tied embeddings)")
-@compat("Library", "transformers GPT-2 (tied embeddings)")
-@compat("Library", "transformers T5")
-@compat("Library", "transformers BART")
-@compat("Library", "transformers Whisper")
-@compat("Library", "transformers BERT (masked language model, classification)")
-@compat("Library", "transformers ViT")
-@compat("Library", "transformers BatchEncoding")
-@compat("Library", "PEFT LoRA")
-def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], assert_parity: Any) -> None:
+@compat(
+    "Library",
+    "transformers Llama; transformers Qwen3 (tied embeddings); transformers GPT-2 (tied embeddings); transformers T5; "
+    "transformers BART; transformers Whisper; transformers BERT (masked language model, classification); "
+    "transformers ViT; transformers BatchEncoding; PEFT LoRA",
+)
+def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any]) -> None:
     if name == "lora":  # its wrapper hides the loss that the weight follows from
         pipeline = with_options(pipeline, loss_weight="causal_label_tokens")
     run = assert_parity(TASKS[name], MODELS[name][1], **pipeline, **own_optimizer, min_calls=4)
@@ -97,7 +86,7 @@ def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any], 
         assert run.moved == {key for key, p in run.module.named_parameters() if p.requires_grad}
 
 
-def test_unequal_padding_needs_token_weights(train: Callable[..., Run]) -> None:
+def test_unequal_padding_needs_token_weights() -> None:
     """The batches of this file can tell token weights from sample weights, or the tests above would prove little."""
     make, data = TASKS["llama"], MODELS["llama"][1]
     plain = train(make, data, **own_optimizer)
@@ -118,7 +107,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("lazy")
-def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, sequential: Any) -> None:
+def test_mixture_of_experts_with_auxiliary_loss(name: str) -> None:
     """The auxiliary loss couples all tokens of a batch: exact with one micro-batch, else as under accumulation."""
     data = data_of(lambda rows: dict(padded(rows)))
     assert build(name)(**data()[0]).aux_loss.requires_grad
@@ -145,7 +134,7 @@ def test_mixture_of_experts_with_auxiliary_loss(name: str, assert_parity: Any, s
     "Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("aliases")
-def test_batch_norm(assert_parity: Any, sequential: Any) -> None:
+def test_batch_norm() -> None:
     """Statistics are those of a micro-batch; the running ones see the micro-batches one after another."""
     data = data_of(partial(images, size=24), (7, 7, 6))
 
@@ -158,33 +147,7 @@ def test_batch_norm(assert_parity: Any, sequential: Any) -> None:
         assert_parity(make, data, **options)
 
 
-# What a forward records ----------------------------------------------------------------------------------------------
-
-
-class Regularized(Task):
-    """Uses what the model's layers record along the way."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(build(name))
-        self.model.set_attn_implementation("eager")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        output = self.model(**batch, output_hidden_states=True, output_attentions=True)
-        hidden = torch.stack([state.pow(2).mean() for state in output.hidden_states]).mean()
-        attention = torch.stack([weights.pow(2).mean() for weights in output.attentions]).mean()
-        return output.loss + 0.3 * hidden + 3.0 * attention
-
-
-@pytest.mark.parametrize(("name", "make"), [("llama", text), ("vit", images)])
-@compat("Library", "transformers output_hidden_states")
-@compat("Library", "transformers output_attentions")
-def test_hidden_states_and_attentions_in_the_loss(
-    name: str, make: Callable[[int], Any], pipeline: dict[str, Any], assert_parity: Any
-) -> None:
-    assert_parity(partial(Regularized, name), data_of(make), **pipeline, **own_optimizer, min_calls=4)
-
-
-class LateRecording(Regularized):
+class LateRecording(Task):
     """In the second step the model is called twice, and asked to record for the first time by the second call."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -195,24 +158,28 @@ class LateRecording(Regularized):
         return loss + 30.0 * torch.stack([weights.pow(2).mean() for weights in output.attentions]).mean()
 
 
-def test_recording_that_starts_in_the_middle_of_a_step(assert_parity: Any) -> None:
-    make, data = partial(LateRecording, "llama"), data_of(text)
+def test_recording_that_starts_in_the_middle_of_a_step() -> None:
+    data = data_of(text)
+
+    def make() -> Task:
+        return LateRecording(build("llama", attn_implementation="eager"))
+
     for devices, num_microbatches in ((1, 2), (2, 3)):
         assert_parity(make, data, devices=devices, num_microbatches=num_microbatches, **own_optimizer)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["llama", "t5"])
 @compat("Library", "transformers gradient_checkpointing_enable")
 @pytest.mark.ways("lazy")
-def test_gradient_checkpointing_changes_no_result(name: str, use_reentrant: bool, assert_parity: Any) -> None:
+def test_gradient_checkpointing_changes_no_result(use_reentrant: bool) -> None:
     def make() -> Task:
-        task = TASKS[name]()
+        task = TASKS["t5"]()
         task.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         return task
 
-    data = MODELS[name][1]
-    run = assert_parity(make, data, devices=2, num_microbatches=3, reference=TASKS[name], **own_optimizer, min_calls=4)
+    run = assert_parity(
+        make, MODELS["t5"][1], devices=2, num_microbatches=3, reference=TASKS["t5"], **own_optimizer, min_calls=4
+    )
     assert run.watch.num_off_plan == 0
     assert run.module.model.is_gradient_checkpointing
 
@@ -220,10 +187,9 @@ def test_gradient_checkpointing_changes_no_result(name: str, use_reentrant: bool
 # Random numbers ------------------------------------------------------------------------------------------------------
 
 DROPOUTS: list[Any] = [
-    pytest.param(partial(build, "llama", attention_dropout=0.3), padded, id="llama"),
     pytest.param(partial(build, "bart", dropout=0.2, attention_dropout=0.2), padded_pairs, id="bart"),
     pytest.param(
-        partial(lora, 0.3),
+        partial(adapted_qwen3, lora_dropout=0.3),
         padded,
         id="lora",
         marks=compat(
@@ -239,7 +205,7 @@ DROPOUTS: list[Any] = [
 @pytest.mark.parametrize(("make", "batch"), DROPOUTS)
 @pytest.mark.ways("lazy")
 def test_dropout_does_not_depend_on_the_number_of_devices(
-    make: Callable[[], nn.Module], batch: Callable[[int], Any], train: Callable[..., Run], assert_same: Any
+    make: Callable[[], nn.Module], batch: Callable[[int], Any]
 ) -> None:
     options = {"round_size": 4, "loss_weight": "label_tokens", "virtual_copies": True}
     one, four = (
@@ -260,7 +226,7 @@ def test_dropout_does_not_depend_on_the_number_of_devices(
 
 
 @pytest.mark.ways("lazy")
-def test_skipped_layers_do_not_depend_on_the_number_of_devices(train: Callable[..., Run], assert_same: Any) -> None:
+def test_skipped_layers_do_not_depend_on_the_number_of_devices() -> None:
     """LayerDrop: every micro-batch skips other layers, so that most calls are not where the plan expects them."""
     options = {"round_size": 4, "loss_weight": "label_tokens"}
     data = data_of(padded_pairs, (8, 8, 8))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.usercode import loose_parameters as loose_parameters
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
+from tests.parity.driver import assert_parity
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 6
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -104,12 +105,7 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_weight_of_the_head_in_the_loss(
-    assert_parity: Callable[..., Any],
-    pipeline: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    uses: list[bool],
-    loss: Loss,
-    tied: bool,
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, uses: list[bool], loss: Loss, tied: bool
 ) -> None:
     if loss is fused and not hasattr(nn, "LinearCrossEntropyOptions"):
         pytest.skip("this torch has no linear_cross_entropy in pieces")
@@ -120,12 +116,12 @@ def test_weight_of_the_head_in_the_loss(
         assert all(uses) or loss is in_pieces  # a checkpoint recomputes in the middle of a backward
 
 
-def test_gradients_of_a_small_weight(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_gradients_of_a_small_weight(pipeline: dict[str, Any]) -> None:
     """They go to the master one by one."""
     assert_parity(maker(whole, False), batches, **pipeline)
 
 
-def test_copies_are_used(assert_parity: Callable[..., Any], uses: list[bool]) -> None:
+def test_copies_are_used(uses: list[bool]) -> None:
     options = {"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}}
     assert_parity(maker(whole, False), batches, **options)
     assert uses

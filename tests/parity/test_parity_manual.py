@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -337,14 +338,13 @@ MODULES: list[Any] = [
 ONE = {"num_microbatches": 1}
 
 
-@compat("LightningModule method", "manual_backward")
-@compat("LightningModule method", "optimizers")
-@compat("LightningModule method", "lr_schedulers")
-@compat("LightningModule method", "toggle_optimizer")
-@compat("LightningModule method", "untoggle_optimizer")
-@compat("LightningModule method", "clip_gradients")
-@compat("LightningModule method", "log (in manual optimization)")
+@compat(
+    "LightningModule method",
+    "manual_backward; optimizers; lr_schedulers; toggle_optimizer; untoggle_optimizer; clip_gradients; "
+    "log (in manual optimization)",
+)
 @compat("LightningModule attribute", "automatic_optimization")
+@compat("Library", "GAN (two optimizers, schedulers and clipping by hand)")
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.ways("lazy")
 def test_equal_to_one_device(module: type[Gan]) -> None:
@@ -415,6 +415,20 @@ def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     assert_alike(three.state, one.state)
     other = fit("roundpipe", Carried, batches(), seed=6, devices=1)
     assert not torch.equal(one.state["G.0.weight"], other.state["G.0.weight"])
+
+
+@compat("Migration", "checkpoints of manual optimization, both ways")
+@pytest.mark.ways("lazy")
+def test_a_training_goes_on_from_a_checkpoint_of_either(tmp_path: Path) -> None:
+    def end(first: str, second: str) -> Any:
+        path = tmp_path / f"{first}.ckpt"
+        fit(first, Carried, batches(), seed=6).trainer.save_checkpoint(path)
+        return fit(second, Carried, batches(), seed=6, max_epochs=2, fit_options={"ckpt_path": path}).results
+
+    expected = end("plain", "plain")
+    assert expected["progress"] == (2, 2 * 2 * 4)
+    for first, second in (KINDS, KINDS[::-1]):
+        assert_alike(end(first, second), expected, rtol=2e-4, atol=2e-6)
 
 
 def test_loss_scaling() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
@@ -12,28 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.models import Chain, vectors
+from tests.parity.driver import MakeData, assert_parity
+from tests.support.models import Chain, NormedBlock, vectors
 
 DEVICES = (1, 2, 4, 8)
 GRID = [(n, m) for n in DEVICES for m in dict.fromkeys((1, 2, 3, n + 1))]
 CORNERS = [(1, 1), (1, 3), (2, 2), (4, 5), (8, 2), (8, 9)]
 
 
-class NormedBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class ResidualMLP(Chain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(NormedBlock(6) for _ in range(5))
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(5))
 
 
 class SmallTransformer(L.LightningModule):
@@ -72,22 +59,17 @@ def large_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), GRID)
-def test_residual_mlp(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
+def test_residual_mlp(devices: int, num_microbatches: int) -> None:
     run = assert_parity(ResidualMLP, large_batches, devices=devices, num_microbatches=num_microbatches, min_calls=7)
     assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (11, 11, 5)]
 
 
-@pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
-@pytest.mark.ways("aliases")
-def test_fewer_rows_than_microbatches(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    run = assert_parity(
-        ResidualMLP, ten_rows_in_batches_of_four, devices=devices, num_microbatches=num_microbatches, min_calls=7
-    )
-    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in (4, 4, 2)]
+CASES = [(ResidualMLP, ten_rows_in_batches_of_four, (4, 4, 2)), (SmallTransformer, token_data, (7, 7, 7))]
 
 
 @pytest.mark.parametrize(("devices", "num_microbatches"), CORNERS)
+@pytest.mark.parametrize(("model", "make_data", "rows"), CASES, ids=["fewer rows than micro-batches", "transformer"])
 @pytest.mark.ways("lazy")
-def test_transformer(assert_parity: Callable[..., Any], devices: int, num_microbatches: int) -> None:
-    run = assert_parity(SmallTransformer, token_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
-    assert run.watch.num_microbatches == [min(num_microbatches, 7)] * 3
+def test_corners(model: type, make_data: MakeData, rows: tuple[int, ...], devices: int, num_microbatches: int) -> None:
+    run = assert_parity(model, make_data, devices=devices, num_microbatches=num_microbatches, min_calls=7)
+    assert run.watch.num_microbatches == [min(num_microbatches, n) for n in rows]

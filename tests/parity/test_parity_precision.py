@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,11 +24,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.support.huggingface import VOCAB, build
+from tests.parity.driver import assert_same, sequential, train
+from tests.support.huggingface import VOCAB, adapted, causal
 from tests.support.identical import assert_identical
-from tests.support.models import Block, vectors
+from tests.support.models import NormedBlock, vectors
 from tests.support.parity import Run, fit
-from tests.support.rows import compat_each
+from tests.support.rows import compat
 
 WIDTH = 8
 sgd = torch.optim.SGD
@@ -43,15 +43,6 @@ def mixed(precision: Any, **options: Any) -> dict[str, Any]:
         return {"precision": precision}
     scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**10, **options})
     return {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
-
-
-class NormedBlock(Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
 
 
 class MixedChain(L.LightningModule):
@@ -84,6 +75,13 @@ class MixedChain(L.LightningModule):
             step = self.trainer.strategy.last_step
             assert step is not None
             self.bytes_up.append(sum(step.bytes_up))
+
+
+class OwnFactor(MixedChain):
+    """Multiplies the loss by a factor of its own on the way to the backward."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 4.0, *args, **kwargs)
 
 
 class Careful(nn.Module):
@@ -136,10 +134,7 @@ class Adapted(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
-        )
-        self.model = peft.get_peft_model(build("qwen3"), config)
+        self.model = adapted(model=causal("Qwen3"))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (tokens,) = batch
@@ -158,18 +153,17 @@ def texts() -> list[tuple[Tensor, ...]]:
 MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
     "chain": (MixedChain, data),
     "regions": (PartlyMixed, data),
+    "own factor": (OwnFactor, data),
     "encoder": (Encoder, texts),
     "lora": (Adapted, texts),
 }
 
 
-@compat_each("Precision", "bf16-mixed 16-mixed")
+@compat("Precision", "bf16-mixed; 16-mixed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.ways("aliases")
-def test_one_microbatch_is_equal_bit_for_bit(
-    train: Callable[..., Any], assert_same: Callable[..., None], precision: str, model: str
-) -> None:
+def test_one_microbatch_is_equal_bit_for_bit(precision: str, model: str) -> None:
     make, data = MODELS[model]
     plain = train(make, data, trainer_options=mixed(precision), steps=4)
     ours = train(make, data, devices=2, num_microbatches=1, trainer_options=mixed(precision), steps=4)
@@ -180,13 +174,7 @@ def test_one_microbatch_is_equal_bit_for_bit(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.ways("lazy")
-def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(
-    train: Callable[..., Any],
-    assert_same: Callable[..., None],
-    sequential: Callable[..., Any],
-    precision: str,
-    model: str,
-) -> None:
+def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(precision: str, model: str) -> None:
     make, data = MODELS[model]
     plain = train(sequential(make, 2), data, trainer_options=mixed(precision), steps=4)
     ours = train(make, data, devices=2, num_microbatches=2, trainer_options=mixed(precision), steps=4)
@@ -198,7 +186,7 @@ def difference(one: Any, other: Any) -> float:
     return float(sum((one.state[n] - other.state[n]).square().sum() for n in one.state) ** 0.5)
 
 
-def test_half_of_the_bytes_go_up(train: Callable[..., Any], way_to_copy: str) -> None:
+def test_half_of_the_bytes_go_up(way_to_copy: str) -> None:
     """Weights of linear layers are nearly all that travels: wide layers, few rows."""
     runs = {
         precision: train(
@@ -236,25 +224,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 3},  # not a power of two
     "clip-norm": {"gradient_clip_val": 0.02},
     "clip-value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+    # Takes out the scale itself.
+    "fused": {},
 }
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.ways("lazy")
-def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(
-    train: Callable[..., Any], assert_same: Callable[..., None], setting: str, num_microbatches: int
-) -> None:
+def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: str, num_microbatches: int) -> None:
     """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
     options = SETTINGS[setting]
     make = partial(MixedChain, BOOSTS)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if setting == "fused":
+            return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
+        return sgd(parameters, lr=0.05, momentum=0.9)
+
     runs = [
         train(
             make,
             long_data,
             **kind,
             steps=DATA,
-            optimizer=lambda parameters: sgd(parameters, lr=0.05, momentum=0.9),
+            optimizer=optimizer,
             trainer_options={**mixed("16-mixed", **SCALER), **options},
         )
         for kind in ({}, {"devices": 2, "num_microbatches": num_microbatches})
@@ -277,7 +271,7 @@ def untrained(make: Callable[[], L.LightningModule]) -> Any:
     return SimpleNamespace(state={name: value.clone() for name, value in make().state_dict().items()})
 
 
-def test_small_gradients_survive(train: Callable[..., Any]) -> None:
+def test_small_gradients_survive() -> None:
     """Without a scale inside the pipeline they would vanish in float16: the last layer's are about 1e-9."""
     boosts = dict.fromkeys(range(DATA), 1e-8)
     runs = [
@@ -295,22 +289,6 @@ def test_small_gradients_survive(train: Callable[..., Any]) -> None:
     start = untrained(MixedChain)
     assert difference(vanished, start) < 0.5 * difference(plain, start)
     assert difference(ours, plain) < 1e-2 * difference(plain, start)
-
-
-def test_a_fused_optimizer_takes_out_the_scale_itself(train: Callable[..., Any]) -> None:
-    runs = [
-        train(
-            lambda: MixedChain(BOOSTS),
-            long_data,
-            **kind,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True),
-            steps=DATA,
-            trainer_options=mixed("16-mixed", **SCALER),
-        )
-        for kind in ({}, {"devices": 2, "num_microbatches": 4})
-    ]
-    assert runs[1].module.scales == runs[0].module.scales
-    assert difference(runs[1], runs[0]) < 1e-2 * difference(runs[0], untrained(MixedChain))
 
 
 @pytest.mark.parametrize("kinds", [("roundpipe", "plain"), ("plain", "roundpipe")], ids=" to ".join)
@@ -332,25 +310,7 @@ def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: P
     assert saved["scale"] == whole.module.scales[6]
 
 
-class OwnFactor(MixedChain):
-    """Multiplies the loss by a factor of its own on the way to the backward."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss * 4.0, *args, **kwargs)
-
-
-def test_a_backward_of_the_user_with_another_factor(
-    train: Callable[..., Any], assert_same: Callable[..., None]
-) -> None:
-    options = {"precision": "bf16-mixed"}
-    plain = train(OwnFactor, data, trainer_options=options)
-    ours = train(OwnFactor, data, devices=2, num_microbatches=1, trainer_options=options)
-    assert_same(ours, plain, exact=True)  # the factor is a power of two
-
-
-def test_a_scaler_for_gpus_keeps_its_state_on_the_host(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scaler_for_gpus_keeps_its_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own on GPUs: it follows the loss, which is on the host, as are the weights."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     scaler = torch.amp.GradScaler("cuda", **SCALER)  # type: ignore[arg-type]

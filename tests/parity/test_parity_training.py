@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parity.driver import assert_parity, train
 from tests.support.models import Chain, six_vectors, vectors
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 
 
 class Scaled(Chain):
@@ -29,34 +29,6 @@ def tied(module: Scaled) -> None:
     module.blocks[3].inner.weight = module.blocks[0].inner.weight
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    # eps above the noise of zero gradients: see default_optimizer in conftest.py.
-    "adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
-    "adamw-fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(assert_parity: Callable[..., Any], pipeline: dict[str, Any], optimizer: str) -> None:
-    assert_parity(Scaled, six_vectors, **pipeline, optimizer=OPTIMIZERS[optimizer], min_calls=6)
-
-
-@compat("LightningModule hook", "optimizer_step (closure called several times)")
-def test_an_optimizer_that_calls_its_closure_several_times(
-    assert_parity: Callable[..., Any], pipeline: dict[str, Any]
-) -> None:
-    """In double precision: LBFGS keeps differences of gradients, which are mostly rounding in single precision."""
-    assert_parity(
-        Scaled,
-        six_vectors,
-        **pipeline,
-        optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=4, history_size=3),
-        trainer_options={"precision": "64-true"},
-        min_calls=6,
-    )
-
-
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 2},
     # Small enough to be at work in every step: asserted below.
@@ -66,9 +38,9 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@compat_each("Trainer argument", "accumulate_grad_batches gradient_clip_val gradient_clip_algorithm")
+@compat("Trainer argument", "accumulate_grad_batches; gradient_clip_val; gradient_clip_algorithm")
 @pytest.mark.parametrize("options", TRAINER_OPTIONS)
-def test_trainer_options(assert_parity: Callable[..., Any], pipeline: dict[str, Any], options: str) -> None:
+def test_trainer_options(pipeline: dict[str, Any], options: str) -> None:
     run = assert_parity(Scaled, six_vectors, **pipeline, trainer_options=TRAINER_OPTIONS[options], min_calls=6)
     assert len(run.watch.losses) == 3 * TRAINER_OPTIONS[options].get("accumulate_grad_batches", 1)
     gradients = torch.cat([g.flatten() for g in run.watch.gradients[-1].values()])
@@ -94,7 +66,7 @@ class ScaledGradient(Scaled):
         return gradient * 0.5
 
 
-def test_parameter_hooks_act_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_parameter_hooks_act_once(pipeline: dict[str, Any]) -> None:
     run = assert_parity(ScaledGradient, six_vectors, **pipeline, min_calls=6)
     assert len(run.module.calls) == 3 * 3, "three hooks, three steps"
 
@@ -111,9 +83,7 @@ class AccumulationHook(Scaled):
         self.norms.append(parameter.grad.norm())
 
 
-def test_post_accumulate_hooks_see_whole_gradients(
-    train: Callable[..., Any], assert_parity: Callable[..., Any], pipeline: dict[str, Any]
-) -> None:
+def test_post_accumulate_hooks_see_whole_gradients(pipeline: dict[str, Any]) -> None:
     run = assert_parity(AccumulationHook, six_vectors, **pipeline, min_calls=6)
     expected = train(AccumulationHook, six_vectors).module.norms
     assert len(run.module.norms) == len(expected) == 6
@@ -121,6 +91,10 @@ def test_post_accumulate_hooks_see_whole_gradients(
     for step in range(3):
         mine, plain = (sorted(norms[2 * step : 2 * step + 2]) for norms in (run.module.norms, expected))
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+# eps above the noise of zero gradients: see default_optimizer in driver.py.
+fused = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True)
 
 
 class Everything(ScaledGradient):
@@ -131,15 +105,14 @@ class Everything(ScaledGradient):
         self.blocks[2].requires_grad_(False)
 
 
-def test_everything_at_once(assert_parity: Callable[..., Any], pipeline: dict[str, Any]) -> None:
+def test_everything_at_once(pipeline: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    assert_parity(Everything, six_vectors, **pipeline, trainer_options=options, optimizer=OPTIMIZERS["adamw-fused"])
+    assert_parity(Everything, six_vectors, **pipeline, trainer_options=options, optimizer=fused)
 
 
-@pytest.mark.parametrize("round_size", [1, 2, 3, 9])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(("devices", "round_size"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 3), (4, 9)])
 @pytest.mark.ways("lazy")
-def test_rounds(assert_parity: Callable[..., Any], devices: int, round_size: int) -> None:
+def test_rounds(devices: int, round_size: int) -> None:
     run = assert_parity(
         Scaled,
         partial(vectors, 9, 9, 10),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.parity.driver import assert_parity
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
@@ -235,7 +235,5 @@ MODELS: list[type[Regression]] = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_values_between_units(
-    assert_parity: Callable[..., Any], pipeline: dict[str, Any], model: type[Regression]
-) -> None:
+def test_values_between_units(pipeline: dict[str, Any], model: type[Regression]) -> None:
     assert_parity(model, vectors, **pipeline, min_calls=3)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from tests.parity.driver import assert_parity
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
@@ -235,24 +236,13 @@ class MixtureOfExperts(Regression):
         return F.mse_loss(self.head(x), y) + 0.1 * sum(block.auxiliary_loss for block in self.blocks)
 
 
-class FirstHalfFrozen(Chain):
+class PartlyFrozen(Chain):
+    """Frozen in front of all that is trained, in the middle, a part of a unit, and behind."""
+
     def __init__(self) -> None:
-        super().__init__()
-        for module in (self.stem, *self.blocks[:2]):
+        super().__init__(6)
+        for module in (self.stem, self.blocks[0], self.blocks[2], self.blocks[4].inner, self.head):
             module.requires_grad_(False)
-
-
-class FrozenHead(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-
-class FrozenInTheMiddle(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.blocks[2].inner.requires_grad_(False)
 
 
 class _Late(nn.Linear):
@@ -363,9 +353,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (RecurrentInALoop, sequences),
     (PackedRecurrent, padded_sequences),
     (MixtureOfExperts, vectors),
-    (FirstHalfFrozen, vectors),
-    (FrozenHead, vectors),
-    (FrozenInTheMiddle, vectors),
+    (PartlyFrozen, vectors),
     (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
@@ -375,10 +363,5 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
 
 
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
-def test_wiring(
-    assert_parity: Callable[..., Any],
-    pipeline: dict[str, Any],
-    model: type[L.LightningModule],
-    make_data: Callable[[], list[Any]],
-) -> None:
+def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)

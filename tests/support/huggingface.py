@@ -104,6 +104,25 @@ def causal(family: str = "Llama", **options: Any) -> nn.Module:
     return build(family.lower(), **options)
 
 
+def lora(**options: Any) -> Any:
+    """A configuration of LoRA. A and B are random: with the usual B = 0, A gets no gradient in the first step."""
+    import peft
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return peft.LoraConfig(
+        **{"task_type": "CAUSAL_LM", "r": 2, "target_modules": targets, "init_lora_weights": False, **options}
+    )
+
+
+def adapted(config: Any = None, model: nn.Module | None = None) -> nn.Module:
+    """A model with an adapter, by default LoRA; the same weights at every call."""
+    import peft
+
+    model = causal() if model is None else model
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, lora() if config is None else config)
+
+
 # --- batches -----------------------------------------------------------------------------------------------------
 
 

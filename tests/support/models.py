@@ -38,6 +38,17 @@ class Block(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+class NormedBlock(Block):
+    """With a normalisation in front."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
 class Regression(L.LightningModule):
     """A stem, blocks and a head; subclasses wire them."""
 
@@ -75,3 +86,13 @@ class Logs(Small):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
+
+
+class AllSteps(Logs):
+    """With steps for every entry of the Trainer."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])

@@ -1,11 +1,11 @@
 """Rows of the compatibility table: which feature of Lightning a test shows to work here, or to be refused.
 
 [Note: compatibility rows]
-A test that shows a feature carries ``@compat(kind, name)``, or ``@compat_each``. ``docs/reference/compatibility.md`` is
-made of these marks by ``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments
-must be literals. A feature may have several tests. Whether all of the
-installed Lightning has a row is a test of its own. What follows the name in parentheses is a case of a feature, with a
-row of its own: ``precision (plugin object)``. A phrase may be a row as well: ``hooks set on the instance``.
+A test that shows features carries ``@compat(kind, names)``. ``docs/reference/compatibility.md`` is made of these marks
+by ``python -m tests.compatibility.table``, which reads them from the sources, so that the arguments must be literals. A
+feature may have several tests. Whether all of the installed Lightning has a row is a test of its own. What follows the
+name in parentheses is a case of a feature, with a row of its own: ``precision (plugin object)``. A phrase may be a row
+as well: ``hooks set on the instance``.
 """
 
 from __future__ import annotations
@@ -43,18 +43,13 @@ KINDS = (
 )
 
 
-def compat(kind: str, name: str, status: Status = "equal", note: str = "") -> pytest.MarkDecorator:
-    """Marks a test as the one that shows a feature; see [Note: compatibility rows].
+def compat(kind: str, names: str, status: Status = "equal", note: str = "") -> pytest.MarkDecorator:
+    """Marks a test as the one that shows features; see [Note: compatibility rows].
 
     Args:
         kind: one of :data:`KINDS`.
-        name: of the feature, as users write it (``max_time``, ``on_train_start``, ``StochasticWeightAveraging``).
-        status: how it behaves.
+        names: of the features, as users write them (``max_time``, ``on_train_start``), with semicolons between them.
+        status: how they behave.
         note: one sentence, for ``refused`` and ``differs``: what happens, what to do instead.
     """
-    return pytest.mark.compat(kind, name, status, note)
-
-
-def compat_each(kind: str, names: str) -> pytest.MarkDecorator:
-    """The same for several features that are all ``equal``; ``names`` has spaces between them."""
-    return pytest.mark.compat(kind, names, "equal", "")
+    return pytest.mark.compat(kind, names, status, note)

@@ -14,12 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
 from tests.compatibility.versions import known
+from tests.support.models import Logs
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
 
-class Tuned(Small):
+class Tuned(Logs):
     """Has a learning rate and a batch size that can be tuned, and its own data."""
 
     def __init__(self, batch_size: int = 8, rows: int = 40) -> None:
@@ -40,9 +41,6 @@ class Tuned(Small):
         return make_loader(self.rows, self.batch_size)
 
     val_dataloader = train_dataloader
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)

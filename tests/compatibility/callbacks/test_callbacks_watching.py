@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_summary import summarize
 
 from tests.support.parity import KINDS, both, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 
@@ -152,8 +152,8 @@ class OwnBar(ProgressBar):
         self.shown.append([self.total_val_batches_current_dataloader, is_new, *indices])
 
 
-@compat_each("Callback", "ProgressBar TQDMProgressBar RichProgressBar ModelSummary RichModelSummary")
-@compat_each("Trainer argument", "enable_progress_bar enable_model_summary callbacks")
+@compat("Callback", "ProgressBar; TQDMProgressBar; RichProgressBar; ModelSummary; RichModelSummary")
+@compat("Trainer argument", "enable_progress_bar; enable_model_summary; callbacks")
 def test_bars_and_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich", reason="needs the package rich, which RichProgressBar is made of")
     texts: list[str] = []

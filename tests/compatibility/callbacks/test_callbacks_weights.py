@@ -79,8 +79,7 @@ def saves_once(folder: Path, epoch: int) -> LambdaCallback:
     return LambdaCallback(on_train_epoch_end=save)
 
 
-@compat("Callback", "WeightAveraging")
-@compat("Callback", "EMAWeightAveraging")
+@compat("Callback", "WeightAveraging; EMAWeightAveraging")
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="averages of weights are in newer Lightning")
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages(name: str, tmp_path: Path) -> None:

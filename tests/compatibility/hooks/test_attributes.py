@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.inventory import inventory
 from tests.support.parity import KINDS, assert_alike, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
 
 pytestmark = [
@@ -166,21 +166,21 @@ class Quiet(TQDMProgressBar):
         return True
 
 
-@compat_each(
+@compat(
     "Trainer attribute",
-    "accelerator precision_plugin global_rank local_rank node_rank world_size num_nodes lightning_module optimizers "
-    "lr_scheduler_configs precision scaler model log_dir is_global_zero distributed_sampler_kwargs enable_validation "
-    "default_root_dir early_stopping_callback early_stopping_callbacks checkpoint_callback checkpoint_callbacks "
-    "progress_bar_callback ckpt_path interrupted training testing predicting validating evaluating sanity_checking "
-    "received_sigterm global_step current_epoch max_epochs min_epochs max_steps min_steps is_last_batch "
-    "train_dataloader val_dataloaders test_dataloaders predict_dataloaders num_training_batches num_sanity_val_batches "
-    "num_val_batches num_test_batches num_predict_batches logger loggers callback_metrics logged_metrics "
-    "progress_bar_metrics estimated_stepping_batches",
+    "accelerator; precision_plugin; global_rank; local_rank; node_rank; world_size; num_nodes; lightning_module; "
+    "optimizers; lr_scheduler_configs; precision; scaler; model; log_dir; is_global_zero; distributed_sampler_kwargs; "
+    "enable_validation; default_root_dir; early_stopping_callback; early_stopping_callbacks; checkpoint_callback; "
+    "checkpoint_callbacks; progress_bar_callback; ckpt_path; interrupted; training; testing; predicting; validating; "
+    "evaluating; sanity_checking; received_sigterm; global_step; current_epoch; max_epochs; min_epochs; max_steps; "
+    "min_steps; is_last_batch; train_dataloader; val_dataloaders; test_dataloaders; predict_dataloaders; "
+    "num_training_batches; num_sanity_val_batches; num_val_batches; num_test_batches; num_predict_batches; logger; "
+    "loggers; callback_metrics; logged_metrics; progress_bar_metrics; estimated_stepping_batches",
 )
-@compat_each(
+@compat(
     "LightningModule attribute",
-    "trainer fabric example_input_array current_epoch global_step global_rank local_rank on_gpu automatic_optimization "
-    "strict_loading logger loggers device_mesh hparams hparams_initial dtype device",
+    "trainer; fabric; example_input_array; current_epoch; global_step; global_rank; local_rank; on_gpu; "
+    "automatic_optimization; strict_loading; logger; loggers; device_mesh; hparams; hparams_initial; dtype; device",
 )
 def test_attributes_say_the_same(runs: dict[str, tuple[Record, L.Trainer]]) -> None:
     plain, ours = runs["plain"][0], runs["roundpipe"][0]

@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from tests.support.models import Logs
 from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 # --- batches on their way ----------------------------------------------------------------------------------------
@@ -79,10 +80,16 @@ class Data(Transfers):
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])
-@compat_each("LightningModule hook", "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer")
-@compat_each("LightningModule hook", "train_dataloader val_dataloader predict_dataloader prepare_data")
-@compat_each("LightningDataModule", "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer")
-@compat_each("LightningDataModule", "train_dataloader val_dataloader predict_dataloader prepare_data setup teardown")
+@compat(
+    "LightningModule hook",
+    "transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; train_dataloader; val_dataloader; "
+    "predict_dataloader; prepare_data",
+)
+@compat(
+    "LightningDataModule",
+    "transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; train_dataloader; val_dataloader; "
+    "predict_dataloader; prepare_data; setup; teardown",
+)
 def test_batches_from_loaders_to_steps(owner: str) -> None:
     def act(kind: str) -> Any:
         has_data = owner == "datamodule"
@@ -98,7 +105,7 @@ def test_batches_from_loaders_to_steps(owner: str) -> None:
 # --- models and callbacks that hooks make ------------------------------------------------------------------------
 
 
-@compat_each("LightningModule hook", "configure_model setup")
+@compat("LightningModule hook", "configure_model; setup")
 def test_models_made_in_hooks() -> None:
     """The head in ``setup``, more blocks in ``configure_model``, a part that is frozen when ``fit`` starts."""
 
@@ -144,10 +151,7 @@ def test_the_old_name_of_configure_model() -> None:
 def test_callbacks_of_the_module() -> None:
     """They join those of the trainer, and take the place of one of the same class."""
 
-    class Stops(Small):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
-
+    class Stops(Logs):
         def configure_callbacks(self) -> Any:
             # No loss is above 100, which counts as better: training stops after the second epoch.
             return [EarlyStopping("val", mode="max", min_delta=100.0, patience=1)]
@@ -239,9 +243,9 @@ class Position(L.LightningDataModule):
 
 
 @pytest.mark.parametrize("reader", KINDS)
-@compat_each("LightningModule hook", "on_save_checkpoint on_load_checkpoint")
-@compat_each("Callback hook", "on_save_checkpoint on_load_checkpoint state_dict load_state_dict state_key")
-@compat_each("LightningDataModule", "state_dict load_state_dict")
+@compat("LightningModule hook", "on_save_checkpoint; on_load_checkpoint")
+@compat("Callback hook", "on_save_checkpoint; on_load_checkpoint; state_dict; load_state_dict; state_key")
+@compat("LightningDataModule", "state_dict; load_state_dict")
 def test_what_hooks_put_into_checkpoints(tmp_path: Path, reader: str) -> None:
     """Written here and read by plain Lightning, and the other way round."""
 

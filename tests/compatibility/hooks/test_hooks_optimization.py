@@ -56,10 +56,7 @@ class ChangesGradients(Small):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@compat("LightningModule hook", "on_before_backward")
-@compat("LightningModule hook", "on_after_backward")
-@compat("LightningModule hook", "on_before_optimizer_step")
-@compat("LightningModule hook", "on_before_zero_grad")
+@compat("LightningModule hook", "on_before_backward; on_after_backward; on_before_optimizer_step; on_before_zero_grad")
 def test_hooks_that_change_gradients_and_weights(accumulate: int) -> None:
     settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     compare(ChangesGradients, also=lambda run: run.module.notes, **settings)
@@ -79,9 +76,7 @@ class DropsGradients(L.Callback):
         optimizer.state.clear()
 
 
-@compat("Callback hook", "on_after_backward")
-@compat("Callback hook", "on_before_optimizer_step")
-@compat("Callback hook", "on_before_zero_grad")
+@compat("Callback hook", "on_after_backward; on_before_optimizer_step; on_before_zero_grad")
 def test_callbacks_that_change_gradients() -> None:
     compare(Small, callbacks=lambda: [DropsGradients()], max_epochs=2)
 
@@ -296,7 +291,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@compat("LightningModule hook", "configure_optimizers")
+@compat("LightningModule hook", "configure_optimizers; optimizer_step (closure called several times)")
 def test_more_optimizers(name: str) -> None:
     """In float64: line searches and signs take decisions, which rounding must not change."""
 
@@ -402,8 +397,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric nothing")
-@compat("LightningModule hook", "configure_optimizers")
-@compat("LightningModule hook", "lr_scheduler_step")
+@compat("LightningModule hook", "configure_optimizers; lr_scheduler_step")
 def test_forms_of_configure_optimizers(form: str) -> None:
     class Learns(Small):
         rates: tuple[float, ...] = ()

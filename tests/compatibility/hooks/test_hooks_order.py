@@ -24,7 +24,7 @@ from tests.compatibility.hooks.hook_recording import (
     names_of,
 )
 from tests.support.parity import assert_alike, make_loader, make_trainer
-from tests.support.rows import compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 pytestmark = [
@@ -262,34 +262,37 @@ def test_hooks_of_all_owners_in_order(runs: Any, scenario: str) -> None:
     assert_alike(ours, plain)
 
 
-@compat_each(
+@compat(
     "LightningModule hook",
-    "on_fit_start on_fit_end on_train_start on_train_end on_validation_start on_validation_end on_test_start "
-    "on_test_end on_predict_start on_predict_end on_train_batch_start on_train_batch_end on_validation_batch_start "
-    "on_validation_batch_end on_test_batch_start on_test_batch_end on_predict_batch_start on_predict_batch_end "
-    "on_validation_model_zero_grad on_validation_model_eval on_validation_model_train on_test_model_eval "
-    "on_test_model_train on_predict_model_eval on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
-    "on_validation_epoch_end on_test_epoch_start on_test_epoch_end on_predict_epoch_start on_predict_epoch_end "
-    "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step configure_model prepare_data "
-    "setup teardown train_dataloader test_dataloader val_dataloader predict_dataloader transfer_batch_to_device "
-    "on_before_batch_transfer on_after_batch_transfer on_load_checkpoint on_save_checkpoint training_step "
-    "validation_step test_step predict_step configure_callbacks configure_optimizers configure_gradient_clipping "
-    "lr_scheduler_step optimizer_step optimizer_zero_grad backward",
+    "on_fit_start; on_fit_end; on_train_start; on_train_end; on_validation_start; on_validation_end; on_test_start; "
+    "on_test_end; on_predict_start; on_predict_end; on_train_batch_start; on_train_batch_end; "
+    "on_validation_batch_start; on_validation_batch_end; on_test_batch_start; on_test_batch_end; "
+    "on_predict_batch_start; on_predict_batch_end; on_validation_model_zero_grad; on_validation_model_eval; "
+    "on_validation_model_train; on_test_model_eval; on_test_model_train; on_predict_model_eval; on_train_epoch_start; "
+    "on_train_epoch_end; on_validation_epoch_start; on_validation_epoch_end; on_test_epoch_start; on_test_epoch_end; "
+    "on_predict_epoch_start; on_predict_epoch_end; on_before_zero_grad; on_before_backward; on_after_backward; "
+    "on_before_optimizer_step; configure_model; prepare_data; setup; teardown; train_dataloader; test_dataloader; "
+    "val_dataloader; predict_dataloader; transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; "
+    "on_load_checkpoint; on_save_checkpoint; training_step; validation_step; test_step; predict_step; "
+    "configure_callbacks; configure_optimizers; configure_gradient_clipping; lr_scheduler_step; optimizer_step; "
+    "optimizer_zero_grad; backward",
 )
-@compat_each(
+@compat(
     "Callback hook",
-    "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
-    "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start on_validation_epoch_end "
-    "on_test_epoch_start on_test_epoch_end on_predict_epoch_start on_predict_epoch_end on_validation_batch_start "
-    "on_validation_batch_end on_test_batch_start on_test_batch_end on_predict_batch_start on_predict_batch_end "
-    "on_train_start on_train_end on_validation_start on_validation_end on_test_start on_test_end on_predict_start "
-    "on_predict_end on_exception state_dict load_state_dict on_save_checkpoint on_load_checkpoint on_before_backward "
-    "on_after_backward on_before_optimizer_step on_before_zero_grad",
+    "setup; teardown; on_fit_start; on_fit_end; on_sanity_check_start; on_sanity_check_end; on_train_batch_start; "
+    "on_train_batch_end; on_train_epoch_start; on_train_epoch_end; on_validation_epoch_start; "
+    "on_validation_epoch_end; on_test_epoch_start; on_test_epoch_end; on_predict_epoch_start; on_predict_epoch_end; "
+    "on_validation_batch_start; on_validation_batch_end; on_test_batch_start; on_test_batch_end; "
+    "on_predict_batch_start; on_predict_batch_end; on_train_start; on_train_end; on_validation_start; "
+    "on_validation_end; on_test_start; on_test_end; on_predict_start; on_predict_end; on_exception; state_dict; "
+    "load_state_dict; on_save_checkpoint; on_load_checkpoint; on_before_backward; on_after_backward; "
+    "on_before_optimizer_step; on_before_zero_grad",
 )
-@compat_each(
+@compat(
     "LightningDataModule",
-    "prepare_data setup teardown train_dataloader test_dataloader val_dataloader predict_dataloader "
-    "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer state_dict load_state_dict on_exception",
+    "prepare_data; setup; teardown; train_dataloader; test_dataloader; val_dataloader; predict_dataloader; "
+    "transfer_batch_to_device; on_before_batch_transfer; on_after_batch_transfer; state_dict; load_state_dict; "
+    "on_exception",
 )
 def test_every_hook_is_called_in_some_run(runs: Any) -> None:
     """So that the comparison of whole runs is one of every hook, those of a newer Lightning included."""

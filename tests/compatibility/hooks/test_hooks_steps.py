@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 
@@ -98,7 +98,7 @@ class Pulls(Small):
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("module", [Evaluates, Pulls])
-@compat_each("LightningModule hook", "validation_step test_step predict_step")
+@compat("LightningModule hook", "validation_step; test_step; predict_step")
 def test_signatures_of_evaluation_steps(module: Any) -> None:
     def act(kind: str) -> Any:
         trainer, loaders = (

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
+from tests.support.models import AllSteps
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
 
@@ -30,8 +31,8 @@ def rows(count: int = 20, dtype: torch.dtype = torch.float32) -> TensorDataset:
 # --- within a run ------------------------------------------------------------------------------------------------
 
 
-@compat_each("LightningModule method", "optimizers lr_schedulers all_gather")
-@compat_each("LightningModule hook", "forward")
+@compat("LightningModule method", "optimizers; lr_schedulers; all_gather")
+@compat("LightningModule hook", "forward")
 def test_methods_called_in_steps_and_hooks() -> None:
     class Calls(Small):
         def __init__(self) -> None:
@@ -94,7 +95,7 @@ def test_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["roundpipe"] == [*["in the step"] * 3, "in a hook", "by the trainer"] * 2
 
 
-@compat_each("LightningModule method", "freeze unfreeze")
+@compat("LightningModule method", "freeze; unfreeze")
 def test_freeze_and_unfreeze() -> None:
     """A part that is a LightningModule itself is frozen, and trained again from the second epoch on."""
 
@@ -121,7 +122,7 @@ def test_freeze_and_unfreeze() -> None:
     assert not torch.equal(second, first)
 
 
-@compat_each("Library", "grad_norm rank_zero_only")
+@compat("Library", "grad_norm; rank_zero_only")
 def test_utilities_in_hooks() -> None:
     """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
 
@@ -158,7 +159,7 @@ CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 OF_DTYPES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}
 
 
-@compat_each("LightningModule method", "to double type half float cpu")
+@compat("LightningModule method", "to; double; type; half; float; cpu")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_conversions(name: str) -> None:
     dtype, convert = CONVERSIONS[name]
@@ -195,7 +196,7 @@ def trained() -> dict[str, Run]:
     return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
 
 
-@compat_each("LightningModule method", "to_torchscript to_onnx to_tensorrt")
+@compat("LightningModule method", "to_torchscript; to_onnx; to_tensorrt")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
@@ -240,9 +241,10 @@ class Data(L.LightningDataModule):
         return torch.utils.data.DataLoader(rows(), batch_size=self.hparams["batch_size"])
 
 
-@compat_each("LightningModule method", "save_hyperparameters load_from_checkpoint")
-@compat_each("LightningDataModule", "save_hyperparameters load_from_checkpoint")
+@compat("LightningModule method", "save_hyperparameters; load_from_checkpoint")
+@compat("LightningDataModule", "save_hyperparameters; load_from_checkpoint")
 @compat("Trainer method", "save_checkpoint")
+@compat("Migration", "load_from_checkpoint; hyper-parameters in a checkpoint")
 def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
         trainer = make_trainer(kind)
@@ -261,21 +263,8 @@ def test_hyperparameters_and_checkpoints(tmp_path: Path) -> None:
     assert dict(Data.load_from_checkpoint(path).hparams) == {"batch_size": 5}
 
 
-class All(Small):
-    """Has steps for every entry of the trainer."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
-
-
 @compat("LightningDataModule", "from_datasets")
-@compat_each("Trainer method", "fit validate test predict")
+@compat("Trainer method", "fit; validate; test; predict")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every entry of the trainer after a fit, from the datamodule and from the best checkpoint, and what is shown."""
@@ -285,7 +274,7 @@ def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFix
         data = L.LightningDataModule.from_datasets(rows(), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
         saves = ModelCheckpoint(tmp_path / kind, monitor="val", save_last=True)
         trainer = make_trainer(kind, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
-        module, untrained = All(), All()
+        module, untrained = AllSteps(), AllSteps()
         with torch.no_grad():
             untrained.head.bias.add_(1.0)
         trainer.fit(module, datamodule=data)

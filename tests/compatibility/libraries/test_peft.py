@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.huggingface import Task, batches, build, causal, compare_tasks, padded, pairs
+from tests.support.huggingface import Task, adapted, batches, build, causal, compare_tasks, lora, padded, pairs
 from tests.support.parity import COPIES, KINDS, Run, fit, make_trainer, ready
 from tests.support.rows import compat
 
@@ -20,23 +20,9 @@ LM = "CAUSAL_LM"
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def lora(**options: Any) -> peft.PeftConfig:
-    # Random A and B: with the usual B = 0, A gets no gradient in the first step.
-    return peft.LoraConfig(
-        **{"task_type": LM, "r": 2, "target_modules": TARGETS, "init_lora_weights": False, **options}
-    )
-
-
-def adapted(config: peft.PeftConfig, model: nn.Module | None = None) -> nn.Module:
-    """A model with an adapter; the same weights at every call."""
-    model = causal() if model is None else model
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, config)
-
-
 def checkpointed(use_reentrant: bool) -> nn.Module:
     """The usual recipe: a hook on the embedding, so that reentrant checkpoints have a gradient."""
-    model = adapted(lora())
+    model = adapted()
     model.enable_input_require_grads()
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     return model
@@ -83,23 +69,13 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-@compat("Library", "PEFT DoRA")
-@compat("Library", "PEFT IA3")
-@compat("Library", "PEFT modules_to_save")
-@compat("Library", "PEFT LoRA (all-linear, rank-stabilized, biases)")
-@compat("Library", "PEFT LoRA (weights of experts, target_parameters)")
-@compat("Library", "PEFT LoRA (embeddings, trainable_token_indices)")
-@compat("Library", "PEFT LoRA (fan_in_fan_out)")
-@compat("Library", "transformers enable_input_require_grads")
-@compat("Library", "PEFT prompt tuning")
-@compat("Library", "PEFT p-tuning")
-@compat("Library", "PEFT prefix tuning")
-@compat("Library", "PEFT LoHa")
-@compat("Library", "PEFT LoKr")
-@compat("Library", "PEFT OFT")
-@compat("Library", "PEFT VeRA")
-@compat("Library", "PEFT LayerNorm tuning")
-@compat("Library", "PEFT adaption prompt")
+@compat(
+    "Library",
+    "PEFT DoRA; PEFT IA3; PEFT modules_to_save; PEFT LoRA (all-linear, rank-stabilized, biases); "
+    "PEFT LoRA (weights of experts, target_parameters); PEFT LoRA (embeddings, trainable_token_indices); "
+    "PEFT LoRA (fan_in_fan_out); transformers enable_input_require_grads; PEFT prompt tuning; PEFT p-tuning; "
+    "PEFT prefix tuning; PEFT LoHa; PEFT LoKr; PEFT OFT; PEFT VeRA; PEFT LayerNorm tuning; PEFT adaption prompt",
+)
 def test_methods_train_like_plain_lightning(name: str) -> None:
     plain, _ = compare_tasks(lambda: Task(METHODS[name]()))
     assert plain.moved
@@ -111,8 +87,7 @@ def test_base_weights_keep_their_identity_and_bits() -> None:
     before = {id(parameter): (parameter.data_ptr(), parameter.detach().clone()) for parameter in base.parameters()}
 
     def make() -> Task:
-        torch.manual_seed(3)
-        return Task(peft.get_peft_model(base, lora()))
+        return Task(adapted(model=base))
 
     run = fit("roundpipe", make, batches(padded), **COPIES)
     kept = [parameter for name, parameter in run.module.named_parameters() if "lora_" not in name]
@@ -260,8 +235,7 @@ SWITCHES: dict[type[Task], set[str]] = {
 
 
 @pytest.mark.parametrize("kind", SWITCHES)
-@compat("Library", "PEFT disable_adapter")
-@compat("Library", "PEFT set_adapter")
+@compat("Library", "PEFT disable_adapter; PEFT set_adapter")
 def test_switched_adapters(kind: type[Task]) -> None:
     def make() -> Task:
         model = adapted(lora(modules_to_save=["lm_head"] if kind is Comparing else None))
@@ -289,9 +263,7 @@ SAVED: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-@compat("Library", "PEFT save_pretrained")
-@compat("Library", "PEFT from_pretrained")
-@compat("Library", "PEFT merge_and_unload")
+@compat("Library", "PEFT save_pretrained; PEFT from_pretrained; PEFT merge_and_unload")
 def test_saved_adapters(name: str, tmp_path: Path) -> None:
     """The files are those of plain Lightning; they load, train on, and merge."""
     _, ours = compare_tasks(lambda: Task(SAVED[name]()), also=lambda run: saved(run, tmp_path / run.kind))

@@ -115,10 +115,11 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-@compat("Library", "transformers return_dict=False")
-@compat("Library", "transformers losses outside the model")
-@compat("Library", "transformers AttentionInterface")
-@compat("Library", "transformers resize_token_embeddings")
+@compat(
+    "Library",
+    "transformers return_dict=False; transformers losses outside the model; transformers AttentionInterface; "
+    "transformers resize_token_embeddings; transformers output_hidden_states; transformers output_attentions",
+)
 def test_tasks_train_like_plain_lightning(name: str) -> None:
     plain, _ = compare_tasks(TASKS[name])
     assert "model.model.embed_tokens.weight" in plain.moved
@@ -172,8 +173,7 @@ def test_contrastive_losses() -> None:
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-@compat("Library", "transformers save_pretrained")
-@compat("Library", "transformers from_pretrained")
+@compat("Library", "transformers save_pretrained; transformers from_pretrained")
 def test_files_of_models(tmp_path: Path) -> None:
     def saved(run: Any) -> Any:
         folder = tmp_path / run.kind
@@ -266,11 +266,11 @@ GENERATIONS: dict[str, Callable[[], Generating]] = {
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-@compat("Library", "transformers generate (greedy)")
-@compat("Library", "transformers generate (beam search)")
-@compat("Library", "transformers generate (encoder-decoder)")
-@compat("Library", "transformers generate (static cache)")
-@compat("Library", "transformers generate (use_cache=False)")
+@compat(
+    "Library",
+    "transformers generate (greedy); transformers generate (beam search); transformers generate (encoder-decoder); "
+    "transformers generate (static cache); transformers generate (use_cache=False)",
+)
 def test_generation_in_evaluation(name: str) -> None:
     expected = both(lambda kind: generated(kind, GENERATIONS[name]()))
     assert [len(tokens) for tokens in expected] == [5, 4]
@@ -415,8 +415,7 @@ COLLATORS: dict[str, tuple[Callable[[], list[dict[str, Any]]], Any]] = {
 
 
 @pytest.mark.parametrize("name", COLLATORS)
-@compat("Library", "transformers DataCollatorWithPadding")
-@compat("Library", "transformers DataCollatorForSeq2Seq")
+@compat("Library", "transformers DataCollatorWithPadding; transformers DataCollatorForSeq2Seq")
 def test_collators(name: str) -> None:
     make_rows, collator = COLLATORS[name]
     data: DataLoader[Any] = DataLoader(make_rows(), batch_size=5, collate_fn=collator(tokenizer()))  # type: ignore[arg-type]

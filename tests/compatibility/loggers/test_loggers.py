@@ -146,17 +146,14 @@ def run_both(tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
-@compat("Logger", "Logger")
-@compat("Logger", "Logger (several at once)")
-@compat("Logger", "WandbLogger", note="The calls that it gets are compared.")
-@compat("Logger", "MLFlowLogger", note="The calls that it gets are compared.")
-@compat("Logger", "CometLogger", note="The calls that it gets are compared.")
-@compat("Logger", "LitLogger", note="The calls that it gets are compared.")
-@compat("Logger", "Logger (values and steps, hyperparameters, graph, save, finalize, after_save_checkpoint)")
-@compat("Trainer argument", "log_every_n_steps")
-@compat("Trainer argument", "logger")
-@compat("LightningModule attribute", "logger")
-@compat("LightningModule attribute", "loggers")
+@compat(
+    "Logger",
+    "Logger; Logger (several at once); "
+    "Logger (values and steps, hyperparameters, graph, save, finalize, after_save_checkpoint)",
+)
+@compat("Logger", "WandbLogger; MLFlowLogger; CometLogger; LitLogger", note="The calls that it gets are compared.")
+@compat("Trainer argument", "log_every_n_steps; logger")
+@compat("LightningModule attribute", "logger; loggers")
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 1), (0, 1), (1, 2)])
 def test_a_logger_gets_the_same_calls(run_both: Any, every: int, accumulate: int) -> None:
     def check(module: Any, trainer: L.Trainer) -> None:
@@ -246,10 +243,11 @@ def test_experiment_in_steps(tmp_path: Path) -> None:
     assert by_hook[0] == by_hook[1] == [[{"rows": rows}, step] for step, rows in enumerate((8, 8, 4), start=1)]
 
 
-@compat("Logger", "CSVLogger")
-@compat("Logger", "TensorBoardLogger")
-@compat("Logger", "CSVLogger (`prefix`, `flush_logs_every_n_steps`, beside another logger)")
-@compat("Logger", "TensorBoardLogger (`log_graph`, `default_hp_metric`, hyperparameters, beside another logger)")
+@compat(
+    "Logger",
+    "CSVLogger; TensorBoardLogger; CSVLogger (`prefix`, `flush_logs_every_n_steps`, beside another logger); "
+    "TensorBoardLogger (`log_graph`, `default_hp_metric`, hyperparameters, beside another logger)",
+)
 @compat("Trainer argument", "logger")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
 def test_files_of_csv_and_tensorboard(run_both: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.compatibility.loggers.metrics import METRICS, MetricsRecorder, metrics_of
 from tests.support.parity import both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -57,29 +58,6 @@ def with_logging(base: type, where: str, called: set[str], refusals: Refusals) -
     return type("Logs", (base,), {name: logging_hook(name, getattr(base, name)) for name in hooks})
 
 
-def metrics_of(trainer: L.Trainer) -> dict[str, Any]:
-    kinds: list[Mapping[str, Any]] = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-    return {
-        str(i): {name: torch.as_tensor(kind[name]).clone() for name in sorted(kind)} for i, kind in enumerate(kinds)
-    }
-
-
-class Watcher(L.Callback):
-    """Keeps what is readable at the end of every batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.seen.append(metrics_of(trainer))
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.seen.append(metrics_of(trainer))
-
-    def on_test_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.seen.append(metrics_of(trainer))
-
-
 class Whole(Small):
     """Has steps of all kinds, and a scheduler."""
 
@@ -96,9 +74,10 @@ class Whole(Small):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-@compat("LightningModule method", "log (in every hook of the module)")
-@compat("LightningModule method", "log (in every hook of a callback)")
-@compat("LightningModule method", "log (refused where Lightning refuses it)")
+@compat(
+    "LightningModule method",
+    "log (in every hook of the module); log (in every hook of a callback); log (refused where Lightning refuses it)",
+)
 @pytest.mark.filterwarnings("ignore:.*Found .* as the only argument")
 def test_every_hook(tmp_path: Path) -> None:
     """Fits with validation, tests, predicts and saves, with a module and a callback that log in all of their hooks."""
@@ -108,21 +87,21 @@ def test_every_hook(tmp_path: Path) -> None:
         refusals: Refusals = {}
         module = with_logging(Whole, "module", called, refusals)()
         callback = with_logging(L.Callback, "callback", called, refusals)()
-        watcher = Watcher()
-        trainer = make_trainer(kind, callbacks=[callback, watcher], max_epochs=2, num_sanity_val_steps=1)
+        recorder = MetricsRecorder()
+        trainer = make_trainer(kind, callbacks=[callback, recorder], max_epochs=2, num_sanity_val_steps=1)
         trainer.fit(module, make_loader(12, 6), make_loader(6, 3))
         kept = {"fit": metrics_of(trainer)}
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         kept["test"] = trainer.test(module, make_loader(6, 3), verbose=False)[0]
         trainer.predict(module, make_loader(6, 3), return_predictions=False)
-        return {**kept, "batches": watcher.seen}, called, refusals
+        return {**kept, "batches": recorder.seen}, called, refusals
 
     kept, called, refusals = both(act)
     expected = {name for name in _FxValidator.functions if name in dir(L.LightningModule)} - LEFT_OUT - NOT_CALLED
     assert expected - called <= {"load_state_dict"}
     assert {"on_train_start", "predict_step", "configure_optimizers", "on_fit_end"} <= {key[1] for key in refusals}
-    logged = {name for entry in kept["batches"] for kind in entry.values() for name in kind}
-    logged |= {*kept["fit"]["0"], *kept["test"]}
+    logged = {name for entry in kept["batches"] for kind in METRICS for name in entry[kind]}
+    logged |= {*kept["fit"]["callback_metrics"], *kept["test"]}
     for hook, levels in _FxValidator.functions.items():
         if levels is not None and hook in called:
             assert any(f".{hook}." in name for name in logged), hook

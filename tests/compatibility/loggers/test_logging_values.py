@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.compatibility.loggers.metrics import MetricsRecorder
 from tests.support.parity import KINDS, Run, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -22,44 +23,16 @@ from tests.support.small import Small
 BOTH = {"on_step": True, "on_epoch": True}
 
 
-class Recorder(L.Callback):
-    """Keeps what callbacks can read, at every batch end and epoch end."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def _record(self, trainer: L.Trainer, where: str) -> None:
-        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        metrics = {
-            kind: {name: torch.as_tensor(value).clone() for name, value in sorted(getattr(trainer, kind).items())}
-            for kind in kinds
-        }
-        self.seen.append({"where": where, **metrics})
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train batch")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "train epoch")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation batch")
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "validation epoch")
-
-    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._record(trainer, "end")
-
-
 def compared(make_module: Any, val: Any = None, **settings: Any) -> list[dict[str, Any]]:
     """Trains for two epochs, compares what callbacks saw, dtypes included, and gives it."""
 
     def seen(run: Run) -> Any:
-        found = next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, Recorder))
+        found = next(callback.seen for callback in run.trainer.callbacks if isinstance(callback, MetricsRecorder))
         return found, [str(value.dtype) for entry in found for value in entry["logged_metrics"].values()]
 
-    plain, _ = compare(make_module, None, val, callbacks=lambda: [Recorder()], also=seen, max_epochs=2, **settings)
+    plain, _ = compare(
+        make_module, None, val, callbacks=lambda: [MetricsRecorder()], also=seen, max_epochs=2, **settings
+    )
     return seen(plain)[0]
 
 
@@ -101,16 +74,13 @@ def log_kinds(module: L.LightningModule, x: torch.Tensor, batch_idx: int) -> Non
     module.log("bool tensor", torch.tensor(True))
 
 
-@compat("LightningModule method", "log")
-@compat("LightningModule method", "log (`on_step`, `on_epoch`, `prog_bar`, `logger`)")
-@compat("LightningModule method", "log (`reduce_fx`)")
-@compat("LightningModule method", "log (`batch_size` given or guessed)")
-@compat("LightningModule method", "log (`sync_dist`, `rank_zero_only`, `enable_graph`)")
-@compat("LightningModule method", "log (floats, integers, bools, NumPy numbers, tensors with one element)")
-@compat("LightningModule method", "log_dict")
-@compat("Trainer attribute", "logged_metrics")
-@compat("Trainer attribute", "callback_metrics")
-@compat("Trainer attribute", "progress_bar_metrics")
+@compat(
+    "LightningModule method",
+    "log; log (`on_step`, `on_epoch`, `prog_bar`, `logger`); log (`reduce_fx`); log (`batch_size` given or guessed); "
+    "log (`sync_dist`, `rank_zero_only`, `enable_graph`); "
+    "log (floats, integers, bools, NumPy numbers, tensors with one element); log_dict",
+)
+@compat("Trainer attribute", "logged_metrics; callback_metrics; progress_bar_metrics")
 @pytest.mark.filterwarnings("ignore:.*needs to be floating to be reduced")
 @pytest.mark.filterwarnings("ignore:.*no logger configured")
 def test_options_and_kinds_of_values() -> None:
@@ -169,8 +139,10 @@ class Bare(nn.Module):
         return y
 
 
-@compat("LightningModule method", "log (called inside a unit)")
-@compat("LightningModule method", "log (a bound method that was kept, `super().log`, `log` of a callback)")
+@compat(
+    "LightningModule method",
+    "log (called inside a unit); log (a bound method that was kept, `super().log`, `log` of a callback)",
+)
 @compat("Library", "torchmetrics (metrics that a unit updates)")
 @pytest.mark.parametrize("ours", [{}, {"num_microbatches": 1}, {"options": {"virtual_copies": True}}])
 def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> None:
@@ -184,7 +156,7 @@ def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> Non
             self.body[1].outside.append((self.log,))
 
         def on_train_start(self) -> None:
-            recorder = next(c for c in self.trainer.callbacks if isinstance(c, Recorder))
+            recorder = next(c for c in self.trainer.callbacks if isinstance(c, MetricsRecorder))
             self.head.register_forward_hook(lambda m, i, o: recorder.log("hook", o.mean(), on_step=True, on_epoch=True))
 
         def by_another_name(self, value: Any) -> None:
@@ -205,9 +177,10 @@ def test_logs_that_do_not_come_from_the_step_itself(ours: dict[str, Any]) -> Non
     )
 
 
-@compat("LightningModule method", "log (metric objects, `metric_attribute`)")
-@compat("LightningModule method", "log_dict (`MetricCollection`)")
-@compat("LightningModule method", "log (`add_dataloader_idx`)")
+@compat(
+    "LightningModule method",
+    "log (metric objects, `metric_attribute`); log_dict (`MetricCollection`); log (`add_dataloader_idx`)",
+)
 @compat("Library", "torchmetrics (metrics and collections in steps)")
 def test_metrics_and_several_loaders() -> None:
     class Logs(Small):

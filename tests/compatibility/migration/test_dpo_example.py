@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor
 
-from tests.support.huggingface import assert_planned, causal
+from tests.support.huggingface import adapted, assert_planned, lora
 from tests.support.parity import compare
 from tests.test_examples import loaded
 
@@ -37,9 +36,7 @@ def test_example_trains_like_plain_lightning() -> None:
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
 
     def make() -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-        return Compared(peft.get_peft_model(causal(), config), lr=1e-2, beta=0.1)
+        return Compared(adapted(lora(target_modules="all-linear")), lr=1e-2, beta=0.1)
 
     def batches() -> list[dict[str, Tensor]]:
         torch.manual_seed(2)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.migration.page_blocks import blocks_of, run_block, text_of
-from tests.support.huggingface import batches, causal
+from tests.support.huggingface import adapted, batches, causal
 from tests.support.parity import fit, make_trainer, ready
 
 PAGE = "trainers.md"
@@ -78,12 +78,6 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
-def adapted(base: nn.Module) -> nn.Module:
-    torch.manual_seed(3)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(base, config)
-
-
 def logits(model: nn.Module) -> Tensor:
     batch = batches()[0]
     with torch.no_grad():
@@ -105,11 +99,11 @@ def test_merged_model_and_adapter_can_be_loaded(
     """After a training, and again from a checkpoint of it: logits are those of the model that was trained."""
     monkeypatch.chdir(tmp_path)
     causal().save_pretrained("base")
-    run = fit("roundpipe", lambda: page_of_trl["PackedSFT"](adapted(causal())), batches())
+    run = fit("roundpipe", lambda: page_of_trl["PackedSFT"](adapted()), batches())
     run.trainer.save_checkpoint("last.ckpt")
     names = {"model": run.module.model, "tokenizer": Tokenizer()}
     trained = logits(names["model"])
-    assert not torch.allclose(trained, logits(adapted(causal())), atol=1e-2)
+    assert not torch.allclose(trained, logits(adapted()), atol=1e-2)
     run_block(PAGE, "merge_and_unload", names)
 
     merged = transformers.AutoModelForCausalLM.from_pretrained("merged")
@@ -119,7 +113,7 @@ def test_merged_model_and_adapter_can_be_loaded(
     torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(base, "adapter")), trained)
     assert Path("merged/tokenizer.json").is_file()
 
-    again = {**page_of_trl, "model": adapted(causal())}
+    again = {**page_of_trl, "model": adapted()}
     run_block(PAGE, "load_from_checkpoint", again)
     torch.testing.assert_close(logits(again["model"]), trained)
 
@@ -132,7 +126,7 @@ def test_model_that_was_trained_in_full_can_be_loaded(page_of_trl: dict[str, Any
 
 
 def test_adapters_on_a_base_in_bfloat16_are_trained_in_float32(page_of_trl: dict[str, Any]) -> None:
-    model = adapted(causal().to(torch.bfloat16))
+    model = adapted(model=causal().to(torch.bfloat16))
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in adapters.values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.compatibility.migration.page_blocks import run_block
-from tests.support.huggingface import IGNORED, VOCAB, assert_planned, causal
+from tests.support.huggingface import IGNORED, VOCAB, adapted, assert_planned, causal, lora
 from tests.support.parity import KINDS, Run, compare, make_trainer, ready
 
 PAGE = "trl.md"
@@ -29,14 +28,8 @@ def samples(count: int = 14) -> list[tuple[list[int], list[int]]]:
     return [(row, [IGNORED] * (number % 3) + row[number % 3 :]) for number, row in enumerate(ids)]
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    torch.manual_seed(3)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
 def model_of(way: str) -> nn.Module:
-    return with_lora(causal()) if way == "LoRA" else causal()
+    return adapted(lora(target_modules="all-linear")) if way == "LoRA" else causal()
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,7 @@ def made_without_its_package(kind: type[Precision], precision: str) -> Precision
     return plugin
 
 
-@compat("Precision", "transformer-engine", "refused", "Use bf16-mixed.")
-@compat("Precision", "transformer-engine-float16", "refused", "Use bf16-mixed.")
+@compat("Precision", "transformer-engine; transformer-engine-float16", "refused", "Use bf16-mixed.")
 @pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16"])
 def test_what_needs_a_package_says_so_as_in_plain(precision: str) -> None:
     both_refuse(partial(make_trainer, precision=precision), ModuleNotFoundError, "transformer_engine")
@@ -46,21 +45,14 @@ REFUSED: dict[type[Precision], str] = {
 }
 
 
-@compat(
-    "Plugin",
-    "TransformerEnginePrecision",
-    "refused",
-    "Use bf16-mixed.",
-)
+@compat("Plugin", "TransformerEnginePrecision", "refused", "Use bf16-mixed.")
 @compat(
     "Plugin",
     "BitsandbytesPrecision",
     "refused",
     "It quantizes weights that move to a GPU, and these stay on the host.",
 )
-@compat("Plugin", "FSDPPrecision", "refused", "Set `precision`, without a plugin.")
-@compat("Plugin", "DeepSpeedPrecision", "refused", "Set `precision`, without a plugin.")
-@compat("Plugin", "XLAPrecision", "refused", "Set `precision`, without a plugin.")
+@compat("Plugin", "FSDPPrecision; DeepSpeedPrecision; XLAPrecision", "refused", "Set `precision`, without a plugin.")
 @compat("Misuse", "precision plugin of another strategy", "refused", "The error comes with the Trainer.")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_plugins_of_other_strategies_are_refused(kind: type[Precision]) -> None:

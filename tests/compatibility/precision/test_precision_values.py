@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compatibility.versions import known
+from tests.support.models import AllSteps, Logs
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import Small
 
 # Splitting a batch changes the order of sums only, so a tolerance is what the order is worth in the format. float16 has
@@ -41,7 +42,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
 }
 
 
-class Looks(Small):
+class Looks(AllSteps):
     """Notes which numbers its steps see."""
 
     def __init__(self) -> None:
@@ -54,18 +55,6 @@ class Looks(Small):
         dtypes = [str(dtype) for dtype in (x.dtype, logits.dtype, torch.get_default_dtype())]
         self.seen.add((str(self.trainer.state.stage), *dtypes, cast))
         return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
 
 def evaluated(run: Run) -> Any:
@@ -89,7 +78,7 @@ VALUES: dict[str, str] = {value: value for value in TOLERANCES} | {"16-mixed": "
 
 
 @compat("Trainer argument", "precision")
-@compat_each("Precision", "32-true 64-true 16-true bf16-true bf16-mixed 16-mixed")
+@compat("Precision", "32-true; 64-true; 16-true; bf16-true; bf16-mixed; 16-mixed")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize("value", VALUES)
 def test_values_of_precision(value: str) -> None:
@@ -114,7 +103,7 @@ PLUGINS: dict[str, Callable[[], Precision]] = {
 
 
 @compat("Trainer argument", "plugins")
-@compat_each("Plugin", "Precision DoublePrecision HalfPrecision MixedPrecision")
+@compat("Plugin", "Precision; DoublePrecision; HalfPrecision; MixedPrecision")
 @pytest.mark.parametrize("precision", PLUGINS)
 def test_plugins_given_as_objects(precision: str) -> None:
     compared(precision, plain={"plugins": PLUGINS[precision]()}, ours={"plugins": PLUGINS[precision]()})
@@ -208,10 +197,10 @@ class Noting(Precision):
 @compat("Plugin", "Precision")
 @compat("Trainer argument", "plugins")
 def test_every_hook_of_an_own_plugin_is_honoured(tmp_path: Path) -> None:
-    class Learner(Small):
+    class Learner(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert torch.is_autocast_enabled("cpu")  # float64 is not cast
-            self.log("val", self.loss(batch))
+            super().validation_step(batch, batch_idx)
 
     def act(kind: str) -> Any:
         plugin, path = Noting(), tmp_path / f"{kind}.ckpt"

@@ -174,11 +174,12 @@ def numbers_of(table: str) -> list[Any]:
     return [[float(x) if re.fullmatch(r"[-+.\de]+", x) else x for x in line.split(",")] for line in table.splitlines()]
 
 
-@compat("LightningCLI", "`fit`, `validate`, `test`, `predict` from YAML")
-@compat("LightningCLI", "`strategy: roundpipe`, without an import of the package")
-@compat("LightningCLI", "subclass mode: model and data by `class_path`")
-@compat("LightningCLI", "`optimizer` and `lr_scheduler` from YAML")
-@compat("LightningCLI", "command `roundpipe-lightning`")
+@compat(
+    "LightningCLI",
+    "`fit`, `validate`, `test`, `predict` from YAML; `strategy: roundpipe`, without an import of the package; "
+    "subclass mode: model and data by `class_path`; `optimizer` and `lr_scheduler` from YAML; "
+    "command `roundpipe-lightning`",
+)
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_all_commands_from_yaml(config: Any, project: str, tmp_path: Path) -> None:
@@ -193,9 +194,11 @@ def instantiate(config: Path, *arguments: str) -> LightningCLI:
     return LightningCLI(save_config_callback=None, args=["--config", str(config), *arguments], run=False)
 
 
-@compat("LightningCLI", "`run=False`")
-@compat("LightningCLI", "options of the strategy on the command line (`--trainer.strategy.num_microbatches=4`)")
-@compat("LightningCLI", "`VirtualLink`, sizes with units, names of `loss_weight`, classes of `units`")
+@compat(
+    "LightningCLI",
+    "`run=False`; options of the strategy on the command line (`--trainer.strategy.num_microbatches=4`); "
+    "`VirtualLink`, sizes with units, names of `loss_weight`, classes of `units`",
+)
 def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(os.getcwd())
     option = "--trainer.strategy."
@@ -234,8 +237,7 @@ def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.
 
 
 @compat("LightningCLI", "`--trainer.strategy` and `--trainer.accelerator` by the name or path of the class, no options")
-@pytest.mark.parametrize("path", ["", "lightning_roundpipe."], ids=["name", "path"])
-@pytest.mark.parametrize("separate", [False, True], ids=["one argument", "two arguments"])
+@pytest.mark.parametrize(("path", "separate"), [("", False), ("lightning_roundpipe.", True)], ids=["name", "path"])
 @pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
 def test_classes_without_options(config: Any, project: str, tmp_path: Path, path: str, separate: bool) -> None:
     given = {"strategy": f"{path}RoundPipeStrategy", "accelerator": f"{path}RoundPipeAccelerator"}
@@ -300,9 +302,7 @@ def test_help(project: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "default: " in rest, entry
 
 
-@compat("LightningCLI", "`strategy: {class_path: ..., init_args: ...}`")
-@compat("LightningCLI", "`--print_config`")
-@compat("LightningCLI", "`SaveConfigCallback`")
+@compat("LightningCLI", "`strategy: {class_path: ..., init_args: ...}`; `--print_config`; `SaveConfigCallback`")
 @pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
 def test_configurations_can_be_read_again(
     config: Any,

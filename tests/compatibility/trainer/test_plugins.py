@@ -106,8 +106,7 @@ class Late(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
-@compat("Plugin", "AsyncCheckpointIO")
-@compat("Plugin", "TorchCheckpointIO")
+@compat("Plugin", "AsyncCheckpointIO; TorchCheckpointIO")
 def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
     """Steps that are made before the file is written do not change what is in it."""
 
@@ -153,13 +152,8 @@ SYNCS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SYNCS)
-@compat(
-    "Trainer argument",
-    "sync_batchnorm",
-    note="A warning: no effect, as on one device.",
-)
-@compat("Plugin", "TorchSyncBatchNorm", note="A warning: no effect, as on one device.")
-@compat("Plugin", "LayerSync", note="A warning: no effect, as on one device.")
+@compat("Trainer argument", "sync_batchnorm", note="A warning: no effect, as on one device.")
+@compat("Plugin", "TorchSyncBatchNorm; LayerSync", note="A warning: no effect, as on one device.")
 def test_layers_of_one_process_are_not_synchronized(settings: dict[str, Any]) -> None:
     class Normed(Small):
         def __init__(self) -> None:
@@ -230,12 +224,11 @@ ALONE: dict[str, tuple[dict[str, str], type[ClusterEnvironment], bool]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-@compat("Plugin", "ClusterEnvironment")
-@compat("Plugin", "LightningEnvironment")
-@compat("Plugin", "TorchElasticEnvironment")
-@compat("Plugin", "SLURMEnvironment")
-@compat("Plugin", "KubeflowEnvironment")
-@compat("Plugin", "LSFEnvironment")
+@compat(
+    "Plugin",
+    "ClusterEnvironment; LightningEnvironment; TorchElasticEnvironment; SLURMEnvironment; KubeflowEnvironment; "
+    "LSFEnvironment",
+)
 def test_one_launched_process_is_one_process(launched: Any, name: str) -> None:
     variables, environment, is_given = ALONE[name]
     launched(variables)
@@ -302,11 +295,11 @@ def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-@compat("Plugin", "ClusterEnvironment", note="The processes train together, as with DDP.")
-@compat("Plugin", "TorchElasticEnvironment", note="The processes train together, as with DDP.")
-@compat("Plugin", "SLURMEnvironment", note="The processes train together, as with DDP.")
-@compat("Plugin", "KubeflowEnvironment", note="The processes train together, as with DDP.")
-@compat("Plugin", "LSFEnvironment", note="The processes train together, as with DDP.")
+@compat(
+    "Plugin",
+    "ClusterEnvironment; TorchElasticEnvironment; SLURMEnvironment; KubeflowEnvironment; LSFEnvironment",
+    note="The processes train together, as with DDP.",
+)
 @compat("Plugin", "LightningEnvironment")
 def test_launched_processes_are_ranks(launched: Any, rank_kept: None, name: str) -> None:
     """The trainings themselves are in ``tests/ranks``."""
@@ -340,8 +333,7 @@ def test_processes_that_do_not_agree_are_refused(
 
 
 @compat("Plugin", "MPIEnvironment", "refused", "Lightning's own error without `mpi4py`.")
-@compat("Plugin", "XLAEnvironment", "refused", "Lightning's own error without `torch_xla`.")
-@compat("Plugin", "XLACheckpointIO", "refused", "Lightning's own error without `torch_xla`.")
+@compat("Plugin", "XLAEnvironment; XLACheckpointIO", "refused", "Lightning's own error without `torch_xla`.")
 @compat("Profiler", "XLAProfiler", "refused", "Lightning's own error without `torch_xla`.")
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*Profiler.__del__")
 @pytest.mark.parametrize("kind", [MPIEnvironment, XLAEnvironment, XLACheckpointIO, XLAProfiler])

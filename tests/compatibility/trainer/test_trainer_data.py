@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_roundpipe import BatchSplitError
 from tests.support.parity import Run, both, both_refuse, compare, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
+from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
 
@@ -151,7 +151,7 @@ EVALUATION: dict[str, Callable[[Any], Any]] = {
 
 
 @compat("Library", "CombinedLoader", note="If batches have as many rows as each other.")
-@compat_each("Trainer method", "validate test predict")
+@compat("Trainer method", "validate; test; predict")
 @pytest.mark.parametrize("name", EVALUATION)
 def test_evaluation_data(name: str) -> None:
     assert len(both(lambda kind: evaluated(kind, EVALUATION[name](make_loader)))[0]) >= 4

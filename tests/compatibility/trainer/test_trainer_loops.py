@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from tests.support.models import AllSteps
 from tests.support.parity import Run, both, compare, fit, make_loader, make_trainer
-from tests.support.rows import compat, compat_each
-from tests.support.small import Small
+from tests.support.rows import compat
 
 
 class Journal(L.Callback):
@@ -67,8 +67,8 @@ for _name in ("on_fit_start", "on_sanity_check_start", "on_train_epoch_start", "
     setattr(Journal, _name, _noting(_name))
 
 
-class Learner(Small):
-    """Validates, tests, predicts, and asks to stop after batch ``stop_at`` of every epoch."""
+class Learner(AllSteps):
+    """Asks to stop after batch ``stop_at`` of every epoch."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
@@ -82,15 +82,6 @@ class Learner(Small):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.stop_at:
             self.trainer.should_stop = True
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
 
 def run(kind: str, stop_at: int | None = None, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
@@ -154,11 +145,11 @@ LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@compat_each(
+@compat(
     "Trainer argument",
-    "fast_dev_run max_epochs min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches "
-    "limit_test_batches limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch "
-    "num_sanity_val_steps accumulate_grad_batches",
+    "fast_dev_run; max_epochs; min_epochs; max_steps; min_steps; max_time; limit_train_batches; limit_val_batches; "
+    "limit_test_batches; limit_predict_batches; overfit_batches; val_check_interval; check_val_every_n_epoch; "
+    "num_sanity_val_steps; accumulate_grad_batches",
 )
 @pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set.*")
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")

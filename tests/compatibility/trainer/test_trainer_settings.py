@@ -23,33 +23,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.versions import need
+from tests.support.models import Logs
 from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
-
-class Learner(Small):
-    """Has hyperparameters, logs and validates."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), prog_bar=True)
-
-
 # --- accelerator, devices, strategy, nodes --------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "accelerator")
-@compat("Trainer argument", "strategy")
-@compat("Trainer argument", "devices")
+@compat("Trainer argument", "accelerator; strategy; devices")
 @pytest.mark.parametrize(
     ("accelerator", "devices"), [("cpu", 1), ("roundpipe", 3), ("auto", "2"), ("roundpipe", [0, 1])]
 )
@@ -89,16 +71,16 @@ def test_accelerators_that_are_not_there(accelerator: str) -> None:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "default_root_dir")
-@compat("Trainer argument", "enable_checkpointing")
+@compat("Trainer argument", "default_root_dir; enable_checkpointing")
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_the_same_files_in_the_same_folder(tmp_path: Path, checkpoints: bool) -> None:
     def act(kind: str) -> Any:
         folder = tmp_path / kind
         logger = CSVLogger(folder) if checkpoints else True
-        trainer = make_trainer(kind, default_root_dir=folder, logger=logger, enable_checkpointing=checkpoints)
-        trainer.fit(Learner(), make_loader())
+        settings = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": checkpoints}
+        trainer = make_trainer(kind, default_root_dir=folder, **settings)
+        trainer.fit(Logs(), make_loader())
         files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         # The name of a TensorBoard file holds the time, the host and the process.
         return [re.sub(r"(tfevents\.).*", r"\1", file) for file in files]
@@ -113,7 +95,7 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
     """With a stand-in for the package ``litmodels``, which downloads."""
     need(L.Trainer, "model_registry")
     first = make_trainer("plain")
-    first.fit(Learner(), make_loader())
+    first.fit(Logs(), make_loader())
     asked: list[Any] = []
 
     def download_model(name: str, download_dir: str) -> list[str]:
@@ -131,7 +113,7 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
     def act(kind: str) -> Any:
         settings = {"model_registry": "team/model", "default_root_dir": tmp_path / kind, "max_epochs": 2}
         options = {"ckpt_path": "registry", "weights_only": False}
-        return fit(kind, Learner, make_loader(), fit_options=options, **settings).results
+        return fit(kind, Logs, make_loader(), fit_options=options, **settings).results
 
     assert both(act)["progress"] == (2, 6)
     assert asked == ["team/model", "team/model"]
@@ -140,8 +122,7 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
 # --- switches of torch ------------------------------------------------------------------------------------------------
 
 
-@compat("Trainer argument", "deterministic")
-@compat("Trainer argument", "benchmark")
+@compat("Trainer argument", "deterministic; benchmark")
 @pytest.mark.filterwarnings("ignore:You passed `deterministic=True` and `benchmark=True`")
 @pytest.mark.parametrize(("deterministic", "benchmark"), [(True, False), ("warn", True), (False, True)])
 def test_steps_see_the_switches_of_torch(deterministic: Any, benchmark: bool) -> None:

@@ -62,17 +62,6 @@ def test_another_module_tree_between_fits() -> None:
     both(act)
 
 
-def test_parameters_replaced_while_training() -> None:
-    class Replaces(Small):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.head.weight.data = self.head.weight.data.clone() * 0.5
-                with torch.no_grad():
-                    self.body[0][0].weight.zero_()
-
-    compare(Replaces, max_epochs=2)
-
-
 def test_module_is_left_as_it_was() -> None:
     class Own(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
