@@ -118,7 +118,7 @@ def test_weight_of_the_head_in_the_loss(
 
 def test_gradients_of_a_small_weight(pipeline: dict[str, Any]) -> None:
     """They go to the master one by one."""
-    assert_parity(maker(whole, False), batches, **pipeline)
+    assert_parity(maker(whole, True), batches, **pipeline)
 
 
 def test_copies_are_used(uses: list[bool]) -> None:

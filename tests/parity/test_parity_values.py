@@ -207,7 +207,7 @@ class Rescaled(Block):
 
 
 class BufferThatLaterCallsRead(Regression):
-    """A recomputation has to read what the call has read, not what is there at the end."""
+    """A unit that is called again and again: a recomputation reads what the call has read, not what is there last."""
 
     def __init__(self) -> None:
         super().__init__()

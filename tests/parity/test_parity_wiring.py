@@ -81,16 +81,6 @@ class EncoderDecoder(L.LightningModule):
         return F.cross_entropy(self.head(out).flatten(0, 1), target[:, 1:].flatten())
 
 
-class SharedBlock(Regression):
-    """One block called again and again (ALBERT), between others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks[:2]:
-            x = self.blocks[3](block(x))
-        return self.head(self.blocks[3](self.blocks[2](x)))
-
-
 class Siamese(Regression):
     def encode(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -114,20 +104,12 @@ class TiedWeights(L.LightningModule):
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         source, target = batch
         x = self.embedding(source)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.logits(x).flatten(0, 1), target.flatten())
-
-
-class FunctionalUseOfAWeight(TiedWeights):
-    def logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.embedding.weight)
+        return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
 
 
 class WeightUsedInAndOutsideUnits(TiedWeights):
@@ -343,10 +325,8 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (DenselyConnected, vectors),
     (ParallelBranches, vectors),
     (EncoderDecoder, tokens),
-    (SharedBlock, vectors),
     (Siamese, vectors),
     (TiedWeights, tokens),
-    (FunctionalUseOfAWeight, tokens),
     (WeightUsedInAndOutsideUnits, tokens),
     (RawParameters, vectors),
     (Recurrent, sequences),
