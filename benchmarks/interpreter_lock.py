@@ -40,6 +40,14 @@ class Late(Wait):
             api._sleep(int(ms * 1e3))
 
 
+class Held(Late):
+    """Holds the thread of each micro-batch to one core, as it comes by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        return super().forward(x)
+
+
 def measured(speed: str, num_steps: int, device: str, unit: type[Wait]) -> dict[str, Any]:
     """Figures of one kind of device."""
     case = bubble.Case(bubble.small_profile(speed), 16, 16, device=device, unit=unit)
@@ -76,6 +84,8 @@ def main() -> None:
         progress(f"virtual, {speed}")
         results[speed]["simulated_gpus"] = reason or measured(speed, num_steps, "sim", Late)
         progress(f"simulated GPUs, {speed}")
+        results[speed]["held_to_one_core"] = reason or measured(speed, num_steps, "sim", Held)
+        progress(f"simulated GPUs, threads of micro-batches held to one core, {speed}")
     report.emit(results)
 
 
