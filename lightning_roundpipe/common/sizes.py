@@ -16,7 +16,7 @@ def num_bytes_of(values: Iterable[Any]) -> int:
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """First element of ``tensor`` (strided) in its storage, and the one after its last; in elements."""
     start = int(tensor.storage_offset())
-    if not tensor.numel():
-        return start, start
+    if tensor.is_contiguous():  # most are; an empty one is, too
+        return start, start + tensor.numel()
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + last + 1
