@@ -137,7 +137,7 @@ class Retry:
                     state.restore()
                     if why_not is not None:
                         raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
-                elif isinstance(error, torch.OutOfMemoryError) and not has_made_room and self._can_repeat(state):
+                elif isinstance(error, torch.OutOfMemoryError) and not has_made_room and self._obstacle(state) is None:
                     state.restore()
                     has_made_room = True
                 elif isinstance(error, _OUT_OF_MEMORY):
@@ -171,8 +171,14 @@ class Retry:
             for device in self._pool.devices:
                 device.make_room()
 
-    def _can_repeat(self, state: StepState) -> bool:
-        return self._final is None and not isinstance(state.batch, Iterator) and state.lost() is None
+    def _obstacle(self, state: StepState) -> str | None:
+        """What is in the way of running a step again with the same micro-batches; None if nothing is."""
+        if self._final is not None:
+            return self._final
+        if isinstance(state.batch, Iterator):
+            return "the iterator that it takes its batches from has gone on"
+        changed = state.lost()
+        return None if changed is None else f"{changed} has changed meanwhile"
 
     def _why_final(self, lost: Sequence[Device], state: StepState) -> str | None:
         """Why a step that has lost devices is not run again, and what to do; None if it is."""
@@ -181,12 +187,7 @@ class Retry:
                 "No other device is left. What helps: begin again in a new process, from the last checkpoint, without "
                 "the device if it does not come back."
             )
-        why = self._final
-        if why is None and isinstance(state.batch, Iterator):
-            why = "the iterator that it takes its batches from has gone on"
-        if why is None and (changed := state.lost()) is not None:
-            why = f"{changed} has changed meanwhile"
-        if why is None:
+        if (why := self._obstacle(state)) is None:
             return None
         return (
             f"It cannot be run again on the other devices, because {why}. What helps: resume from the last checkpoint."
