@@ -39,8 +39,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .issue_lock import Pace
 from .memory import DeviceMemory, Passing
 from .transfer import Done, Edge, Lane, Moved, Transfer
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class DeviceLostError(RuntimeError):
@@ -107,6 +110,10 @@ class Device(ABC):
     def occupied(self) -> AbstractContextManager[object]:
         """Excludes units: for what must not happen while one runs."""
         return self._busy
+
+    def issuing(self, pace: Pace) -> AbstractContextManager[object]:
+        """Open while a unit runs, within :meth:`computing`; see [Note: issue lock] in :mod:`devices.issue_lock`."""
+        return _NOTHING
 
     def enter(self) -> None:  # noqa: B027
         """The calling thread works here from now on: a micro-batch comes, from another device or from the host."""

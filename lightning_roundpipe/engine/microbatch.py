@@ -249,9 +249,10 @@ class Microbatch:
                 booked = self._books.begin_forward(device, call, input_bytes)
             if changes_buffers:
                 replica.load_buffers(own=call.kept, is_loaded=True)
-            begun = device.begin()
-            done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
-            ended = device.end(begun)
+            with device.issuing(unit.forward_pace):
+                begun = device.begin()
+                done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
+                ended = device.end(begun)
             replica = done.replica
             if learns and call.buffer_values:
                 for earlier in self._calls:  # they have read what this call has found
@@ -382,9 +383,10 @@ class Microbatch:
                 coming = self._drop_all_but_coming(call)
                 booked = self._books.begin_backward(device, call) if counts else 0
                 activations.send(coming, "saved inputs")
-            begun = device.begin()
-            run_unit_backward(self._context, call, replica, gradients, leaves, self._loose)
-            ended = device.end(begun)
+            with device.issuing(call.unit.backward_pace):
+                begun = device.begin()
+                run_unit_backward(self._context, call, replica, gradients, leaves, self._loose)
+                ended = device.end(begun)
             if not device.aliases_host:
                 activations.settle()
             elif call.unit in self._segment.repeated and (found := replica.harvest()):

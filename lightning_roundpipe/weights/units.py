@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..common.sizes import num_bytes_of
+from ..devices.issue_lock import Pace
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Forward pre-hooks of these types compute a parameter-dependent attribute outside the module's own forward: the
@@ -51,6 +52,7 @@ class Unit:
         places: id of a member -> its index among them.
         interceptor: what replaces ``forward`` while a step runs, and what it was made for.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
+        forward_pace, backward_pace: what the issue lock knows of its runs.
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
             compute depends on when they come.
         seen: for each member, what it held at the last :meth:`look`: another list as soon as that is something else.
@@ -66,6 +68,7 @@ class Unit:
     _settings: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.forward_pace, self.backward_pace = Pace(), Pace()
         self.members = tuple(self.module.modules())
         self.places = {id(module): i for i, module in enumerate(self.members)}
         self.seen: list[list[Any]] = [[] for _ in self.members]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_roundpipe.engine import plans
 from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.weights.gradients import GradientStore
-from tests.support.engine.steps import Steps
+from tests.support.engine.steps import Steps, balanced
 from tests.support.parity import assert_alike, fit, make_loader
 from tests.support.small import Small
 from tests.weights.autocast_training import LOW, Model, Training
@@ -203,3 +203,86 @@ def test_masters_that_travel_as_low_copies_are_not_locked() -> None:
     assert travels - low <= locked
     assert all(copy.data.is_pinned() for (_, dtype), copy in ours.weights._copies.items() if dtype is LOW)
     pool.dispose()
+
+
+# --- the issue lock ----------------------------------------------------------------------------------------------
+
+PARTS = [torch.ones(1, 2)] * 2
+
+
+class Layer(nn.Module):
+    """Calls a function while it is a unit that runs; ``then`` belongs to the layer and its copies on devices."""
+
+    def __init__(self, then: dict[str, Callable[[], object]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.then["call"]()
+        y: torch.Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.then["call"]() and None)
+        return y
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x).sum()
+        return loss
+
+
+def do_nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def first() -> dict[str, Callable[[], object]]:
+    """What the first layer calls."""
+    return {"call": do_nothing}
+
+
+@pytest.fixture
+def second() -> dict[str, Callable[[], object]]:
+    """What the second layer calls."""
+    return {"call": do_nothing}
+
+
+@pytest.fixture
+def steps(driver: GpuDriver, first: Any, second: Any) -> Iterator[Steps]:
+    """Of two layers, on two GPUs."""
+    made = Steps(Chain(Layer(first), Layer(second)), balanced(2), num_devices=2, device_type="sim")
+    yield made
+    made.engine.close()
+    made.pool.dispose()
+
+
+def test_units_hold_the_issue_lock_in_forward_and_backward(
+    steps: Steps, first: Any, second: Any, driver: GpuDriver
+) -> None:
+    held: list[bool] = []
+    driver.issue_lock.patience_s = 600.0
+    first["call"] = second["call"] = lambda: held.append(driver.issue_lock._holder is not None)
+    steps.train(PARTS)
+    steps.train(PARTS, seed=1)
+    assert len(held) >= 2 * len(PARTS) * 2 * 2
+    assert all(held)
+
+
+def test_units_of_two_gpus_may_wait_for_each_other(steps: Steps, first: Any, second: Any) -> None:
+    """The second micro-batch in the first layer, and the first one in the second layer."""
+    calls = {"first": 0, "second": 0}
+    barrier = threading.Barrier(2)
+
+    def meet(name: str, call: int) -> None:
+        calls[name] += 1
+        if calls[name] == call:
+            barrier.wait(60)
+
+    for _ in range(2):
+        steps.evaluate(PARTS)
+    first["call"] = lambda: meet("first", 2)
+    second["call"] = lambda: meet("second", 1)
+    steps.evaluate(PARTS)
+    assert calls == {"first": 2, "second": 2}
+    assert not barrier.broken

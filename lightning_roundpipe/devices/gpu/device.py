@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ...planning.quantities import format_bytes
 from ..chunks import plain_mode
 from ..device import Device
+from ..issue_lock import Pace
 from ..memory import DeviceMemory, DeviceOutOfMemoryError, Passing
 from ..transfer import Done, Transfer
 from .driver import GpuDriver
@@ -141,6 +143,9 @@ class GpuDevice(Device):
                 self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
             if self.lost is None:
                 raise
+
+    def issuing(self, pace: Pace) -> AbstractContextManager[object]:
+        return self._driver.issue_lock.issuing(pace)
 
     def enter(self) -> None:
         self._driver.set_device(self.torch_device)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..issue_lock import IssueLock
 from . import cuda
 from .pinned import PageLockedMemory
 
@@ -39,12 +40,14 @@ class GpuDriver:
     Attributes:
         device_type: as in ``torch.device``.
         host: page-locked memory of this process.
+        issue_lock: of all its threads that run units.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.device_type = device_type
         self._api: Any = torch.get_device_module(device_type)
         self.host = PageLockedMemory(self)
+        self.issue_lock = IssueLock()
         self._lock = threading.Lock()
         self._num_users = 0
         # GPU -> how many devices limit its memory, and the user's fraction (None if torch cannot tell).
