@@ -20,13 +20,17 @@ the host, and lets them compute side by side.
 The mode gives its generator to operators that take a ``generator`` argument; others run in an exclusive section while
 the default generator holds the private state (see [Note: exclusive sections] in :mod:`usercode.lock`).
 
+A hook inside a unit draws from a stream of its own: it does not run again with the unit, unless it changes what the
+unit computes with, and draws the same then.
+
 Compiled, a unit draws other numbers than as it is. So one that draws on a GPU runs again as it has run before: see
 [Note: compiled units] in :mod:`autograd.compiling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -75,6 +79,15 @@ class PrivateRandomness(ThreadsDispatchMode):
         self.draws = Draws()
         self._generator = torch.Generator().manual_seed(seed)
         self._exclusive = exclusive
+
+    @contextlib.contextmanager
+    def interrupted(self, seed: int) -> Iterator[None]:
+        """While open, random operators get another private generator."""
+        own, self._generator = self._generator, torch.Generator().manual_seed(seed)
+        try:
+            yield
+        finally:
+            self._generator = own
 
     @classmethod
     def _decide(cls, func: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,7 +128,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     previous = _set_side(call, replica, side) if call.side else ()
     call.relayed = {}
     relays, call.relays = call.relays, []
-    _active.run = (context, call, relays)
+    _active.run, _active.streams = (context, call, relays), None
     draws = call.draws if call.facts is None else call.facts.draws  # those that are redirected
     inside = context.inside
     inside.is_recomputing = relays is not None
@@ -137,7 +138,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             if call.facts is None:
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
     finally:
-        _active.run = None
+        _active.run = _active.streams = None
         for module, name, value in previous:
             assign(module, name, value)
     found = _result_of(call, result, originals, inside.written)
@@ -218,14 +219,17 @@ def _forward_watched(
             # kept instead must not lead to the graph: a node that keeps its own result would never be freed.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity))
         seed = _seed(context, call)
-        seeded, watch = ForeignSeeded(seed), None
+        foreign = private = None
         if draws.foreign:
             stack.enter_context(context.lock.exclusive())
-            stack.enter_context(seeded)
+            foreign = stack.enter_context(ForeignSeeded(seed))
         if draws.host:
-            watch = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
+            private = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
+        _active.streams = seed, private, foreign
         result = replica.module.forward(*args, **kwargs)
-    return result, draws if watch is None else replace(watch.draws, foreign=seeded.have_moved)
+    if private is not None:
+        draws = replace(private.draws, foreign=foreign is not None and foreign.have_moved)
+    return result, draws
 
 
 def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
@@ -315,7 +319,7 @@ class _Relay:
             for slot in flagged:
                 leaves[slot[2]] = Cut.apply(call, slot, context.anchor, [slots[slot]])  # type: ignore[index]
         shown = trees.unflatten(structure, leaves)
-        with context.lock.in_user_code(context.state):
+        with _in_hook(context, order):
             is_same = self._call_hooks(args, kwargs, shown) is shown
             begun = [slot for slot in slots if slot not in flagged and slots[slot].requires_grad]
             # That a hook has begun a graph is a change: no output of the call hangs on it.
@@ -333,6 +337,23 @@ class _Relay:
                 new = hook(self._master, args, output)
             output = output if new is None else new
         return output
+
+
+@contextlib.contextmanager
+def _in_hook(context: UnitContext, order: int) -> Iterator[None]:
+    """User code runs inside the unit, with random numbers of its own where those of the unit are redirected."""
+    user_code = context.lock.in_user_code(context.state)
+    if _active.streams is None:
+        with user_code:
+            yield
+        return
+    unit_seed, private, foreign = _active.streams
+    seed = derive_seed(unit_seed, order)
+    with (
+        user_code if foreign is None else foreign.interrupted(seed, by=user_code),
+        _NOTHING if private is None else private.interrupted(seed),
+    ):
+        yield
 
 
 def _relay_slots(call: Call, order: int, leaves: list[Any]) -> dict[Slot, Tensor]:

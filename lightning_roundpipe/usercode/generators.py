@@ -78,8 +78,22 @@ class ForeignSeeded:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.have_moved = self._seeded.have_moved()
+        self.have_moved |= self._seeded.have_moved()
         self._before.put_back()
+
+    @contextlib.contextmanager
+    def interrupted(self, seed: int, by: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """While open, the generators go on from another ``seed``, within ``by``, which finds and may change the states
+        that are put back in the end."""
+        own, other = ForeignStates(), ForeignSeeded(seed)
+        self._before.put_back()
+        try:
+            with by, other:
+                yield
+        finally:
+            self.have_moved |= other.have_moved
+            self._before = ForeignStates()
+            own.put_back()
 
 
 class _States:

@@ -191,13 +191,14 @@ class UserCodeLock:
     def exclusive(self, *, alone: bool = False) -> Iterator[None]:
         """For a unit that needs state of the process; see [Note: exclusive sections].
 
-        The calling thread is in a unit, and not inside :meth:`unit_running` if it wants to be alone.
+        The calling thread is in a unit, or in a hook of one; not inside :meth:`unit_running` if it wants to be alone.
 
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
         thread = threading.get_ident()
-        if self._exclusive == thread:
+        holder = self._holder
+        if self._exclusive == thread or (holder is not None and holder is current()):
             yield
             return
         with self._no_unit_running() if alone else contextlib.nullcontext():

@@ -19,7 +19,8 @@ from tests.support.identical import assert_identical
 WIDTH = 4
 GENERATOR = torch.Generator().manual_seed(5)
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+Draw = Callable[[Tensor], Tensor]
+DRAWS: dict[str, Draw] = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),
     "rand": lambda x: x * torch.rand(WIDTH),
     "rand_like": lambda x: x * torch.rand_like(x),
@@ -34,7 +35,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, draw: Draw) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.draw = draw
@@ -43,10 +44,17 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.draw(x)))
 
 
+class DrawingTwice(Block):
+    """Draws behind the hook, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(super().forward(x))
+
+
 class Model(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, draw: Draw, block: type[Block] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(draw) for _ in range(3))
+        self.blocks = nn.ModuleList(block(draw) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -55,7 +63,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
-def test_kept_and_recomputed_draw_the_same_numbers(draw: Callable[[Tensor], Tensor]) -> None:
+def test_kept_and_recomputed_draw_the_same_numbers(draw: Draw) -> None:
     model = Model(draw)
     parts = torch.randn(6, WIDTH).chunk(3)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
@@ -72,6 +80,42 @@ def test_kept_and_recomputed_draw_the_same_numbers(draw: Callable[[Tensor], Tens
     if draw not in (DRAWS["python"], DRAWS["numpy"]):  # there a draw of the recording, which learns, is the user's own
         assert random.getstate() == before[1]
         assert (np.random.get_state()[1] == before[2]).all()
+
+
+class Hooked(Model):
+    """User code and hooks inside units draw as well, from the same generators or others."""
+
+    def __init__(self, draw: Draw, drawn_by_hook: Draw, drawn_by_user: Draw, *, changes_output: bool) -> None:
+        super().__init__(draw, DrawingTwice)
+        self.draw = drawn_by_user
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            drawn = drawn_by_hook(output)
+            return drawn if changes_output else None
+
+        for block in self.blocks:
+            block.linear.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.draw(x))
+
+
+@pytest.mark.parametrize("changes_output", [False, True], ids=["looks", "changes"])
+@pytest.mark.parametrize("user", ["python", "rand"])
+@pytest.mark.parametrize("hook", ["python", "numpy", "rand", "dropout"])
+@pytest.mark.parametrize("draw", ["python", "rand", "dropout"])
+def test_a_hook_that_draws_inside_a_unit_changes_nothing_in_what_the_unit_draws(
+    draw: str, hook: str, user: str, changes_output: bool
+) -> None:
+    model = Hooked(DRAWS[draw], DRAWS[hook], DRAWS[user], changes_output=changes_output)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    found = []
+    for planner, num_devices in ((kept, 1), (recomputed, 2)):
+        steps = Steps(model, planner, num_devices=num_devices)
+        for seed in range(3):
+            result = steps.train(parts, seed)
+        found.append([*result.outputs, *(result.gradients[p] for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
