@@ -36,8 +36,6 @@ from .costs import CallEstimates, DeviceSpeeds
 # (costs of the calls, machine, num_microbatches, training) -> plan of a step; of a partition alone, every stage runs on
 # one device at a time.
 Planner = Callable[[CostProfile, Machine, int, bool], StepPlan | Partition]
-# (num_stages, num_microbatches, num_devices, first_device) -> schedule of a step, first device of the step after.
-Scheduler = Callable[[int, int, int, int], tuple[Schedule, int]]
 
 # A new plan must shorten the simulated step by more than this fraction.
 _MIN_GAIN = 0.02
@@ -185,7 +183,7 @@ class Plans:
     """The plans of one engine, by key; see [Note: re-planning].
 
     Args:
-        planner, round_size, scheduler: as for :class:`runner.Engine`.
+        planner, round_size: as for :class:`runner.Engine`.
         speeds: of the devices, as they are measured; None where they are alike by construction.
 
     Attributes:
@@ -198,12 +196,10 @@ class Plans:
         machine: Machine,
         *,
         round_size: int | None = None,
-        scheduler: Scheduler | None = None,
         speeds: DeviceSpeeds | None = None,
     ) -> None:
         self._planner = planner
         self._round_size = round_size
-        self._scheduler = scheduler
         self._num_devices = machine.num_devices
         self.machine = machine
         self._speeds = speeds
@@ -320,7 +316,7 @@ class Plans:
         return True
 
     def _simulated_ms(self, plan: Plan, costs: CostProfile, known: _Known) -> float:
-        schedule, _ = self._schedule(plan, known.num_microbatches, 0)
+        schedule, _ = plan.schedule(known.num_microbatches, 0)
         return simulate(schedule, stage_costs(plan.partition, costs), self.machine).step_ms
 
     def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
@@ -372,14 +368,8 @@ class Plans:
 
     def schedule(self, plan: Plan, num_microbatches: int) -> Schedule:
         """The schedule of the next step; devices take turns from step to step."""
-        schedule, self._first_device = self._schedule(plan, num_microbatches, self._first_device)
+        schedule, self._first_device = plan.schedule(num_microbatches, self._first_device)
         return schedule
-
-    def _schedule(self, plan: Plan, num_microbatches: int, first_device: int) -> tuple[Schedule, int]:
-        """The schedule of a step that begins with a device, and the device with which the step after begins."""
-        if self._scheduler is None:
-            return plan.schedule(num_microbatches, first_device)
-        return self._scheduler(plan.partition.num_stages, num_microbatches, self._num_devices, first_device)
 
     def forget(self, key: Hashable) -> None:
         """Forgets the plan of a key and what was measured for it; not costs that were preset. Of a step, the plans of

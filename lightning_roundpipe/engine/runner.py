@@ -28,7 +28,7 @@ from ..weights.units import UnitClasses, UnitTable
 from .context import Resources
 from .costs import DeviceSpeeds
 from .patches import modules_of, torch_patched
-from .plans import Plan, Planner, Plans, Scheduler
+from .plans import Plan, Planner, Plans
 from .requests import StepRequest, StepResult
 from .step import Step
 from .tracing import Trace
@@ -45,7 +45,6 @@ class Engine:
         planner: makes the plan of a step: (costs of the calls, machine, num_microbatches, training) -> plan, or a
             partition alone.
         round_size: micro-batches per round, where the planner returns a partition alone; None for one round.
-        scheduler: builds other schedules than those of plans, of any form that :class:`Schedule` accepts.
         machine: what the devices are like, as far as it is known; None for devices that share the host's memory.
         unit_classes: see :class:`UnitTable`.
         exempt: module classes shared by all micro-batches (metrics).
@@ -66,7 +65,6 @@ class Engine:
         planner: Planner,
         *,
         round_size: int | None = None,
-        scheduler: Scheduler | None = None,
         machine: Machine | None = None,
         unit_classes: UnitClasses | None = None,
         exempt: tuple[type, ...] = (),
@@ -80,7 +78,6 @@ class Engine:
             planner,
             machine or Machine(len(pool)),
             round_size=round_size,
-            scheduler=scheduler,
             speeds=DeviceSpeeds(len(pool)) if pool.has_own_speeds else None,
         )
         self._unit_classes = unit_classes

@@ -34,6 +34,7 @@ from lightning_roundpipe.planning import (
     stage_costs,
 )
 from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.partitions import scheduled
 from tests.support.engine.schedule_text import parse_schedule
 from tests.support.engine.taps import Tap
 
@@ -214,8 +215,11 @@ def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
     engine = Engine(
         model,
         cpu_pool(case.num_devices, copies=case.copies),
-        lambda *_: case.partition,
-        scheduler=lambda num_stages, num_microbatches, num_devices, first: case.schedule(first),
+        lambda *_: scheduled(
+            case.partition,
+            lambda num_stages, num_microbatches, num_devices, first: case.schedule(first)[0],
+            after=lambda first: case.schedule(first)[1],
+        ),
         num_threads=1,
     )
     training = case.partition.is_training

@@ -16,7 +16,7 @@ from lightning_roundpipe.engine.gate import Gate, PipelineStalled
 from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import Action, Schedule, round_robin
 from tests.support.engine.lazy_link import cpu_pool
-from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.partitions import scheduled, two_calls_fused
 from tests.support.engine.plain_loop import WIDTH, Chain, random_schedule
 
 JOIN_S = 60.0
@@ -227,14 +227,14 @@ def test_the_engine_reports_a_schedule_that_cannot_progress_and_lives_on(monkeyp
     model = Chain(3)
     is_reversed = False
 
-    def scheduler(num_stages: int, num_microbatches: int, num_devices: int, first: int) -> tuple[Schedule, int]:
+    def make(num_stages: int, num_microbatches: int, num_devices: int, first: int) -> Schedule:
         schedule = round_robin(num_stages, num_microbatches, num_devices)
         if is_reversed:
             devices = tuple(actions[::-1] for actions in schedule.devices)
             schedule = Schedule(schedule.num_stages, schedule.num_microbatches, devices)
-        return schedule, first
+        return schedule
 
-    engine = Engine(model, cpu_pool(2), two_calls_fused, scheduler=scheduler)
+    engine = Engine(model, cpu_pool(2), lambda *facts: scheduled(two_calls_fused(*facts), make))
     request = StepRequest(
         model.step, list(torch.randn(3, 4, WIDTH)), [1 / 3] * 3, "train", 0, loss_of=lambda loss: loss
     )

@@ -4,10 +4,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_roundpipe.engine.runner import Planner
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage, StageKind, search
+from lightning_roundpipe.planning import CostProfile, Machine, Partition, Schedule, Stage, StageKind, StepPlan, search
+
+Make = Callable[[int, int, int, int], Schedule]
+
+
+@dataclass(frozen=True)
+class Scheduled(StepPlan):
+    """A plan whose steps have schedules that a test makes: any that :class:`Schedule` accepts.
+
+    Attributes:
+        make: (number of stages, of micro-batches, of devices, device that is next) -> schedule.
+        after: (device that is next) -> device that is next after the step. If that is never the same, each step gets
+            a new schedule.
+    """
+
+    make: Make | None = field(default=None, compare=False)
+    after: Callable[[int], int] = field(default=lambda first: first + 1, compare=False)
+
+    def schedule(
+        self, profile: CostProfile, machine: Machine, num_microbatches: int, *, first_device: int = 0, **_: object
+    ) -> Schedule:
+        assert self.make is not None
+        return self.make(self.partition.num_stages, num_microbatches, machine.num_devices, first_device)
+
+    def next_first_device(self, machine: Machine, num_microbatches: int, first_device: int) -> int:
+        return self.after(first_device)
+
+
+def scheduled(partition: Partition, make: Make, **options: Callable[[int], int]) -> Scheduled:
+    """A plan of this partition; see :class:`Scheduled`."""
+    return Scheduled(partition, (1,) * partition.num_stages, make=make, **options)
 
 
 def cut_at(count: int, training: bool, forward: Sequence[int], backward: Sequence[int], fused: int) -> Partition:

@@ -16,7 +16,7 @@ from lightning_roundpipe.common.seeds import derive_seed
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import Action, Partition, Schedule, StageKind
 from tests.support.engine.lazy_link import cpu_pool
-from tests.support.engine.partitions import cut_at
+from tests.support.engine.partitions import cut_at, scheduled
 
 WIDTH = 3
 ROWS = 2
@@ -111,8 +111,9 @@ class Case:
         self.engine = Engine(
             self.model,
             cpu_pool(num_devices, copies=copies),
-            lambda profile, machine, num_microbatches, training: self.planner(len(profile.calls), training),
-            scheduler=lambda num_stages, num_microbatches, *_: (scheduler(num_stages, num_microbatches), 0),
+            lambda profile, machine, num_microbatches, training: scheduled(
+                self.planner(len(profile.calls), training), lambda *counts: scheduler(*counts[:2])
+            ),
             num_threads=1,
         )
         self.key = "train"
