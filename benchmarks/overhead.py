@@ -26,12 +26,14 @@ from lightning_roundpipe.planning import CostProfile, Machine, Partition, Stage,
 METHOD = """
 Difference of wall-clock time between a step of the engine (one virtual device, torch on one thread) and the same
 operations in plain torch on the same micro-batches: forward and backward where graphs are kept (one fused stage with
-all units), forward under no_grad, forward and backward where they are recomputed (F, fused and B stage; the fused stage
-holds one unit). us_per_call is that difference over the K*M calls at the largest K and M, all costs per step and per
-micro-batch included. The fit splits the differences of all (K, M), by least squares, into per_call * K * M +
+all units), forward under no_grad, forward and backward where they are recomputed (F, fused and B stage; the fused
+stage holds one unit). us_per_call is that difference over the K*M calls at the largest K and M, all costs per step and
+per micro-batch included. The fit splits the differences of all (K, M), by least squares, into per_call * K * M +
 per_microbatch * M + per_step. Engine and plain torch alternate in every repetition; medians of the repetitions. The
-engine is open, as in a fit. cpu_us_per_call is the same from the CPU time of the process, which other processes disturb
-less. A 'linear' unit is one module with two parameters; a 'block' has the 13 modules of a Transformer layer.
+engine is open, as in a fit. torch_by_unit_us_per_call is what plain torch takes longer itself if its graph is cut at
+every unit, and each unit has a backward of its own: the engine cannot take less. cpu_us_per_call is the same from the
+CPU time of the process, which other processes disturb less. A 'linear' unit is one module with two parameters; a
+'block' has the 13 modules of a Transformer layer.
 """
 WIDTH = 16
 ROWS = 4
@@ -104,6 +106,7 @@ class Case:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.plain_wall: list[float] = []
+        self.by_unit_wall: list[float] = []
 
     @property
     def num_calls(self) -> int:
@@ -127,6 +130,26 @@ class Case:
                     self._model(x)
             loss = self._model(x)
             loss.backward(torch.full_like(loss, 1 / self.num_microbatches))
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def run_by_unit(self) -> None:
+        """The same once more, with a graph and a backward for each unit."""
+        for x in self._microbatches:
+            inputs: list[Tensor] = []
+            outputs: list[Tensor] = []
+            for unit in self._model.units:
+                inputs.append(x.detach().requires_grad_())
+                with torch.set_grad_enabled(self.kept):
+                    outputs.append(unit(inputs[-1]))
+                x = outputs[-1].detach()
+            x.requires_grad_()
+            (gradient,) = torch.autograd.grad(x.mean() / self.num_microbatches, x)
+            for unit in reversed(self._model.units):  # type: ignore[call-overload]
+                start, output = inputs.pop(), outputs.pop()
+                torch.autograd.backward([output if self.kept else unit(start)], [gradient])
+                assert start.grad is not None
+                gradient = start.grad
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -155,13 +178,15 @@ class Case:
         return {part: rounded(value) for part, value in spent.most_common() if value >= 0.5}
 
     def measure(self, *, store: bool) -> None:
-        """One repetition: engine and plain torch, in turn."""
+        """One repetition: engine, plain torch, and plain torch unit by unit, in turn."""
         engine_wall, engine_cpu = _timed(self.run_engine)
         plain_wall, plain_cpu = _timed(self.run_plain)
+        by_unit_wall, _ = _timed(self.run_by_unit)
         if store:
             self.wall.append(engine_wall - plain_wall)
             self.cpu.append(engine_cpu - plain_cpu)
             self.plain_wall.append(plain_wall)
+            self.by_unit_wall.append(by_unit_wall - plain_wall)
 
 
 def _part_of(code: Any) -> str:
@@ -190,6 +215,7 @@ def summarise(cases: list[Case]) -> dict[str, object]:
         "us_per_call": spread([wall / largest.num_calls for wall in largest.wall]),
         "cpu_us_per_call": spread([cpu / largest.num_calls for cpu in largest.cpu]),
         "plain_torch_us_per_call": median([wall / largest.num_calls for wall in largest.plain_wall]),
+        "torch_by_unit_us_per_call": median([wall / largest.num_calls for wall in largest.by_unit_wall]),
         "fit_us": _fit(cases, [median(case.wall) for case in cases]),
         "cpu_fit_us": _fit(cases, [median(case.cpu) for case in cases]),
     }
