@@ -52,6 +52,7 @@ def test_memory_to_page_lock_is_written_and_outlives_its_maker(is_huge: bool) ->
         assert huge_bytes <= 0
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="FSDP2 of torch 2.6 does not run on cores")
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("steps", [full.steps, full.lora_steps])
 def test_contenders_train_the_same(steps: Any, tmp_path: Path) -> None:

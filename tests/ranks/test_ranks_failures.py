@@ -73,7 +73,7 @@ def failed(forks: Forks, folder: Path, size: int, place: str, rank: int, deed: s
     others = [end for other, end in enumerate(ends) if other != rank]
     for end in others:
         assert end.status == 1, end.output
-        assert end.late_s < SOON_S
+        assert end.late_s < SOON_S, end.output
         assert f"rank {rank} (" in end.output.splitlines()[_last_error(end)], end.output
     return ends[rank], others
 
