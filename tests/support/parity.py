@@ -9,7 +9,6 @@ say only what is theirs: the module, the settings, and what shows that the plain
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +188,7 @@ def fit(
     torch.manual_seed(seed)
     data = train() if callable(train) else train
     trainer.fit(module, ready(data), ready(val), **fit_options)
-    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+    optimizers = _copied([optimizer.state_dict() for optimizer in trainer.optimizers])
     return Run(kind, module, trainer, watch, start, _state(module), optimizers)
 
 
