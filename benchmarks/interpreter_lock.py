@@ -18,6 +18,7 @@ from benchmarks import bubble
 from benchmarks._report import Report, parser, progress
 from benchmarks._waiting import Wait, sharpen_timers
 from benchmarks.gpu.probes import LockSampler
+from lightning_roundpipe.common.attributes import attribute_set
 from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.issue_lock import IssueLock, Pace
 from tests.support import accelerator
@@ -68,12 +69,8 @@ def measured(speed: str, num_steps: int, device: str, unit: type[Wait]) -> dict[
 
 def measured_without_issue_lock(speed: str, num_steps: int) -> dict[str, Any]:
     """Figures of simulated GPUs to which all threads issue at the same time."""
-    driver = driver_of("sim")
-    before, driver.issue_lock = driver.issue_lock, NoLock()
-    try:
+    with attribute_set(driver_of("sim"), "issue_lock", NoLock()):
         return measured(speed, num_steps, "sim", Late)
-    finally:
-        driver.issue_lock = before
 
 
 def main() -> None:

@@ -29,14 +29,14 @@ Compiled, a unit draws other numbers than as it is. So one that draws on a GPU r
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from ..common.attributes import attribute_set
 from ..common.dispatch import ThreadsDispatchMode
 
 
@@ -80,14 +80,9 @@ class PrivateRandomness(ThreadsDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self._exclusive = exclusive
 
-    @contextlib.contextmanager
-    def interrupted(self, seed: int) -> Iterator[None]:
+    def interrupted(self, seed: int) -> AbstractContextManager[None]:
         """While open, random operators get another private generator."""
-        own, self._generator = self._generator, torch.Generator().manual_seed(seed)
-        try:
-            yield
-        finally:
-            self._generator = own
+        return attribute_set(self, "_generator", torch.Generator().manual_seed(seed))
 
     @classmethod
     def _decide(cls, func: Any) -> Any:

@@ -32,6 +32,7 @@ from .recompute import Call, Cut, Slot
 
 _active = threading.local()
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_NOT_REDIRECTED = 0, None, None  # what a unit draws: its seed, and what gives it numbers of torch's and of others
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     previous = _set_side(call, replica, side) if call.side else ()
     call.relayed = {}
     relays, call.relays = call.relays, []
-    _active.run, _active.streams = (context, call, relays), None
+    _active.run, _active.streams = (context, call, relays), _NOT_REDIRECTED
     draws = call.draws if call.facts is None else call.facts.draws  # those that are redirected
     inside = context.inside
     inside.is_recomputing = relays is not None
@@ -138,7 +139,8 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             if call.facts is None:
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
     finally:
-        _active.run = _active.streams = None
+        _active.run = None
+        _active.streams = _NOT_REDIRECTED
         for module, name, value in previous:
             assign(module, name, value)
     found = _result_of(call, result, originals, inside.written)
@@ -342,13 +344,8 @@ class _Relay:
 @contextlib.contextmanager
 def _in_hook(context: UnitContext, order: int) -> Iterator[None]:
     """User code runs inside the unit, with random numbers of its own where those of the unit are redirected."""
-    user_code = context.lock.in_user_code(context.state)
-    if _active.streams is None:
-        with user_code:
-            yield
-        return
     unit_seed, private, foreign = _active.streams
-    seed = derive_seed(unit_seed, order)
+    seed, user_code = derive_seed(unit_seed, order), context.lock.in_user_code(context.state)
     with (
         user_code if foreign is None else foreign.interrupted(seed, by=user_code),
         _NOTHING if private is None else private.interrupted(seed),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-# A unit that waits for less keeps GPUs waiting that units of this size leave idle most of the time anyway.
+# Units that wait for less hold each other up; but units that are so short leave GPUs idle most of the time anyway.
 _PATIENCE_S = 3e-3
 _NUM_STRIKES = 8
 _NUM_RUNS_WITHOUT = 200

@@ -27,16 +27,22 @@ class Queue(deque[Any]):
         self.joined.release()
 
 
-def waiting_in(lock: IssueLock, run: Callable[[], None], pace: Pace | None = None) -> threading.Thread:
+def lock_of(patience_s: float) -> IssueLock:
+    lock = IssueLock(patience_s)
+    lock._waiting = Queue()
+    return lock
+
+
+def waiting_in(lock: IssueLock, run: Callable[[], object]) -> threading.Thread:
     """A thread that calls ``run`` when it has got the lock, and waits for it now."""
 
     def issue() -> None:
-        with lock.issuing(pace or Pace()):
+        with lock.issuing(Pace()):
             run()
 
-    lock._waiting = Queue() if not isinstance(lock._waiting, Queue) else lock._waiting
     thread = threading.Thread(target=issue)
     thread.start()
+    assert isinstance(lock._waiting, Queue)
     assert lock._waiting.joined.acquire(timeout=60)
     return thread
 
@@ -51,7 +57,7 @@ def overtake(lock: IssueLock, pace: Pace) -> None:
 
 
 def test_runs_get_it_one_after_the_other_in_the_order_in_which_they_have_asked() -> None:
-    lock, order, inside = IssueLock(FOR_EVER_S), [], []
+    lock, order, inside = lock_of(FOR_EVER_S), [], []
 
     def run(name: str) -> None:
         inside.append(name)
@@ -68,7 +74,7 @@ def test_runs_get_it_one_after_the_other_in_the_order_in_which_they_have_asked()
 
 
 def test_an_error_in_a_run_hands_it_on() -> None:
-    lock = IssueLock(FOR_EVER_S)
+    lock = lock_of(FOR_EVER_S)
 
     def fail() -> None:
         with lock.issuing(Pace()):
@@ -83,7 +89,7 @@ def test_an_error_in_a_run_hands_it_on() -> None:
 
 
 def test_a_run_that_does_not_end_is_overtaken_and_the_lock_works_as_before() -> None:
-    lock, pace = IssueLock(0.001), Pace()
+    lock, pace = lock_of(0.001), Pace()
     overtake(lock, pace)
     assert pace.num_strikes == 1
     assert lock._holder is None
@@ -95,9 +101,9 @@ def test_a_run_that_does_not_end_is_overtaken_and_the_lock_works_as_before() -> 
 
 
 def test_while_the_holder_changes_all_who_wait_are_patient() -> None:
-    lock, held = IssueLock(0.001), threading.Event()
+    lock, held = lock_of(0.001), threading.Event()
     with lock.issuing(Pace()):
-        first = waiting_in(lock, lambda: held.wait(60) and None)  # overtakes, and does not end either
+        first = waiting_in(lock, lambda: held.wait(60))  # overtakes, and does not end either
         second_has_it = threading.Event()
         second = waiting_in(lock, second_has_it.set)
         assert second_has_it.wait(60)
@@ -109,7 +115,7 @@ def test_while_the_holder_changes_all_who_wait_are_patient() -> None:
 
 def test_a_unit_that_is_always_overtaken_runs_without_it_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(issue_lock, "_NUM_RUNS_WITHOUT", 2)
-    lock, pace = IssueLock(0.001), Pace()
+    lock, pace = lock_of(0.001), Pace()
     for _ in range(issue_lock._NUM_STRIKES):
         assert pace.num_without == 0
         overtake(lock, pace)
