@@ -44,16 +44,16 @@ SLEPT = Slept()
 class _Waiting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, unit: Wait) -> Tensor:
-        ctx.wait, ctx.backward_ms, ctx.like = unit.wait, unit.backward_ms, x.new_empty(()).expand_as(x)
-        ctx.weight_like = weight.new_empty(()).expand_as(weight) if weight.requires_grad else None
+        ctx.wait, ctx.backward_ms, ctx.shape = unit.wait, unit.backward_ms, x.shape
+        ctx.weight = (weight.shape, weight.dtype) if weight.requires_grad else None
         unit.wait(x, unit.forward_ms)
         return x.clone() if unit.has_output else x[:1].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         ctx.wait(gradient, ctx.backward_ms)
-        like = ctx.weight_like
-        return gradient.expand_as(ctx.like).contiguous(), None if like is None else torch.ones_like(like), None
+        for_weight = None if ctx.weight is None else gradient.new_ones(ctx.weight[0], dtype=ctx.weight[1])
+        return gradient if gradient.shape == ctx.shape else gradient.expand(ctx.shape).contiguous(), for_weight, None
 
 
 class Wait(nn.Module):
