@@ -27,7 +27,7 @@ from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
-from ..usercode.implicit_transfers import functions_followed
+from ..usercode.implicit_transfers import compiled_functions_as_they_are, functions_followed
 from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_refused
@@ -90,15 +90,14 @@ def intercepted(table: UnitTable) -> Iterator[None]:
     put back afterwards: copies, pickles and ``state_dict`` never see it.
     """
     before: list[tuple[nn.Module, Any]] = []
-    traced = table.is_traced
     try:
         for module, unit in table.units.items():
             own = module.__dict__.get("forward")
             before.append((module, own))
             # The same object in every step: a replica that saw it has nothing new to copy.
-            if unit.interceptor is None or unit.interceptor[0] is not own or unit.interceptor[1] != traced:
-                unit.interceptor = (own, traced, _interceptor(unit, traced))
-            module.__dict__["forward"] = unit.interceptor[2]
+            if unit.interceptor is None or unit.interceptor[0] is not own:
+                unit.interceptor = (own, _Interceptor(unit))
+            module.__dict__["forward"] = unit.interceptor[1]
         yield
     finally:
         for module, forward in before:
@@ -106,13 +105,6 @@ def intercepted(table: UnitTable) -> Iterator[None]:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = forward
-
-
-def _interceptor(unit: Unit, traced: bool) -> Callable[..., Any]:
-    forward = _Interceptor(unit)
-    if traced:  # a module compiled in place must call the engine, not compile it
-        return torch.compiler.disable(forward)  # type: ignore[no-untyped-call,no-any-return]
-    return forward
 
 
 class _Interceptor:
@@ -295,6 +287,7 @@ _STAYING = (
     noting_hooks,
     checkpoints_passed_through,
     functions_followed,
+    compiled_functions_as_they_are,
     guarded_grad,
     gpu_generators_left_alone,
     functional_calls_apart,

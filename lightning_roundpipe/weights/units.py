@@ -50,7 +50,7 @@ class Unit:
         order: position in ``named_modules`` order; identifies the unit.
         members: all modules of the unit.
         places: id of a member -> its index among them.
-        interceptor: what replaces ``forward`` while a step runs, and what it was made for.
+        interceptor: the ``forward`` that it was made for, and what replaces that while a step runs.
         facts: what the first call with the same kind of arguments taught about it (see ``recompute.Facts``).
         forward_pace, backward_pace: what the issue lock knows of its runs.
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
@@ -64,7 +64,7 @@ class Unit:
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)
-    interceptor: tuple[Any, bool, Any] | None = None
+    interceptor: tuple[Any, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,6 @@ class UnitTable:
         max_unit_bytes: modules whose weights and gradients take more are looked into; None for no limit.
 
     Attributes:
-        is_traced: whether any module is compiled in place, as far as :meth:`is_of` has seen.
         modules: of the root, as :meth:`is_of` has seen them.
 
     Raises:
@@ -172,7 +171,6 @@ class UnitTable:
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""
-        self.is_traced = any([m.__dict__.get("_compiled_call_impl") is not None for m in modules])
         return len(modules) == len(self.modules) and not any(map(operator.is_not, modules, self.modules))
 
     def forget_facts(self) -> None:

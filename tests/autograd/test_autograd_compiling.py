@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.engine import step as step_module
@@ -108,6 +109,50 @@ class PartlyCompiled(Model):
 def test_the_results_are_those_of_eager_units(make: Callable[[], Model]) -> None:
     """The backend's operators are those of eager mode: bit for bit."""
     expect(make, EAGER_KERNELS)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.tanh(x).exp(), torch.sigmoid(x)
+
+
+def _loss(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.tanh().exp() * scale).square().mean()
+
+
+class CompiledBetween(Model):
+    """User code has compiled what runs between its units; gradients of the halves come one after the other."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.halves, self.loss = (torch.compile(function, backend=backend) for function in (_halves, _loss))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.halves(self.blocks[0](x))
+        return self.loss(self.blocks[2](self.blocks[1](first) + x) + second, self.scale)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "lazy"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "compiled before"])
+def test_what_user_code_has_compiled_runs_as_it_is(copies: bool, is_known: bool) -> None:
+    """Also where it was compiled for a graph that is walked once."""
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        compiled.append(graph)
+        return lookup_backend("aot_eager")(graph, examples)
+
+    model, parts = CompiledBetween(backend), parts_of(2, 2, 2)
+    if is_known:
+        model(parts[0]).backward()
+    num_compiled = len(compiled)
+    steps = steps_of(model, None, num_devices=3, copies=copies)
+    found = [(steps.train(parts, seed).outputs, steps.gradients(parts)) for seed in range(2)]
+    assert len(compiled) == num_compiled
+    losses = [model(part) for part in parts]
+    expected = torch.stack(losses), torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters()))
+    for outputs, gradients in found:
+        torch.testing.assert_close((torch.stack(outputs), gradients), (expected[0], list(expected[1])))
 
 
 class Fusible(nn.Linear):
