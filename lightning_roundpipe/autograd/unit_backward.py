@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices.device import Device
 from ..usercode.loose_gradients import LooseGradients, run_backward
 from ..usercode.moves import moved
 from ..weights.parameters import Replica
@@ -57,6 +58,8 @@ def run_unit_backward(
 def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> dict[Slot, Tensor]:
     """Runs the unit again with its graph, on what the forward saw; the slots of the result."""
     assert call.facts is not None
+    if call.facts.draws.gpu:
+        _check_draws(call, replica.device)
     target = replica.device.torch_device
     for i in call.changed:  # the saved copy may serve other calls
         leaves[i] = leaves[i].clone()
@@ -78,6 +81,20 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
         torch._C._set_grad_enabled(before)
         for copy, name, buffer in swapped:
             copy._buffers[name] = buffer
+
+
+def _check_draws(call: Call, device: Device) -> None:
+    """Raises:
+    RuntimeError: if the recomputation would draw other numbers than the forward, on a GPU of another model.
+    """
+    assert call.ran is not None
+    before = call.ran.device
+    if before.draws_as != device.draws_as:
+        raise RuntimeError(
+            f"unit {call.unit.name!r} draws random numbers on GPUs (dropout), and is run again on another model than "
+            f"before, where the same seed gives others: {before.name} is {before.draws_as}, {device.name} "
+            f"{device.draws_as}. Use GPUs of one model (devices=[...]), or none of what draws."
+        )
 
 
 def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:

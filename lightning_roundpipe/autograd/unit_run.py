@@ -134,9 +134,11 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     inside = context.inside
     inside.is_recomputing = relays is not None
     try:
-        with inside, _gpu_draws_seeded(context, call, replica) if draws.gpu else _NOTHING:
+        with inside, _gpu_draws_seeded(context, call, replica) if draws.gpu else _NOTHING as have_drawn:
             result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws)
             if call.facts is None:
+                if have_drawn is not None and have_drawn():  # in whatever operator
+                    drawn = replace(drawn, gpu=True)
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
     finally:
         _active.run = None
@@ -164,7 +166,7 @@ def _result_of(
     return UnitResult(leaves, structure, slots, written)
 
 
-def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[None]:
+def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[Any]:
     device = replica.device.torch_device
     if device.type == "cpu":
         return _NOTHING

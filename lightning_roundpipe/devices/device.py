@@ -62,6 +62,7 @@ class Device(ABC):
         is_shared: whether tensors of other devices, or of the host, live on the same torch device; see
             [Note: local tensors].
         counts_activations: whether the engine books activations; a GPU has an allocator that does.
+        draws_as: what decides on the numbers that a seed gives there: equal on devices that draw the same.
         has_own_speed: whether it may compute faster or slower than other devices of the pool.
         times_runs: whether the times of runs are wanted.
         memory: the books.
@@ -78,6 +79,7 @@ class Device(ABC):
         self.index = self.number = index
         self.lost: str | None = None
         self.torch_device = torch_device
+        self.draws_as: Any = None
         self.h2d = h2d
         self.d2h = d2h
         self.memory = memory

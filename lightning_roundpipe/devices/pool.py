@@ -62,10 +62,14 @@ class DevicePool:
         if speeds is not None and len(speeds) != len(torch_devices):
             raise ValueError(f"speeds={list(speeds)} for {len(torch_devices)} devices: pass one number for each")
         counts = Counter(torch_devices)
-        self.devices: tuple[Device, ...] = tuple(
-            _make_device(i, d, counts[d], link, memory_limit, None if speeds is None else speeds[i])
-            for i, d in enumerate(torch_devices)
-        )
+        with contextlib.ExitStack() as made:  # if one cannot be made
+            devices = []
+            for i, d in enumerate(torch_devices):
+                speed = None if speeds is None else speeds[i]
+                devices.append(_make_device(i, d, counts[d], link, memory_limit, speed))
+                made.callback(devices[-1].dispose)
+            made.pop_all()
+        self.devices: tuple[Device, ...] = tuple(devices)
         self.devices[0].enter()
 
     def __len__(self) -> int:

@@ -132,9 +132,10 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any], 
         given = as_reloaded(activations.receive(leaves, Edge.INPUTS, label))
     arrived = list(given)
     versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    # Without the graph another function would be compiled than for the recomputation: it might draw in another order.
-    draws_compiled = context.compiler is not None and facts is not None and facts.draws.gpu
-    is_asked = not records or call.kept or facts is None or _shows_flags(facts) or draws_compiled
+    # Without the graph another kernel may be chosen than for the recomputation (fused attention looks at the mode), or
+    # another function compiled: they might draw in another order.
+    draws = facts is not None and facts.draws.gpu
+    is_asked = not records or call.kept or facts is None or _shows_flags(facts) or draws
     graph = is_asked and _may_be_flagged(call)
     if records and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]

@@ -33,6 +33,8 @@ from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_refused
 from ..weights.units import Unit, UnitTable
 
+_transforms_active = torch._C._are_functorch_transforms_active  # of torch.func
+
 _lock = threading.Lock()
 _num_users = 0  # the lock is held where it changes
 _installed = contextlib.ExitStack()
@@ -122,7 +124,7 @@ class _Interceptor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = current()
-        if state is None or state.unit_writes is not None or state.call_unit is None:
+        if state is None or state.unit_writes is not None or state.call_unit is None or _transforms_active():
             return self._original(*args, **kwargs)
         return state.call_unit(self._unit, args, kwargs)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,17 +47,19 @@ _turns: dict[torch.device, Any] = {}
 
 
 @contextlib.contextmanager
-def gpu_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
+def gpu_generator_seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
     """The calling thread draws on a GPU, after a wait for its turn: its generator is seeded here and restored after.
 
-    See [Note: generators of GPUs].
+    See [Note: generators of GPUs]. Gives a function that tells whether anything has been drawn meanwhile, also by a
+    kernel of another library.
     """
     generator = torch.get_device_module(device).default_generators[device.index]
     with _turn(device):
         before = _state_of(generator)
         generator.manual_seed(seed)
+        seeded = _state_of(generator)
         try:
-            yield
+            yield lambda: not _is_same(_state_of(generator), seeded)
         finally:
             _set_state(generator, before)
 
@@ -72,6 +74,10 @@ def _state_of(generator: torch.Generator) -> tuple[int, int] | Tensor:
         return generator.initial_seed(), generator.get_offset()
     except RuntimeError:  # one that does not count
         return generator.get_state()
+
+
+def _is_same(one: tuple[int, int] | Tensor, other: tuple[int, int] | Tensor) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 def _set_state(generator: torch.Generator, state: tuple[int, int] | Tensor) -> None:

@@ -65,7 +65,7 @@ _WHAT = "operand in user code"
 _MAX_FRAMES = 12
 
 # Functions that take operands on several devices by design.
-_ANYWHERE = frozenset({"to", "cpu", "cuda", "type_as", "set_", "backward"})
+_ANYWHERE = frozenset({"to", "cpu", "cuda", "type_as", "set_", "backward", "_has_compatible_shallow_copy_type"})
 _WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"})
 # A scalar of the host may meet a tensor anywhere, but not here.
 _JOINS = frozenset(
@@ -199,6 +199,8 @@ class ImplicitTransfers(TorchFunctionMode):
 
     def _move(self, tensor: Tensor, target: torch.device | None, place: Device) -> Tensor:
         """``tensor`` on the device ``target``, as part of the graph; to be read only."""
+        if torch._C._are_functorch_transforms_active():  # which know no functions of ours
+            return tensor.to(target or _HOST)
         if target == place.torch_device and (master := _master_of(tensor)) is not None:
             tracks = tensor.requires_grad and torch.is_grad_enabled()
             copy = self._parameters.use(master, place, current(), self._gradients, tracks=tracks)

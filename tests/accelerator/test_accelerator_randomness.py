@@ -159,6 +159,47 @@ def test_a_unit_that_draws_pays_no_dispatch_mode_and_excludes_no_user_code_after
     assert made == []
 
 
+class Hidden(Block):
+    """Draws in a kernel of another library, and notes in which grad mode it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted.append(torch.is_grad_enabled())
+        with torch._C._DisableTorchDispatch():
+            mask = torch.rand_like(x) < 0.5
+        return self.linear(x) * mask
+
+
+def hiding(**options: Any) -> tuple[Steps, list[Hidden]]:
+    torch.manual_seed(0)
+    model, blocks = Model(torch.sin), [Hidden() for _ in range(6)]
+    model.blocks = nn.ModuleList(blocks)
+    return Steps(model, device_type="sim", **options), blocks
+
+
+def test_what_a_unit_draws_in_another_library_is_drawn_again_and_in_the_same_grad_mode() -> None:
+    """Which kernel computes may depend on that, and the numbers on the kernel."""
+    found = []
+    for num_devices in (1, 3):
+        steps, blocks = hiding(num_devices=num_devices)
+        found.append([steps.gradients(parts(), seed) for seed in range(2)])
+        for block in blocks:
+            assert block.noted
+            assert all(block.noted)
+    assert_identical(found[1], found[0])
+
+
+def test_a_recomputation_on_a_gpu_of_another_model_is_refused() -> None:
+    steps, _ = hiding(planner=balanced(2), num_devices=2)
+    for device in steps.pool.devices:
+        device.draws_as = f"model {device.index}", 1
+    with pytest.raises(RuntimeError, match=r"unit 'blocks\.\d' draws random numbers.*on another model.*'model [01]'"):
+        steps.train(parts())
+
+
 class Shifted:
     """A backend whose graphs draw other numbers than the code they are made of."""
 

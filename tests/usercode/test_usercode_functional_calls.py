@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 
 from tests.support.engine.steps import Steps
@@ -53,6 +53,15 @@ class AroundUnits(Model):
         return functional_call(self.whole, {"units.0.inner.weight": made, "scale": made[1]}, x) + self.whole(x)  # type: ignore[no-any-return]
 
 
+class Transformed(Model):
+    """A unit is called inside transforms, and once by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.units[1](self.units[0](x))
+        slopes = vmap(jacrev(self.units[1]))(x)
+        return self.units[2](x + slopes.sum(-1)).square().mean()  # type: ignore[no-any-return]
+
+
 class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +77,7 @@ def batches_of(seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
-@pytest.mark.parametrize("kind", [Model, AroundUnits], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Model, AroundUnits, Transformed], ids=lambda kind: kind.__name__)
 def test_gradients_are_those_of_plain_autograd(kind: type[Model], copies: bool) -> None:
     """Also of what the replaced parameters get in other calls; and modules are what they were."""
     model = kind()

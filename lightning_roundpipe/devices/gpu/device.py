@@ -118,6 +118,7 @@ class GpuDevice(Device):
         h2d, d2h = (GpuLane(direction, name, torch_device, self._compute, driver) for direction in ("h2d", "d2h"))
         super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
         self.is_shared = num_sharing > 1
+        self.draws_as = driver.model(torch_device)
         self._lock = threading.Lock()
         self._leaving: deque[_Freed | GpuTransfer] = deque()
         self._begun: deque[Any] = deque()  # events where micro-batches began a stage

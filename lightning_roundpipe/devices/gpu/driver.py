@@ -92,6 +92,11 @@ class GpuDriver:
             takes_it = False
         return {"blocking": True} if takes_it else {}
 
+    def model(self, device: torch.device) -> tuple[Any, ...]:
+        """What it is. On GPUs of other models operators draw in other orders: by how many threads run at a time."""
+        properties = self._api.get_device_properties(device)
+        return tuple([getattr(properties, name, None) for name in ("name", "multi_processor_count")])
+
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Issues a copy on the stream of the calling thread."""
         destination.copy_(source, non_blocking=True)

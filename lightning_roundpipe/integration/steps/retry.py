@@ -55,7 +55,14 @@ from .modules import ModuleScan
 from .step_state import StepState
 
 T = TypeVar("T")
-_OUT_OF_MEMORY = (DeviceOutOfMemoryError, torch.OutOfMemoryError, StageMemoryError)
+# What libraries raise that allocate beside torch's allocator, such as a handle for each thread that multiplies.
+_NO_ROOM = (
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class Retry:
@@ -137,10 +144,10 @@ class Retry:
                     state.restore()
                     if why_not is not None:
                         raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
-                elif isinstance(error, torch.OutOfMemoryError) and not has_made_room and self._obstacle(state) is None:
+                elif _has_no_room(error) and not has_made_room and self._obstacle(state) is None:
                     state.restore()
                     has_made_room = True
-                elif isinstance(error, _OUT_OF_MEMORY):
+                elif _has_no_room(error) or isinstance(error, (DeviceOutOfMemoryError, StageMemoryError)):
                     more = self._more(error, kind, batches, split, state, num_retries)
                     reason = str(error)
                 else:
@@ -278,6 +285,13 @@ def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> Devic
     """The error that lets Lightning's batch size finder go on with a smaller batch: it goes by type and words."""
     count = _microbatches(num_microbatches)
     return DeviceOutOfMemoryError(f"CUDA out of memory: {kind} does not fit on the devices with {count}. {error}")
+
+
+def _has_no_room(error: Exception) -> bool:
+    """Whether a GPU had no room for something that is not on the books."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_ROOM)
 
 
 def _causes(lost: Sequence[Device]) -> str:

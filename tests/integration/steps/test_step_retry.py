@@ -28,6 +28,7 @@ HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")
 FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
 DRIVER = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+LIBRARY = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def split(batch: Any, num_microbatches: int) -> Batches:
@@ -91,7 +92,7 @@ def test_a_small_batch_does_not_lower_the_number(make_retry: Any) -> None:
     assert attempts.tried == [3, 8]
 
 
-@pytest.mark.parametrize(("error", "tried"), [(FULL, [2, 4, 5]), (DRIVER, [2, 2, 4, 5])])
+@pytest.mark.parametrize(("error", "tried"), [(FULL, [2, 4, 5]), (DRIVER, [2, 2, 4, 5]), (LIBRARY, [2, 2, 4, 5])])
 def test_auto_ends_with_one_row_each(make_retry: Any, error: Exception, tried: list[int]) -> None:
     attempts = Attempts(99, error)
     message = f"with 5 micro-batches per batch, and the batch cannot be split further. {error} What helps"
