@@ -193,6 +193,13 @@ def test_a_step_keeps_to_a_limit(pools: Any) -> None:
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
+def test_a_pool_that_cannot_be_made_leaves_no_limit(sim: ModuleType) -> None:
+    before = sim.get_per_process_memory_fraction(0)
+    with pytest.raises(RuntimeError):
+        DevicePool([torch.device("sim", 0), torch.device("sim", 99)], memory_limit=2**28)
+    assert sim.get_per_process_memory_fraction(0) == before
+
+
 def test_stamps_tell_time_when_they_were_reached(device: GpuDevice, sim: ModuleType) -> None:
     start = device.stamp()
     with sim.held():
