@@ -9,6 +9,9 @@ or with none. So while a step runs, each thread has a table of its own::
     thread 0   cached( W0 W0 )     cached( W2 W2 )        W: computed at the first use inside
     thread 1        cached( W1 W1 W1 W1 )
 
+What user code is inside of does not hold in the units that it calls: what a unit computes belongs to one call, which
+may have no graph, or one that goes with its backward.
+
 (An exclusive section in place of the tables would let the experts of one micro-batch at a time compute.)
 
 To parametrize a weight in a forward sets it to itself, which raises its version as if it had changed. That is left out.
@@ -41,26 +44,37 @@ from ..usercode.lock import current
 _Key = tuple[int, str]
 
 
+def _is_in_unit() -> bool:
+    state = current()
+    return state is not None and state.unit_writes is not None
+
+
 class _Tables(threading.local):
-    """In the place of the table of the process: one per thread, which is there while the thread is inside."""
+    """In the place of the table of the process: one per thread, which is there while the thread is inside.
+
+    Attributes:
+        of_unit: whether it was in a unit when it came there.
+    """
 
     table: dict[_Key, Any] | None = None
+    of_unit = False
 
     @contextlib.contextmanager
     def cached(self) -> Iterator[None]:
         """In the place of ``parametrize.cached``."""
-        before = self.table
-        self.table = {} if before is None else before
+        before, is_in_unit = (self.table, self.of_unit), _is_in_unit()
+        if self.table is None or self.of_unit != is_in_unit:
+            self.table, self.of_unit = {}, is_in_unit
         try:
             yield
         finally:
-            self.table = before
+            self.table, self.of_unit = before
 
     def get(self, key: _Key) -> Any:
-        return None if self.table is None else self.table.get(key)
+        return None if self.table is None or self.of_unit != _is_in_unit() else self.table.get(key)
 
     def __setitem__(self, key: _Key, value: Any) -> None:
-        if self.table is not None:
+        if self.table is not None and self.of_unit == _is_in_unit():
             self.table[key] = value
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_roundpipe.autograd.parametrizations import parametrizations_apart
+from tests.support.engine.steps import Steps
 
 
 class Doubled(nn.Module):
@@ -55,6 +57,29 @@ def test_a_thread_that_comes_back_finds_nothing_that_it_had_cached() -> None:
         may_leave.set()
         other.join()
     assert parametrize._cache_enabled == 0
+
+
+class Cached(nn.Module):
+    """A unit is called several times inside ``cached()``, as in the example of torch; the last call keeps its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, _ = doubled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            for _ in range(3):
+                x = torch.tanh(self.cell(x))
+            return x.square().mean()
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+def test_units_called_inside_a_table_of_user_code_compute_their_weights_in_each_call(copies: bool) -> None:
+    model, parts = Cached(), list(torch.randn(8, 2).chunk(4))
+    wanted = torch.autograd.grad(torch.stack([model(part) for part in parts]).mean(), list(model.parameters()))
+    steps = Steps(model, num_devices=2, copies=copies)
+    for _ in range(2):
+        torch.testing.assert_close(steps.gradients(parts), list(wanted))
 
 
 def test_everything_is_as_before_afterwards() -> None:
