@@ -65,7 +65,7 @@ _WHAT = "operand in user code"
 _MAX_FRAMES = 12
 
 # Functions that take operands on several devices by design.
-_ANYWHERE = frozenset({"to", "cpu", "cuda", "type_as", "set_", "backward", "_has_compatible_shallow_copy_type"})
+_ANYWHERE = frozenset({"to", "cpu", "cuda", "type_as", "set_", "backward"})
 _WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"})
 # A scalar of the host may meet a tensor anywhere, but not here.
 _JOINS = frozenset(
