@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._report import median, rounded
+from lightning_roundpipe.common.pages import PRIVATE
 
 from .results import IncompleteError, NotRunError, Options, Progress, Step
 
@@ -175,8 +176,7 @@ class Facts:
 def _memory(num_bytes: int, *, is_huge: bool) -> tuple[Tensor, int | None]:
     """Written memory of its own, and how much of it lies on huge pages."""
     before = _huge_bytes()
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
-    mapped = mmap.mmap(-1, num_bytes, flags=flags)  # ends with the last tensor on it
+    mapped = mmap.mmap(-1, num_bytes, **PRIVATE)  # ends with the last tensor on it
     if hasattr(mapped, "madvise"):
         mapped.madvise(mmap.MADV_HUGEPAGE if is_huge else _NO_HUGE_PAGES)
     tensor = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -50,32 +50,31 @@ def _is_in_unit() -> bool:
 
 
 class _Tables(threading.local):
-    """In the place of the table of the process: one per thread, which is there while the thread is inside.
+    """In the place of the table of the process: one per thread for user code, and one for units, which are there while
+    the thread is inside."""
 
-    Attributes:
-        of_unit: whether it was in a unit when it came there.
-    """
-
-    table: dict[_Key, Any] | None = None
-    of_unit = False
+    def __init__(self) -> None:
+        self._tables: dict[bool, dict[_Key, Any]] = {}  # by whether it is that for units
 
     @contextlib.contextmanager
     def cached(self) -> Iterator[None]:
         """In the place of ``parametrize.cached``."""
-        before, is_in_unit = (self.table, self.of_unit), _is_in_unit()
-        if self.table is None or self.of_unit != is_in_unit:
-            self.table, self.of_unit = {}, is_in_unit
+        which = _is_in_unit()
+        if which in self._tables:
+            yield
+            return
+        self._tables[which] = {}
         try:
             yield
         finally:
-            self.table, self.of_unit = before
+            del self._tables[which]
 
     def get(self, key: _Key) -> Any:
-        return None if self.table is None or self.of_unit != _is_in_unit() else self.table.get(key)
+        return self._tables.get(_is_in_unit(), {}).get(key)
 
     def __setitem__(self, key: _Key, value: Any) -> None:
-        if self.table is not None and self.of_unit == _is_in_unit():
-            self.table[key] = value
+        if (table := self._tables.get(_is_in_unit())) is not None:
+            table[key] = value
 
 
 def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:

@@ -13,7 +13,8 @@ PAGE = mmap.PAGESIZE
 # Of x86-64, and of 64-bit ARM with pages of 4 KiB: one entry of the page table maps so much.
 HUGE_PAGE = 2 * 2**20
 
-_PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+# Arguments of ``mmap`` for memory that gets huge pages, as shared memory does not.
+PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 _MADVISE: Callable[..., int] | None
 try:
     _MADVISE = ctypes.CDLL(None, use_errno=True).madvise
@@ -37,7 +38,7 @@ class OwnPages:
 
     def __init__(self, num_bytes: int) -> None:
         is_huge = num_bytes >= HUGE_PAGE
-        self.memory = mmap.mmap(-1, num_bytes + (HUGE_PAGE if is_huge else 0), **_PRIVATE)
+        self.memory = mmap.mmap(-1, num_bytes + (HUGE_PAGE if is_huge else 0), **PRIVATE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.offset = -start % HUGE_PAGE if is_huge else 0
         self.address = start + self.offset

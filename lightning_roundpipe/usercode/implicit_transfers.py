@@ -199,9 +199,8 @@ class ImplicitTransfers(TorchFunctionMode):
 
     def _move(self, tensor: Tensor, target: torch.device | None, place: Device) -> Tensor:
         """``tensor`` on the device ``target``, as part of the graph; to be read only."""
-        if torch._C._are_functorch_transforms_active():  # which know no functions of ours
-            return tensor.to(target or _HOST)
-        if target == place.torch_device and (master := _master_of(tensor)) is not None:
+        is_here = target == place.torch_device and not torch._C._are_functorch_transforms_active()
+        if is_here and (master := _master_of(tensor)) is not None:
             tracks = tensor.requires_grad and torch.is_grad_enabled()
             copy = self._parameters.use(master, place, current(), self._gradients, tracks=tracks)
             if copy is not None and tensor is master:
@@ -215,6 +214,7 @@ class ImplicitTransfers(TorchFunctionMode):
     def _bring(self, tensor: Tensor, target: torch.device, place: Device, *, is_shared: bool = False) -> Tensor:
         """``tensor`` on the device ``target``, as part of the graph."""
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout in (torch.strided, torch.sparse_coo)
+        is_plain = is_plain and not torch._C._are_functorch_transforms_active()  # they know no functions of ours
         if tensor.device == target or not is_plain or not self._activations.reaches(tensor.device, target):
             return tensor.to(target)
         if not is_shared and target == place.torch_device and _parameter_of(tensor) is tensor:
