@@ -19,19 +19,25 @@ METHOD = """
 pytest on each file of tests/gpu, in a process of its own: how many tests passed, failed and were skipped, why, and the
 last lines of each failure. began: tests that had no outcome when the process ended.
 """
+PARITY_METHOD = f"""{METHOD}
+parity: tests/parity on the GPUs, in several processes at once.
+"""
 LATE_METHOD = f"""{METHOD}
 ROUNDPIPE_LATE puts a kernel that only waits in front of work, see tests/gpu/conftest.py: before each event of the
 compute stream, before each copy to the GPU, before each copy from it. What reads without waiting reads too early then.
 """
 VARIABLE = "ROUNDPIPE_LATE"
 LATE = ("compute", "h2d", "d2h")
+# A test takes a second or less, and a process half a GiB of the GPU.
+_PARITY = ("--devices=accelerator", "-n", "6")
 _LIMIT_S = 300.0
 _MIN_S = 10.0
 
 
 def steps(options: Options) -> list[Step]:
-    """One for each file."""
-    return [Step(path.stem, functools.partial(run_tests, path, None)) for path in _files()]
+    """One for each file, and one for the comparisons with plain Lightning."""
+    files = [Step(path.stem, functools.partial(run_tests, path, None)) for path in _files()]
+    return [*files, Step("parity", functools.partial(_run_parity, options))]
 
 
 def late_steps(options: Options) -> list[Step]:
@@ -46,8 +52,14 @@ def _files() -> list[Path]:
     return sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
-def run_tests(path: Path, late: str | None, progress: Progress) -> dict[str, Any]:
-    """Outcomes of the tests in a file.
+def _run_parity(options: Options, progress: Progress) -> dict[str, Any]:
+    if options.is_tiny:
+        raise NotRunError("needs a GPU")
+    return run_tests(ROOT / "tests" / "parity", None, progress, *_PARITY)
+
+
+def run_tests(path: Path, late: str | None, progress: Progress, *arguments: str) -> dict[str, Any]:
+    """Outcomes of the tests in a file or folder, which is given to pytest with ``arguments``.
 
     Raises:
         IncompleteError: if pytest ended before its time.
@@ -64,7 +76,7 @@ def run_tests(path: Path, late: str | None, progress: Progress) -> dict[str, Any
         if late is not None:
             environment[VARIABLE] = late
         command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "benchmarks.gpu.outcomes"]
-        command += ["-p", "no:cacheprovider"]
+        command += ["-p", "no:cacheprovider", *arguments]
 
         def look() -> None:
             if (found := counted(_lines(written))) != progress.saved:

@@ -14,9 +14,10 @@ where it is until there is room.
 Weights and gradients leave the headroom free, which is for activations: a GPU does not book those. Where nothing can
 go any more they take it all the same, because what is known of activations is an upper bound.
 
-The allocator of a GPU may run out of memory where the books have some left, because of what they do not know. Then
-everything that is not in use goes (:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the
-whole step) is tried once more, and from then on a little more is kept free.
+The allocator of a GPU may run out of memory where the books have some left, because of what they do not know: user
+code that computes a loss over a vocabulary takes gigabytes. Then everything that is not in use goes
+(:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the whole step) is tried once more, and
+from then on more is kept free: a little at first, and twice as much each time that it was not enough.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..planning.quantities import format_bytes
 
 Kind = Literal["weights", "gradients", "activations", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
-# Each time that the allocator runs out of memory, one of so many parts of the limit is kept free from then on.
+# When the allocator runs out of memory for the first time, one of so many parts of the limit is kept free from then on.
 _SPARE_PARTS = 20
 
 
@@ -155,7 +156,12 @@ class DeviceMemory:
         while self._await_leaving():
             self._collect()
         if self.limit is not None:
-            self.spare = min(self.spare + self.limit // _SPARE_PARTS, self.limit // 2)
+            self.spare = min(max(2 * self.spare, self.limit // _SPARE_PARTS), self.limit // 2)
+
+    @property
+    def has_room_to_make(self) -> bool:
+        """Whether :meth:`make_room` once more would keep more free, and more than what may be left has been booked."""
+        return self.limit is not None and self.spare < self.limit // 2 < self._peak
 
     def reserve_ahead(self, num_bytes: int) -> Ahead | None:
         """Books activations ahead of their time, if there is room; they may be lost until :meth:`claim`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -191,6 +192,35 @@ def test_page_locks_go_with_the_last_device(cuda: Cuda, driver: GpuDriver) -> No
     devices[1].dispose()
     assert [call[0] for call in cuda.cudart().calls] == ["cudaHostRegister", "cudaHostUnregister"]
     assert devices[0].memory.name == "device 0 on GPU 0"
+
+
+def test_a_device_that_is_not_used_any_more_holds_no_tensors(cuda: Cuda, driver: GpuDriver) -> None:
+    """Objects outlive it that know it: a Trainer, and a module that was trained."""
+
+    class Late:
+        has_passed = False
+
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        def query(self) -> bool:
+            return self.has_passed
+
+        def synchronize(self) -> None:
+            self.has_passed = True
+
+    cuda.Event = Late
+    device = GpuDevice(0, 0, driver=driver)
+    tensor = torch.ones(1)
+    held = weakref.ref(tensor)
+    device.free([tensor])
+    del tensor
+    assert held() is not None, "what was issued may still read it"
+    device.dispose()
+    assert held() is None
 
 
 # --- what it calls of torch --------------------------------------------------------------------------------------

@@ -280,12 +280,28 @@ def test_what_has_run_out_of_memory_keeps_more_free_from_then_on() -> None:
     assert memory.try_reserve("weights", 95, ahead=True)
     memory.reserve("weights", 5)  # must be there
     memory.release("weights", 100)
-    for _ in range(100):
+    kept_free = []
+    for _ in range(5):
+        kept_free.append(memory.spare)
         memory.make_room()
-    assert memory.try_reserve("weights", 50, ahead=True), "it never keeps more than half"
+    assert kept_free == [5, 10, 20, 40, 50], "twice as much each time, and never more than half"
+    assert memory.try_reserve("weights", 50, ahead=True)
     unlimited = DeviceMemory("device")
     unlimited.make_room()
     assert unlimited.try_reserve("weights", 1, ahead=True)
+
+
+@pytest.mark.parametrize(("booked", "num_times"), [(0, 0), (50, 0), (51, 5)])
+def test_there_is_room_to_make_until_half_is_kept_free_and_only_if_that_was_booked(booked: int, num_times: int) -> None:
+    memory = DeviceMemory("device", 100)
+    memory.reserve("weights", booked)
+    memory.end_step()
+    found = 0
+    while memory.has_room_to_make:
+        memory.make_room()
+        found += 1
+    assert found == num_times
+    assert not DeviceMemory("device").has_room_to_make
 
 
 # ------------------------------------------------------------------------------------------------------- with devices

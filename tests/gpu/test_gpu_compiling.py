@@ -25,6 +25,7 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("compile_units", [True, {"backend": "aot_eager"}], ids=["inductor", "aot_eager"])
 def test_compiled_units(devices: list[int], compile_units: Any, tmp_path: Path) -> None:
     options = {"num_microbatches": 4, "compile_units": compile_units}
-    found = train(Transformer, tokens(), tmp_path, devices=devices, options=options)
+    # The fast path of evaluation of torch's encoder layer is an operator that torch cannot compile on GPUs.
+    found = train(Transformer, tokens(), tmp_path, devices=devices, options=options, predicts=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert_alike(found, train(Transformer, tokens(), tmp_path))
+    assert_alike(found, train(Transformer, tokens(), tmp_path, predicts=False))

@@ -57,6 +57,18 @@ def test_equal_to_plain_on_the_cpu(
     assert_alike(found, reference(model))
 
 
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+@pytest.mark.filterwarnings("error:GPU available but not used")
+def test_the_accelerator_that_lightning_chooses_itself(
+    accelerator: str, reference: Callable[[str], Outcome], tmp_path: Path
+) -> None:
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.memory_allocated(0)
+    found = train(mlp, vectors(), tmp_path, devices=[0], accelerator=accelerator)
+    assert torch.cuda.max_memory_allocated(0) > before, "the GPU was not used"
+    assert_alike(found, reference("mlp"))
+
+
 def test_norms_with_one_micro_batch(devices: list[int], tmp_path: Path) -> None:
     """Batch norm is exact then; its buffers come home."""
     found = train(Convolutions, vectors(), tmp_path, devices=devices, options={"num_microbatches": 1})

@@ -7,7 +7,8 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 - ``lazy``: everything travels, and a copy is made when a reader waits for it and no sooner. Where a wait is missing,
   the test reads poison, in every run.
 - ``copies``: everything travels on the threads of lanes, as slowly as over PCIe.
-- ``accelerator``: GPUs that are simulated, see :mod:`tests.support.accelerator`; ``--accelerator`` makes them.
+- ``accelerator``: the GPUs that there are; or GPUs that are simulated, see :mod:`tests.support.accelerator`, which
+  ``--accelerator`` makes.
 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
 because the other one is what other tests of the same code run in; and for tests on several pipelines each of these in
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
@@ -84,6 +86,8 @@ def way_to_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(DevicePool, "__init__", make_with_link)
     elif request.param == "accelerator":
         monkeypatch.setitem(driver.pipelined, "accelerator", "roundpipe")
+        # Convolutions of a GPU would be compared with the full precision of the host.
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     yield str(request.param)
     for device in (device for pool in made for device in pool.devices):
         assert device.h2d.num_bytes or not device.num_unit_runs, "units ran, and nothing had been copied for them"

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from tests.support.accelerator.plain import on_simulated_gpu
+from tests.support.accelerator.plain import on_gpu
 from tests.support.identical import assert_identical
 from tests.support.parity import Run, assert_alike, fit
 
@@ -61,7 +61,7 @@ def train(
     if pipelined and devices is not None:  # GPUs that are not enough are in the pool several times
         chosen["devices"] = [i % torch.accelerator.device_count() for i in range(devices)]
     elif pipelined and ({"precision", "plugins"} & set(trainer_options)):
-        trainer_options = on_simulated_gpu(trainer_options)
+        trainer_options = on_gpu(trainer_options)
     run = fit(
         "plain" if devices is None else "roundpipe",
         make,
@@ -74,8 +74,11 @@ def train(
 
 
 def assert_same(actual: Run, expected: Run, *, exact: bool = False) -> None:
-    """Losses, gradients, parameters, buffers and optimizer state agree; ``exact``: bit for bit."""
-    if exact:
+    """Losses, gradients, parameters, buffers and optimizer state agree; ``exact``: bit for bit.
+
+    Not where plain Lightning updates weights on a GPU, whose kernels round otherwise than those of the host.
+    """
+    if exact and not (pipelined and torch.cuda.is_available()):
         assert_identical(actual.results, expected.results)
     else:
         assert_alike(actual.results, expected.results, **_TOLERANCES)

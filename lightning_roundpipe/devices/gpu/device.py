@@ -248,12 +248,7 @@ class GpuDevice(Device):
         if self._is_disposed:
             return
         self._is_disposed = True
-        try:
-            for passing in self._leaving:
-                if isinstance(passing, _Freed):
-                    passing.has_computed()
-        except Exception:  # a GPU that raises whatever it is asked for: nothing will pass any more
-            self._leaving.clear()
+        self._await_leaving()  # the device outlives its use, in the Trainer for example: tensors must not
         try:
             if self._is_limited:
                 with self._noting_loss():

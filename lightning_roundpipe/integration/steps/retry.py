@@ -12,8 +12,9 @@ Whether a step fits is only known when it runs: the planner, the books of a devi
 does not. Nothing is lost then. The engine leaves weights, gradients and attributes as they were, and what else a step
 changes before it succeeds (buffers, metrics that user code updates, generators) is noted before it and put back
 (:mod:`step_state`). Then the same batch is split into twice as many micro-batches, and planned for anew. An allocator
-may have no room because of what is there without being in use, or in pieces: so the first time in a step all of that
-goes (:meth:`Device.make_room`), a little more is kept free from then on, and the same micro-batches are run again.
+may have no room because of what is there without being in use, or in pieces: so the first time in a step, and for as
+long as weights and gradients can leave more room, all of that goes (:meth:`Device.make_room`), more is kept free from
+then on, and the same micro-batches are run again. Smaller ones need less of it.
 
 - ``num_microbatches="auto"``: again and again, as long as there are rows.
 - A given number: once in a step. Not if modules couple the rows of a micro-batch (batch norm), and not if the number
@@ -144,7 +145,7 @@ class Retry:
                     state.restore()
                     if why_not is not None:
                         raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
-                elif _has_no_room(error) and not has_made_room and self._obstacle(state) is None:
+                elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
                     state.restore()
                     has_made_room = True
                 elif _has_no_room(error) or isinstance(error, (DeviceOutOfMemoryError, StageMemoryError)):
@@ -164,6 +165,7 @@ class Retry:
             self._forget(kind)
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
+                device.memory.spare //= 2
             before = len(batches.microbatches)
             wanted, batches = 2 * before, more
             num_retries += 1
@@ -177,6 +179,10 @@ class Retry:
         else:
             for device in self._pool.devices:
                 device.make_room()
+
+    def _can_make_room(self, has_made_room: bool) -> bool:
+        """Whether an allocator may have room for the same micro-batches where something else goes."""
+        return not has_made_room or any(device.memory.has_room_to_make for device in self._pool.devices)
 
     def _obstacle(self, state: StepState) -> str | None:
         """What is in the way of running a step again with the same micro-batches; None if nothing is."""

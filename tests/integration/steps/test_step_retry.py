@@ -175,7 +175,20 @@ def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_
     pool, attempts = cpu_pool(2, memory_limit=100), Attempts(8, DRIVER)
     make_retry(pool=pool).run("training_step", torch.zeros(20, 1), split, attempts)
     assert attempts.tried == [2, 2, 4, 8]
-    assert [device.memory.spare for device in pool.devices] == [5, 5]
+    assert [device.memory.spare for device in pool.devices] == [1, 1], "half as much with each split"
+
+
+def test_room_is_made_for_as_long_as_weights_can_leave_more_of_it(make_retry: Any) -> None:
+    pool, tried = cpu_pool(1, memory_limit=100), []
+    pool[0].memory.reserve("weights", 90)
+
+    def attempt(batches: Batches) -> None:
+        tried.append((len(batches.microbatches), pool[0].memory.spare))
+        if pool[0].memory.spare < 20:
+            raise DRIVER
+
+    make_retry(1, pool=pool, is_auto=False).run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(1, 0), (1, 5), (1, 10), (1, 20)]
 
 
 def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:

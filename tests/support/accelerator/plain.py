@@ -1,4 +1,4 @@
-"""Plain Lightning on a simulated GPU: for comparisons where a GPU computes otherwise than the host.
+"""Plain Lightning on a GPU, simulated or not: for comparisons where a GPU computes otherwise than the host.
 
 Autocast has other lists of operators there, so that mixed precision of the host is no reference for that of a GPU.
 """
@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
-class _Simulated(Accelerator):
-    """The first simulated GPU, as Lightning knows accelerators."""
+class _First(Accelerator):
+    """The first GPU, whatever its type, as Lightning knows accelerators."""
 
     def setup_device(self, device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
@@ -29,7 +29,7 @@ class _Simulated(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device("sim", 0)]
+        return [_gpu()]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -41,20 +41,26 @@ class _Simulated(Accelerator):
 
     @staticmethod
     def name() -> str:
-        return "simulated"
+        return "first"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         return {}
 
 
-def on_simulated_gpu(trainer_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a Trainer that trains as ``trainer_options`` say, on a simulated GPU."""
-    settings = dict(trainer_options)
+def _gpu() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, 0)
+
+
+def on_gpu(trainer_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a Trainer that trains as ``trainer_options`` say, on the first GPU."""
+    settings, gpu = dict(trainer_options), _gpu()
     plugins = [
-        MixedPrecision(plugin.precision, "sim", plugin.scaler) if isinstance(plugin, MixedPrecision) else plugin
+        MixedPrecision(plugin.precision, gpu.type, plugin.scaler) if isinstance(plugin, MixedPrecision) else plugin
         for plugin in settings.pop("plugins", [])
     ]
     if str(settings.get("precision", "")).endswith("-mixed"):
-        plugins.append(MixedPrecision(settings.pop("precision"), "sim"))
-    strategy = SingleDeviceStrategy(torch.device("sim", 0), accelerator=_Simulated())
+        plugins.append(MixedPrecision(settings.pop("precision"), gpu.type))
+    strategy = SingleDeviceStrategy(gpu, accelerator=_First())
     return {**settings, "plugins": plugins, "strategy": strategy, "accelerator": "auto"}
