@@ -20,7 +20,7 @@ from .table import table
 
 STAGES: dict[str, tuple[str, Callable[[Options], list[Step]]]] = {
     "facts": (facts.METHOD, facts.steps),
-    "tests": (suite.PARITY_METHOD, suite.steps),
+    "tests": (suite.METHOD, suite.steps),
     "late": (suite.LATE_METHOD, suite.late_steps),
     "full": (full.METHOD, full.steps),
     "lora": (full.METHOD, full.lora_steps),

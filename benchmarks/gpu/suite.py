@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_roundpipe.devices.pool import num_host_cores
+
 from . import outcomes, processes
 from .machine import ROOT
 from .results import OUT_OF_TIME, IncompleteError, NotRunError, Options, Progress, Step
 
 METHOD = """
-pytest on each file of tests/gpu, in a process of its own: how many tests passed, failed and were skipped, why, and the
-last lines of each failure. began: tests that had no outcome when the process ended.
-"""
-PARITY_METHOD = f"""{METHOD}
-parity: tests/parity on the GPUs, in several processes at once.
+pytest in several processes at once: how many tests passed, failed and were skipped, why, and the last lines of each
+failure. began: tests that had no outcome when pytest ended. gpu: tests/gpu. parity: tests/parity on the GPUs.
 """
 LATE_METHOD = f"""{METHOD}
 ROUNDPIPE_LATE puts a kernel that only waits in front of work, see tests/gpu/conftest.py: before each event of the
@@ -28,34 +27,34 @@ compute stream, before each copy to the GPU, before each copy from it. What read
 """
 VARIABLE = "ROUNDPIPE_LATE"
 LATE = ("compute", "h2d", "d2h")
-# A test takes a second or less, and a process half a GiB of the GPU.
-_PARITY = ("--devices=accelerator", "-n", "6")
 _LIMIT_S = 300.0
 _MIN_S = 10.0
+# Most tests wait for the interpreter, and a process takes half a GiB of the GPU.
+_MAX_PROCESSES = 6
 
 
 def steps(options: Options) -> list[Step]:
-    """One for each file, and one for the comparisons with plain Lightning."""
-    files = [Step(path.stem, functools.partial(run_tests, path, None)) for path in _files()]
-    return [*files, Step("parity", functools.partial(_run_parity, options))]
+    """What needs GPUs, and the comparisons with plain Lightning."""
+    return [Step("gpu", _run_gpu), Step("parity", functools.partial(_run_parity, options))]
 
 
 def late_steps(options: Options) -> list[Step]:
-    """One for each file and what is late, the files that judge orderings first."""
-    files = sorted(_files(), key=lambda path: "compiling" in path.stem)
-    return [
-        Step(f"{path.stem}, {late} late", functools.partial(run_tests, path, late)) for path in files for late in LATE
-    ]
+    """One for each kind of work that is late."""
+    return [Step(f"gpu, {late} late", functools.partial(_run_gpu, late=late)) for late in LATE]
 
 
-def _files() -> list[Path]:
-    return sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+def _run_gpu(progress: Progress, late: str | None = None) -> dict[str, Any]:
+    return run_tests(ROOT / "tests" / "gpu", late, progress, *_in_processes())
 
 
 def _run_parity(options: Options, progress: Progress) -> dict[str, Any]:
     if options.is_tiny:
         raise NotRunError("needs a GPU")
-    return run_tests(ROOT / "tests" / "parity", None, progress, *_PARITY)
+    return run_tests(ROOT / "tests" / "parity", None, progress, "--devices=accelerator", *_in_processes())
+
+
+def _in_processes() -> tuple[str, str]:
+    return "-n", str(max(1, min(_MAX_PROCESSES, num_host_cores() // 2)))
 
 
 def run_tests(path: Path, late: str | None, progress: Progress, *arguments: str) -> dict[str, Any]:
@@ -72,6 +71,7 @@ def run_tests(path: Path, late: str | None, progress: Progress, *arguments: str)
         written = Path(folder) / "outcomes"
         # The mode of MKL is what tests/conftest.py would set, had this process not imported torch for plugins already.
         environment = {**os.environ, outcomes.VARIABLE: str(written), "MKL_CBWR": "COMPATIBLE"}
+        environment.setdefault("OMP_NUM_THREADS", "2")  # of each of the processes
         environment.pop(VARIABLE, None)
         if late is not None:
             environment[VARIABLE] = late

@@ -155,8 +155,11 @@ def test_a_test_that_ends_the_process_is_named(tmp_path: Path) -> None:
     assert [name.rpartition("::")[2] for name in record["figures"]["began"]] == ["test_ends"]
 
 
-def test_every_file_of_tests_is_run_with_everything_late() -> None:
-    plain = [step.name for step in suite.steps(TINY) if step.name != "parity"]
-    assert "test_gpu_memory" in plain
-    late = {step.name for step in suite.late_steps(TINY)}
-    assert late == {f"{name}, {what} late" for name in plain for what in suite.LATE}
+def test_what_needs_gpus_is_run_as_it_is_and_with_everything_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(suite, "run_tests", lambda path, late, *rest: ran.append((path.name, late)) or {})
+    steps = [*suite.steps(Options()), *suite.late_steps(Options())]
+    Results(tmp_path, "tests", "how", Options()).run(steps, LIMIT_S)
+    assert ran == [("gpu", None), ("parity", None), ("gpu", "compute"), ("gpu", "h2d"), ("gpu", "d2h")]
