@@ -9,14 +9,17 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from ..common.sizes import num_bytes_of
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
 from ..planning.plan import StepPlan
 from ..planning.quantities import format_bytes
-from .host_memory import allocated_bytes, available_bytes, model_memory
+from .host_memory import allocated_bytes, available_bytes, model_memory, trained_by
 
 # The first plan is made from guesses, and the next one after the second step.
 _REPORTED_STEP = 3
+# Of weights whose update takes about a tenth of a second without fused=True.
+_NOTED_BYTES = 2**28
 
 
 class HostReport:
@@ -71,5 +74,17 @@ class HostReport:
         if self._num_steps == 1:
             self.memory = replace(self.memory, working_copies=working_copies)
             rank_zero_info(f"this run needs up to {self.memory.describe()} on the host")
+            self._note_slow_optimizers()
         elif self._num_steps == _REPORTED_STEP and plan is not None and plan.reason:
             rank_zero_info(f"dispatch of training steps: {plan.reason}")
+
+    def _note_slow_optimizers(self) -> None:
+        """Tells of fused=True, which users seldom know to work on the host as well. It is theirs to choose: results
+        may differ by rounding."""
+        for optimizer in self._optimizers:
+            name, num_bytes = type(optimizer).__name__, num_bytes_of(trained_by(optimizer))
+            if num_bytes >= _NOTED_BYTES and not any(group.get("fused", True) for group in optimizer.param_groups):
+                rank_zero_info(
+                    f"{name} updates {format_bytes(num_bytes)} of weights on the host. {name}(..., fused=True) is "
+                    "several times faster there."
+                )

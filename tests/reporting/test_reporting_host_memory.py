@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,31 @@ def test_what_the_host_needs_is_reported_once(make_report: Any, caplog: pytest.L
         "this run needs up to 1.93 KiB (optimizer state 880 B, weights 440 B, gradients 440 B, working copies 220 B) "
         "on the host"
     )
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "least_bytes", "is_noted"),
+    [
+        (torch.optim.AdamW, 440, True),
+        (torch.optim.AdamW, 441, False),
+        (partial(torch.optim.AdamW, fused=True), 440, False),
+        (torch.optim.RMSprop, 440, False),  # has no such form
+    ],
+)
+def test_an_optimizer_that_could_be_fused_is_named_where_that_matters(
+    make_optimizer: Any,
+    least_bytes: int,
+    is_noted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(host_report, "_NOTED_BYTES", least_bytes)
+    model = nn.Linear(10, 10)
+    report = HostReport(model, [make_optimizer(model.parameters())])
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            report.note_step(working_copies=0)
+    found = [record.message for record in caplog.records if "fused" in record.message]
+    assert found == is_noted * [
+        "AdamW updates 440 B of weights on the host. AdamW(..., fused=True) is several times faster there."
+    ]
