@@ -19,13 +19,17 @@ from ..weights.parameters import Replica
 Buffers = list[tuple[nn.Module, str, Tensor, int, Tensor]]
 
 
-def buffers_of(replica: Replica) -> Buffers:
-    """All of them as they are now."""
+def buffers_of(replica: Replica, *, copies: bool = True) -> Buffers:
+    """All of them as they are now.
+
+    Args:
+        copies: whether their values are needed; without them, only :func:`written_buffers` can tell of changes.
+    """
     found = []
     for _, copy, name in replica.buffers:
         buffer = copy._buffers.get(name)
         if buffer is not None:
-            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone()))
+            found.append((copy, name, buffer, version_of(buffer), buffer.detach().clone() if copies else buffer))
     return found
 
 

@@ -32,6 +32,11 @@ from ..weights.parameters import Replica
 _MAX_FACTS = 64
 
 
+class LateWriteError(RuntimeError):
+    """A unit has written a buffer that its calls so far did not write, for which nothing was prepared: the step has to
+    be run again. From then on the unit is known to write it."""
+
+
 @dataclass(slots=True)
 class ForwardResult:
     """What a call hands to user code.
@@ -71,6 +76,9 @@ def run_forward(
         records: whether the call may get a backward.
         key: of the facts about this call, which are ``call.facts`` if they are known: its position, and its kind.
         full: gives the unit's replica in its full form.
+
+    Raises:
+        LateWriteError: if the unit has written buffers, and it was not known to.
     """
     facts, unit = call.facts, call.unit
     similar = None
@@ -78,8 +86,12 @@ def run_forward(
         # Of a unit that is called elsewhere it is known, mostly from the recording, where nothing else runs.
         similar = unit.facts_of_kind(key[1])
         call.draws = replace(call.draws, foreign=similar is None or similar.draws.foreign)
-    before = buffers_of(replica) if facts is None or unit.written else []
+    is_prepared = facts is None or bool(unit.written)
+    before = buffers_of(replica, copies=is_prepared)
     done = _run(context, call, replica, leaves, records)
+    if before and not is_prepared:
+        _check_written(replica, before)
+        before = []
     if facts is not None and records and done.unit.slots.keys() != facts.slots:
         put_back(before)
         replica = full(call) if replica.is_low else replica
@@ -105,6 +117,20 @@ def run_forward(
     _take_flags(call, facts, done.unit, records)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
+
+
+def _check_written(replica: Replica, before: Buffers) -> None:
+    """After a call of a unit that has written no buffers so far.
+
+    Raises:
+        LateWriteError: if it has now.
+    """
+    unit, written = replica.unit, set(written_buffers(replica, before))
+    if written:
+        unit.written |= written
+        paths = {id(module): path for path, module in unit.module.named_modules(prefix=unit.name)}
+        names = sorted(f"{paths[id(module)]}.{name}".lstrip(".") for module, name in written)
+        raise LateWriteError(f"unit {unit.name!r} has begun to write {', '.join(names)}, a buffer that it only read")
 
 
 def _take_flags(call: Call, facts: Facts, result: UnitResult, records: bool) -> None:

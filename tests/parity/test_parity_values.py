@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parity.driver import assert_parity
+from tests.parity.driver import assert_parity, sequential
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
@@ -237,3 +237,42 @@ MODELS: list[type[Regression]] = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_values_between_units(pipeline: dict[str, Any], model: type[Regression]) -> None:
     assert_parity(model, vectors, **pipeline, min_calls=3)
+
+
+class Late(Block):
+    """Begins to add up what it sees when a buffer says so, as observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_on", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.is_on:
+            self.total += x.detach().sum(0)
+        return x + 0.1 * self.total
+
+
+class BuffersWrittenLate(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Late() for _ in range(3))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            for block in self.blocks:
+                block.is_on.fill_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_buffers_that_units_begin_to_write_later(pipeline: dict[str, Any]) -> None:
+    """The step in which they begin is run again: each micro-batch finds what those before it have added."""
+    reference = sequential(BuffersWrittenLate, pipeline["num_microbatches"])
+    run = assert_parity(BuffersWrittenLate, vectors, **pipeline, reference=reference, steps=4)
+    assert all(block.total.abs().sum() > 0 for block in run.module.blocks)

@@ -5,6 +5,7 @@
     note the state --> run --> no room --------> put back --> the same, where room was made --> run ...
                           |--> does not fit ---> put back --> twice as many micro-batches ----> run ...
                           |--> device lost ----> put back --> the same, on the others --------> run ...
+                          |--> late write -----> put back --> the same, with what is known now -> run ...
                           '--> any other error: the user's
 
 *Steps that do not fit.*
@@ -35,10 +36,15 @@ plans, and the same micro-batches are run there: their number decides about resu
 if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
 the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is
 that of the last step that was finished.
+
+*Buffers that are written late.* The first step has seen which buffers units write, and later ones prepare for those:
+the micro-batches take turns, and the values from before are kept for the backward. A unit may begin later, by a flag in
+a buffer or an argument. Then the step is run again, prepared for these as well.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -49,6 +55,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from ...devices.device import Device, DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
 from ...devices.pool import DevicePool
+from ...engine.execution import LateWriteError
 from ...planning.costs import CostProfile
 from ...planning.plan import StageMemoryError, describe_need, needed_bytes
 from ..batches.splitting import Batches
@@ -123,11 +130,12 @@ class Retry:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
                 takes the memory, why it was not run again, and what to change.
             DeviceLostError: if a device is lost and it is not run again.
+            LateWriteError: if a unit has begun to write a buffer and it is not run again.
         """
         self._final = None
         wanted = self.num_microbatches.setdefault(kind, self._start)
         batches = split(batch, wanted)
-        if not self._pool.can_fail:
+        if not self._pool.can_fail and not self._scan.has_buffers:
             return batches, attempt(batches)
         if self._is_trial() and batches.batch_size != self._tried_rows:
             self._tried_rows = batches.batch_size
@@ -136,6 +144,7 @@ class Retry:
         num_retries, has_made_room = 0, False
         while True:
             more: Batches | None = None
+            recover: Callable[[], None] = self._make_room
             try:
                 result = attempt(batches)
             except Exception as error:
@@ -145,6 +154,13 @@ class Retry:
                     state.restore()
                     if why_not is not None:
                         raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
+                    recover = functools.partial(self._leave_out, kind, lost)
+                elif isinstance(error, LateWriteError):
+                    why_not = self._obstacle(state)
+                    state.restore()
+                    if why_not is not None:
+                        raise _late_write(error, kind, why_not) from error
+                    recover = self._plan_anew
                 elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
                     state.restore()
                     has_made_room = True
@@ -159,7 +175,7 @@ class Retry:
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()
             if more is None:
-                self._recover(kind, lost)
+                recover()
                 batches = split(state.batch, wanted)
                 continue
             self._forget(kind)
@@ -171,14 +187,18 @@ class Retry:
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)
 
-    def _recover(self, kind: str, lost: Sequence[Device]) -> None:
-        """The same micro-batches are going to be run again: on the devices that are left, or where room was made."""
-        if lost:
-            self._go_on_without(lost)
-            self._announce_loss(kind, lost)
-        else:
-            for device in self._pool.devices:
-                device.make_room()
+    def _leave_out(self, kind: str, lost: Sequence[Device]) -> None:
+        self._go_on_without(lost)
+        self._announce_loss(kind, lost)
+
+    def _make_room(self) -> None:
+        for device in self._pool.devices:
+            device.make_room()
+
+    def _plan_anew(self) -> None:
+        """What is known of a unit matters to all kinds of steps that it takes part in."""
+        for kind in self.num_microbatches:
+            self._forget(kind)
 
     def _can_make_room(self, has_made_room: bool) -> bool:
         """Whether an allocator may have room for the same micro-batches where something else goes."""
@@ -285,6 +305,15 @@ class Retry:
             f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
             "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
         )
+
+
+def _late_write(error: LateWriteError, kind: str, why_not: str) -> LateWriteError:
+    """The error to raise where a step is not run again."""
+    return LateWriteError(
+        f"{error}. {kind} would have to be run again for that, and cannot be, because {why_not}. What helps: write the "
+        "buffer in the first step as well, or keep what decides about it as an attribute of the module (a bool), which "
+        "is noticed in time."
+    )
 
 
 def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:

@@ -15,6 +15,7 @@ from torchmetrics.aggregation import CatMetric
 from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
+from lightning_roundpipe.engine.execution import LateWriteError
 from lightning_roundpipe.integration.batches.microbatches import split_batch
 from lightning_roundpipe.integration.batches.splitting import Batches
 from lightning_roundpipe.integration.steps.modules import ModuleScan
@@ -29,6 +30,7 @@ FULL = DeviceOutOfMemoryError("device 0 is full")
 FULL_OF_WEIGHTS = DeviceOutOfMemoryError("device 0 is full", fits_if_split=False)
 DRIVER = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 LIBRARY = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+LATE = LateWriteError("unit 'u' has begun to write a")
 
 
 def split(batch: Any, num_microbatches: int) -> Batches:
@@ -207,6 +209,34 @@ def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot
     with pytest.raises(DeviceOutOfMemoryError, match="it is by hand"):
         retry.run("training_step", torch.zeros(8, 1), split, attempts)
     assert attempts.tried == [1]
+
+
+def test_a_step_with_a_late_write_is_run_again_as_it_was_and_all_kinds_are_planned_anew(
+    make_retry: Any, forgotten: list[str]
+) -> None:
+    """Also where nothing else can fail: what has buffers may write them."""
+    root, tried = Statistics(), []
+    retry = make_retry(3, root, pool=cpu_pool(1), is_auto=False)
+    retry.run("validation_step", torch.zeros(8, 1), split, Attempts(1))
+
+    def attempt(batches: Batches) -> None:
+        tried.append((len(batches.microbatches), root.mean.tolist()))
+        root.mean.add_(1.0)
+        if len(tried) == 1:
+            raise LATE
+
+    retry.run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(3, [0.0] * 3)] * 2
+    assert forgotten == ["validation_step", "training_step"]
+
+
+def test_a_late_write_in_a_step_that_cannot_be_run_again_is_an_error_with_a_way_out(make_retry: Any) -> None:
+    retry = make_retry(2, Statistics())
+    with pytest.raises(LateWriteError, match=r"begun to write a\. .* because it is by hand\. What helps: ") as caught:
+        retry.run(
+            "training_step", torch.zeros(8, 1), split, Attempts(9, LATE, effect=lambda: retry.forbid("it is by hand"))
+        )
+    assert caught.value.__cause__ is LATE
 
 
 @pytest.mark.parametrize(
