@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from ..ranks.reduction import StepReduction
+from ..usercode.collected_lists import NumbersLeft
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class StepResult:
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
+        numbers_left: attributes of which only what the last micro-batch has assigned stays, see
+            :func:`collected_lists.numbers_left`.
     """
 
     outputs: list[Any]
@@ -88,6 +91,7 @@ class StepResult:
     saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
+    numbers_left: list[NumbersLeft] = field(default_factory=list)
 
     @functools.cached_property
     def timeline(self) -> Timeline:

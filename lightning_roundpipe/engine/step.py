@@ -23,7 +23,7 @@ from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
 from ..planning.spans import Span
 from ..planning.timeline import Timeline
-from ..usercode.collected_lists import CollectedLists
+from ..usercode.collected_lists import CollectedLists, numbers_left
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..usercode.loose_parameters import LooseParameters
 from ..weights.events import tell
@@ -119,8 +119,10 @@ class Step:
             self._result.outputs = [thread.output for thread in threads]
             self._result.saved_bytes = sum(thread.saved_bytes for thread in threads)
             self._check_devices()
+            overlays = [state.overlay for state in self._states]
             if self._request.merge is not None:
-                lists.collect([state.overlay for state in self._states], self._request.merge)
+                lists.collect(overlays, self._request.merge)
+            self._result.numbers_left = numbers_left(overlays)
             succeeded = True
         finally:
             with contextlib.ExitStack() as ending:  # all of it, even if one raises: from the last to the first

@@ -21,12 +21,14 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.attributes import MISSING, Attributes, assign
 from .outputs import brought_home
 
 Merge = Callable[[list[Any]], Any]
+# Module, name of an attribute, one value per micro-batch.
+NumbersLeft = tuple[nn.Module, str, list[Any]]
 # Of torch and Lightning, which look after them.
 _NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
 
@@ -59,6 +61,23 @@ class CollectedLists:
                 _collect_list(original, copies, merge)
             else:  # the last micro-batch counts
                 assign(module, name, list(copies[-1]) if isinstance(copies[-1], _Filled) else copies[-1])
+
+
+def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
+    """Attributes to which each micro-batch has assigned a number, or a tensor of one: of these the last one stays.
+
+    Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`.
+    """
+    found = []
+    for key, (module, _) in overlays[0].items():
+        values = [overlay[key][1] for overlay in overlays if key in overlay]
+        if len(values) == len(overlays) > 1 and all(map(_is_number, values)):
+            found.append((module, key[1], values))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 class _Filled(list[Any]):

@@ -8,6 +8,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.aggregation import CatMetric
 
 from tests.support.small import Small
 
@@ -96,3 +98,15 @@ class AllSteps(Logs):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0])
+
+
+class Statistics(nn.Module):
+    """A small buffer and a large one, a weight, and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(2**20))
+        self.weight = nn.Parameter(torch.ones(2))
+        self.metrics = MetricCollection({"loss": MeanMetric()})
+        self.seen = CatMetric()

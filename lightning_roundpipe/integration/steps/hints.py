@@ -7,6 +7,7 @@ Most of what couples the samples of a batch cannot be noticed: a loss that ranks
 
 - **batch norms** in training mode, which take their statistics from each micro-batch, and
 - **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label.
+- **a number on the LightningModule that differs between micro-batches**, as a count of rows does: the last one stays.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...devices.pool import DevicePool
+from ...usercode.collected_lists import NumbersLeft
 from ..batches.splitting import Batches
 from .modules import ModuleScan
 from .notices import Notices
+
+# Steps of each kind of which the numbers that they leave are looked at.
+_NUM_LOOKS = 3
 
 
 class BatchHints:
@@ -32,6 +37,7 @@ class BatchHints:
         self._notices = notices
         self._pool = pool
         self._num_microbatches = num_microbatches
+        self._num_looked: dict[str, int] = {}
 
     def look_at(self, batches: Batches, *, is_first: bool) -> None:
         """Before a training step."""
@@ -76,6 +82,23 @@ class BatchHints:
                 "'causal_label_tokens', or a function that counts what the loss is a mean over, leaves such "
                 "micro-batches out; with num_microbatches=1 the step sees the whole batch",
             )
+
+    def look_at_numbers(self, kind: str, numbers: Iterable[NumbersLeft]) -> None:
+        """After a step: what its micro-batches have left. Looks at the first steps only, as a GPU is waited for."""
+        looked = self._num_looked.get(kind, 0)
+        self._num_looked[kind] = looked + 1
+        if looked >= _NUM_LOOKS:
+            return
+        roots = {id(module) for _, module in self._scan.lightning_modules}
+        for module, name, values in numbers:
+            shown = [float(value) for value in values] if id(module) in roots else []
+            if any(value != shown[0] for value in shown):
+                self._notices.warn(
+                    "numbers",
+                    f"{kind} leaves another number in self.{name} for each micro-batch ("
+                    f"{', '.join(f'{value:g}' for value in shown)}), and the last one stays. For sums and counts over "
+                    "the batch use self.log, a metric object of torchmetrics, or a list that is appended to.",
+                )
 
 
 def note_single_rows(error: Exception, batches: Batches) -> None:

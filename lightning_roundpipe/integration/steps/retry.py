@@ -144,26 +144,12 @@ class Retry:
         num_retries, has_made_room = 0, False
         while True:
             more: Batches | None = None
-            recover: Callable[[], None] = self._make_room
             try:
                 result = attempt(batches)
             except Exception as error:
-                lost = self._pool.find_lost()
-                if lost:
-                    why_not = self._why_final(lost, state)
-                    state.restore()
-                    if why_not is not None:
-                        raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
-                    recover = functools.partial(self._leave_out, kind, lost)
-                elif isinstance(error, LateWriteError):
-                    why_not = self._obstacle(state)
-                    state.restore()
-                    if why_not is not None:
-                        raise _late_write(error, kind, why_not) from error
-                    recover = self._plan_anew
-                elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
-                    state.restore()
-                    has_made_room = True
+                recover = self._recovery(error, kind, state, has_made_room)
+                if recover is not None:
+                    has_made_room = has_made_room or recover == self._make_room
                 elif _has_no_room(error) or isinstance(error, (DeviceOutOfMemoryError, StageMemoryError)):
                     more = self._more(error, kind, batches, split, state, num_retries)
                     reason = str(error)
@@ -174,10 +160,11 @@ class Retry:
                 return batches, result
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()
-            if more is None:
+            if recover is not None:
                 recover()
                 batches = split(state.batch, wanted)
                 continue
+            assert more is not None
             self._forget(kind)
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
@@ -186,6 +173,30 @@ class Retry:
             wanted, batches = 2 * before, more
             num_retries += 1
             self._announce(kind, before, len(batches.microbatches), reason)
+
+    def _recovery(
+        self, error: Exception, kind: str, state: StepState, has_made_room: bool
+    ) -> Callable[[], None] | None:
+        """What to do before the same micro-batches are run again, whose state was put back then; None if they are not.
+
+        Raises:
+            DeviceLostError, LateWriteError: if only that would help, and cannot be.
+        """
+        recover: Callable[[], None]
+        if lost := self._pool.find_lost():
+            why_not, recover = self._why_final(lost, state), functools.partial(self._leave_out, kind, lost)
+            refusal: Exception = DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}")
+        elif isinstance(error, LateWriteError):
+            why_not, recover = self._obstacle(state), self._plan_anew
+            refusal = _late_write(error, kind, why_not)
+        elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
+            why_not, recover = None, self._make_room
+        else:
+            return None
+        state.restore()
+        if why_not is not None:
+            raise refusal from error
+        return recover
 
     def _leave_out(self, kind: str, lost: Sequence[Device]) -> None:
         self._go_on_without(lost)
@@ -307,7 +318,7 @@ class Retry:
         )
 
 
-def _late_write(error: LateWriteError, kind: str, why_not: str) -> LateWriteError:
+def _late_write(error: LateWriteError, kind: str, why_not: str | None) -> LateWriteError:
     """The error to raise where a step is not run again."""
     return LateWriteError(
         f"{error}. {kind} would have to be run again for that, and cannot be, because {why_not}. What helps: write the "

@@ -17,7 +17,11 @@ from tests.support.parity import make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
-WORDS = {"norms": "the batch norm ", "losses": "the loss of micro-batch "}
+WORDS = {
+    "norms": "the batch norm ",
+    "losses": "the loss of micro-batch ",
+    "numbers": "training_step leaves another number ",
+}
 
 
 def hints_of(kind: str, run: Callable[[], Any]) -> list[str]:
@@ -26,6 +30,43 @@ def hints_of(kind: str, run: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         run()
     return [str(warning.message) for warning in caught if str(warning.message).startswith(WORDS[kind])]
+
+
+# --- numbers on the module --------------------------------------------------------------------------------------------
+
+
+class Counts(Small):
+    """Keeps a number of its own in each training step: as much as ``amount`` makes of a batch."""
+
+    def __init__(self, amount: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.amount = amount
+        self.seen: Any = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = self.seen + self.amount(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+NUMBERS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], int]] = {
+    "rows": (len, {}, 1),
+    "a sum": (lambda x: x.sum(), {}, 1),
+    "one micro-batch": (len, {"num_microbatches": 1}, 0),
+    "the same for all": (lambda x: 1, {}, 0),
+    "no number": (lambda x: torch.zeros(2) + len(x), {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_of_which_only_the_last_stays_are_named_once(case: str) -> None:
+    amount, options, expected = NUMBERS[case]
+    found = hints_of(
+        "numbers", lambda: make_trainer(max_steps=6, **options).fit(Counts(amount), make_loader(rows=40, batch_size=8))
+    )
+    assert len(found) == expected
+    if found:
+        assert "in self.seen for each micro-batch (" in found[0]
+        assert "a list that is appended to" in found[0]
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.aggregation import CatMetric
 
 from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
@@ -24,6 +22,7 @@ from lightning_roundpipe.integration.steps.step_state import StepState
 from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.planning.plan import StageMemoryError
 from tests.support.engine.lazy_link import cpu_pool
+from tests.support.models import Statistics
 
 HOST = torch.device("cpu")
 FULL = DeviceOutOfMemoryError("device 0 is full")
@@ -408,18 +407,6 @@ def test_entries_that_the_step_takes_out_of_its_batch_are_there_each_time(make_r
     assert seen == [(4, 1)] * 3
 
 
-class Statistics(nn.Module):
-    """A small buffer and a large one, a weight, and metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("table", torch.zeros(2**20))
-        self.weight = nn.Parameter(torch.ones(2))
-        self.metrics = MetricCollection({"loss": MeanMetric()})
-        self.seen = CatMetric()
-
-
 class Changed:
     """A module in a state, and the same after a step has changed everything that can be put back."""
 
@@ -433,40 +420,6 @@ class Changed:
         self.root.mean += value
         self.root.metrics.update(torch.tensor(value))
         self.root.seen(torch.tensor([value, value]))
-
-
-def test_buffers_are_put_back_that_were_written_without_a_new_version() -> None:
-    """By batch norm, through ``data``, in inference mode; others can only be told by their version."""
-    norm, given = nn.BatchNorm1d(3), Statistics()
-    with torch.inference_mode():
-        made = Statistics()
-    given.register_buffer("graph", torch.eye(3).to_sparse())
-    given.register_buffer("expanded", torch.ones(1).expand(3))
-    state = StepState(ModuleScan(nn.ModuleList([norm, given, made])), None, [HOST])
-    versions = [buffer._version for buffer in (norm.running_mean, given.mean)]
-    norm(torch.arange(6.0).reshape(2, 3))
-    given.mean.data += 1.0
-    given.graph *= 2.0
-    with torch.inference_mode():
-        made.mean += 1.0
-    assert [buffer._version for buffer in (norm.running_mean, given.mean)] == versions
-    state.restore()
-    for mean in (norm.running_mean, given.mean, made.mean):
-        assert mean.tolist() == [0.0] * 3
-    assert norm.running_var.tolist() == [1.0] * 3
-    assert norm.num_batches_tracked == 0
-    assert torch.equal(given.graph.to_dense(), torch.eye(3))
-
-
-def test_buffers_that_a_step_has_made_go() -> None:
-    root = Statistics()
-    root.register_buffer("scale", None)
-    state = StepState(ModuleScan(root), None, [HOST])
-    root.scale = torch.ones(3)
-    root.register_buffer("num_rows", torch.zeros(()))
-    state.restore()
-    assert root.scale is None
-    assert not hasattr(root, "num_rows")
 
 
 def _clamp(changed: Changed) -> None:
@@ -508,18 +461,3 @@ def test_inference_tensors_have_no_versions(make_retry: Any) -> None:
     attempts = Attempts(4)
     make_retry(root=root).run("predict_step", batch, split, attempts)
     assert attempts.tried == [2, 4]
-
-
-def test_evaluation_in_inference_mode_leaves_tensors_to_training_that_it_may_change() -> None:
-    root = Statistics()
-    root.seen.update(torch.ones(1))
-    root.metrics.update(torch.ones(1))
-    with torch.inference_mode():
-        state = StepState(ModuleScan(root), None, [HOST])
-        root.mean += 1.0
-        root.metrics.update(torch.ones(1))
-        state.restore()
-    root.mean += 1.0
-    root.metrics.update(torch.tensor(4.0))
-    assert root.mean.tolist() == [1.0] * 3
-    assert root.metrics["loss"].compute() == 2.5
