@@ -157,7 +157,7 @@ def page_locking() -> dict[str, int | None]:
 def host_memory() -> dict[str, int | None]:
     """Of the host: all, what can be allocated, the limit of this container, space to swap, and what is left for memory
     that processes share, such as workers of a DataLoader with their parent; None if unknown."""
-    from lightning_roundpipe.reporting.host_memory import available_bytes, container_bytes, system_bytes
+    from lightning_roundpipe.common.pages import available_bytes, container_bytes, system_bytes
 
     found = {"total_bytes": system_bytes("MemTotal"), "available_bytes": available_bytes()}
     shared = shutil.disk_usage(_SHARED).free if _SHARED.exists() else None

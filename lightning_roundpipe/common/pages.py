@@ -1,4 +1,4 @@
-"""Pages of the host's memory, and what the kernel is told about them or asked for; does nothing where it cannot be."""
+"""Pages of the host's memory, how many are left, and what the kernel is told about them; nothing where it cannot be."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ _DONTFORK = getattr(mmap, "MADV_DONTFORK", None)
 _DOFORK = getattr(mmap, "MADV_DOFORK", None)
 _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _MAPS = Path("/proc/self/maps")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 # Files that are memory: shared with other processes, or anonymous in spite of their name.
 _IN_MEMORY = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV", "/anon_hugepage", "/dev/hugepages")
 
@@ -82,3 +84,49 @@ def is_of_file(storage: torch.UntypedStorage) -> bool:
     except OSError:  # no Linux
         return getattr(storage, "filename", None) is not None
     return False
+
+
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """What this process may still allocate on the host: what the system has left, or its container. None if unknown."""
+    return _least(system_bytes("MemAvailable", meminfo), container_bytes(cgroup)[1])
+
+
+def total_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """All that the host has, or its container may use. None if unknown."""
+    return _least(system_bytes("MemTotal", meminfo), container_bytes(cgroup)[0])
+
+
+def _least(*numbers: int | None) -> int | None:
+    return min((number for number in numbers if number is not None), default=None)
+
+
+def system_bytes(name: str, meminfo: Path = _MEMINFO) -> int | None:
+    """An entry that Linux has about its memory, such as ``"MemTotal"`` or ``"SwapTotal"``; None if unknown."""
+    kib = _entry(meminfo, f"{name}:")
+    return None if kib is None else kib * 1024
+
+
+def container_bytes(cgroup: Path = _CGROUP) -> tuple[int | None, int | None]:
+    """The memory of this process's container (cgroup 2): its limit, and what is left of it; None without a limit."""
+    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return None, None
+    cache = _entry(cgroup / "memory.stat", "inactive_file") or 0  # of files: goes when memory is needed
+    return limit, max(0, limit - used + cache)
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """The number behind ``name`` in a file of one entry per line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file consists of; None if it is "max", or there is no such file."""
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

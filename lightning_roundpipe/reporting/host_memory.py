@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ _STATE_TENSORS: dict[str, Any] = {
     "SparseAdam": 2,
 }
 _UNKNOWN_STATE_TENSORS = 2  # as Adam
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -138,44 +135,6 @@ def _num_state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
             known = _STATE_TENSORS[kind.__name__]
             return int(known(group)) if callable(known) else known
     return _UNKNOWN_STATE_TENSORS
-
-
-def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """What this process may still allocate on the host: what the system has left, or its container. None if unknown."""
-    known = [system_bytes("MemAvailable", meminfo), container_bytes(cgroup)[1]]
-    return min((left for left in known if left is not None), default=None)
-
-
-def system_bytes(name: str, meminfo: Path = _MEMINFO) -> int | None:
-    """An entry that Linux has about its memory, such as ``"MemTotal"`` or ``"SwapTotal"``; None if unknown."""
-    kib = _entry(meminfo, f"{name}:")
-    return None if kib is None else kib * 1024
-
-
-def container_bytes(cgroup: Path = _CGROUP) -> tuple[int | None, int | None]:
-    """The memory of this process's container (cgroup 2): its limit, and what is left of it; None without a limit."""
-    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
-    if limit is None or used is None:
-        return None, None
-    cache = _entry(cgroup / "memory.stat", "inactive_file") or 0  # of files: goes when memory is needed
-    return limit, max(0, limit - used + cache)
-
-
-def _entry(path: Path, name: str) -> int | None:
-    """The number behind ``name`` in a file of one entry per line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _number(path: Path) -> int | None:
-    """The number that a file consists of; None if it is "max", or there is no such file."""
-    try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _tensors(state: Any) -> list[Tensor]:

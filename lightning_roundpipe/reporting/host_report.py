@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from ..common.pages import available_bytes
 from ..common.sizes import num_bytes_of
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
 from ..planning.plan import StepPlan
 from ..planning.quantities import format_bytes
-from .host_memory import allocated_bytes, available_bytes, model_memory, trained_by
+from .host_memory import allocated_bytes, model_memory, trained_by
 
 # The first plan is made from guesses, and the next one after the second step.
 _REPORTED_STEP = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from lightning_roundpipe.reporting import host_report
 from lightning_roundpipe.reporting.host_memory import (
     HostMemory,
     allocated_bytes,
-    available_bytes,
     model_memory,
     optimizer_state_bytes,
-    system_bytes,
 )
 from lightning_roundpipe.reporting.host_report import HostReport
 
@@ -116,50 +113,6 @@ def test_the_report_names_what_takes_most_first() -> None:
     assert memory.total == 10 * MIB
     assert memory.describe() == "10.0 MiB (activations 5.00 MiB, weights 3.00 MiB, gradients 2.00 MiB)"
     assert HostMemory().describe() == "0 B (nothing)"
-
-
-def test_this_machine_has_memory() -> None:
-    available = available_bytes()
-    assert available is None or available > 0
-
-
-def write_limits(folder: Path, meminfo: str | None, limit: str = "", used: int = 0, cache: int = 0) -> int | None:
-    if meminfo is not None:
-        (folder / "meminfo").write_text(meminfo)
-    if limit:
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\nactive_file 7\n")
-    return available_bytes(folder / "meminfo", folder)
-
-
-MEMINFO = "MemTotal:  4096 kB\nMemAvailable:    1024 kB\n"
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ((None,), None),
-        (("MemTotal: 1 kB\n",), None),
-        (("MemAvailable: much kB\n",), None),
-        ((MEMINFO,), MIB),
-        ((MEMINFO, "max", MIB), MIB),
-        ((MEMINFO, str(3 * MIB), 3 * MIB - 500, 100), 600),
-        ((MEMINFO, str(9 * MIB), MIB), MIB),
-        ((MEMINFO, "1000", 2000), 0),
-        ((None, "1000", 100, 50), 950),
-    ],
-)
-def test_available_is_what_system_and_container_leave(
-    tmp_path: Path, limits: tuple[Any, ...], expected: int | None
-) -> None:
-    assert write_limits(tmp_path, *limits) == expected
-
-
-def test_entries_of_the_system_are_in_bytes(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text(MEMINFO)
-    assert system_bytes("MemTotal", tmp_path / "meminfo") == 4 * MIB
-    assert system_bytes("SwapTotal", tmp_path / "meminfo") is None
 
 
 # --- what the user is told ------------------------------------------------------------------------------------------

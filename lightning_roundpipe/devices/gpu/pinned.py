@@ -12,10 +12,10 @@ the host up. So copies read and write page-locked memory alone: ::
 travels in the first step of training or evaluation may not travel in the next ones: units are learned there in full
 precision, and go on with low-precision copies ([Note: working copies] in :mod:`weights.low_precision`). A step of
 training may follow one of evaluation, so memory is locked when it travels in a third step soon after the others. It is
-not locked at all if it is small, or a mapped file: to lock that would read all of it, and give every page a copy of its
-own. No page is locked twice: it belongs to the memory that begins in it, and the end of the memory before goes through
-a buffer. Memory that nothing else holds any more, because a weight was replaced or is gone, is let go when the next
-step begins.
+not locked at all if it is small. If it is a mapped file, as what transformers loads, every page becomes a copy of its
+own, which stays until the weight goes: so it is locked only while the host has memory to spare. No page is locked
+twice: it belongs to the memory that begins in it, and the end of the memory before goes through a buffer. Memory that
+nothing else holds any more, because a weight was replaced or is gone, is let go when the next step begins.
 
 *Buffers*: see :mod:`devices.gpu.host_buffers`. Two chunks per device at most are staged in them. The driver takes long
 to lock and to unlock memory. It is called with no lock of ours held.
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...common.pages import PAGE, is_of_file, set_inherited
+from ...common.pages import PAGE, available_bytes, is_of_file, set_inherited, total_bytes
 from ..chunks import Pair
 from .host_buffers import HostBuffers, aligned, laid_out_like
 
@@ -46,6 +46,8 @@ from .host_buffers import HostBuffers, aligned, laid_out_like
 _MIN_LOCKED_BYTES = 2**20
 # One of training and one of evaluation; see [Note: page-locked memory].
 _NUM_LEARNING_STEPS = 2
+# Copies of what is in files leave one of so many parts of the host's memory free.
+_FREE_PARTS = 8
 # Each of the two snapshots of a weight travels in every second step.
 _MAX_STEPS_BETWEEN = 2
 
@@ -240,7 +242,7 @@ class PageLockedMemory:
             place.start, place.stop = start, end  # by others: not ours to undo
             return
         stop = end // PAGE * PAGE  # the last page may be the first one of other memory
-        if start >= stop or is_of_file(storage):
+        if start >= stop or (is_of_file(storage) and not _can_be_spared(stop - start)):
             return
         is_locked = self._page_lock("weights", start, stop - start)
         if is_locked and not storage.is_shared():
@@ -284,3 +286,9 @@ class PageLockedMemory:
         self._let_go(places)
         self._buffers.dispose()
         self._has_warned = False
+
+
+def _can_be_spared(num_bytes: int) -> bool:
+    """Whether the host has so much memory for a copy of what is in a file, which could also be read from there."""
+    left, total = available_bytes(), total_bytes()
+    return left is not None and total is not None and left - num_bytes >= total // _FREE_PARTS
