@@ -4,6 +4,7 @@ GPUs are those of the accelerator that torch finds, whether CUDA, ROCm, XPU or a
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ class RoundPipeAccelerator(Accelerator):
 
     The model itself stays on the host; a device holds only what the engine sends there.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if gpu_driver.gpu_type() is not None:
+            # Lightning takes GPUs for unused that none of its own accelerators has.
+            warnings.filterwarnings("ignore", "GPU available but not used")
 
     @override
     def setup_device(self, device: torch.device) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_roundpipe import RoundPipeAccelerator
+from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy
 from lightning_roundpipe.devices.gpu import driver as gpu_driver
 from tests.support.parity import make_loader, make_trainer
 from tests.support.small import Small
@@ -57,3 +60,17 @@ def test_gpus_that_lightning_does_not_look_for_are_named(
     with caplog.at_level("INFO"):
         make_trainer(max_steps=1).fit(Small(), make_loader())
     assert ("accelerators of type 'xpu'" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(("gpu_type", "num_warnings"), [("cuda", 0), (None, 1)])
+def test_lightning_does_not_call_gpus_unused_that_are_used(
+    monkeypatch: pytest.MonkeyPatch, gpu_type: str | None, num_warnings: int
+) -> None:
+    monkeypatch.setattr(gpu_driver, "gpu_type", lambda: gpu_type)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = L.Trainer(accelerator=RoundPipeAccelerator(), devices=2, strategy=RoundPipeStrategy(), logger=False)
+    assert sum("not used" in str(warning.message) for warning in caught) == num_warnings
+    assert trainer.num_devices == 2
