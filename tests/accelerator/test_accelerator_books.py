@@ -193,6 +193,39 @@ def test_a_step_for_which_the_allocator_has_no_room_is_run_again_as_it_is(unlimi
     assert [unlimited.memory_allocated(index) for index in range(2)] == [0, 0]
 
 
+class Frozen(L.LightningModule):
+    """24 MiB of frozen weights, which stay on a GPU as far as they can, and a loss that needs 8 MiB beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512).requires_grad_(False) for _ in range(24))
+        self.head = nn.Linear(512, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch).tanh()
+        if batch.device.type == "sim":
+            taken(8 * MIB, batch.device.index)
+        return self.head(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=1e-2)
+
+
+def test_weights_leave_as_much_room_as_user_code_needs(unlimited: ModuleType) -> None:
+    """The batch is not split further for that."""
+    batches = list(torch.randn(3, 8, 512, generator=torch.Generator().manual_seed(0)))
+    plain = fit("plain", Frozen, batches)
+    unlimited.reset_stats()
+    settings = {"accelerator": "roundpipe", "devices": [0], "num_microbatches": 2}
+    found = fit("roundpipe", Frozen, batches, options={"device_memory_limit": 16 * MIB}, **settings)
+    assert found.watch.num_microbatches == [2, 2, 2]
+    assert unlimited.stats()["ooms"] > 1, "more than the first little was needed"
+    assert unlimited.stats()["races"] == 0
+    plain.assert_moved()
+    assert_alike(found.results, plain.results)
+
+
 # --- in the end --------------------------------------------------------------------------------------------------
 
 SCRIPT = """
