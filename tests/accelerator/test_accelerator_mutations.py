@@ -110,6 +110,22 @@ def wrong_weights() -> str | None:
         device.dispose()
 
 
+def memory_of_a_step() -> str | None:
+    """What a step has let go of is free when it has ended, however late it was read."""
+    device = GpuDevice(0, 0, driver=driver_of("sim"))
+    device.open()
+    device.enter()
+    made = torch.full((WIDTH,), 1.0, device=device.torch_device)
+    before = torch.sim.memory_allocated(0)
+    torch.sim._sleep(LATE_COPIES_US)
+    device.free([made])
+    del made
+    device.close()
+    left = torch.sim.memory_allocated(0)
+    device.dispose()
+    return None if left < before else "memory is not free after the step"
+
+
 @contextlib.contextmanager
 def late(copies_us: int) -> Iterator[None]:
     """Kernels and copies are late, and copies between the host and devices by ``copies_us`` more."""
@@ -134,6 +150,7 @@ SCENARIOS: list[tuple[Callable[[], str | None], int]] = [
     (wrong_training, LATE_COPIES_US),
     (wrong_copies, LATE_COPIES_US),
     (wrong_weights, 0),
+    (memory_of_a_step, 0),
 ]
 
 
