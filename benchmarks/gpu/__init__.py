@@ -6,7 +6,7 @@
     late      does it pass when kernels or copies are made late               suite
     full      training all of 3.4 billion weights, beside other ways to do it  full
     lora      adapters on 13 billion frozen weights                           full
-    compiled  units as they are and compiled                                  compiled
+    compiled  a model that would fit: units as they are, compiled, resident   compiled
 
 A stage is a list of steps (:class:`results.Step`). What a step finds is written at once, so that a run that is killed
 leaves what it has measured, and the next one goes on there. Trainings run in processes of their own (:mod:`training`
