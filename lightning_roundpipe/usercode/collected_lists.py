@@ -21,6 +21,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..common.attributes import MISSING, Attributes, assign
@@ -77,7 +78,9 @@ def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not isinstance(value, Tensor):
+        return type(value) in (int, float)
+    return value.layout is torch.strided and value.numel() == 1 and not (value.is_complex() or value.is_meta)
 
 
 class _Filled(list[Any]):

@@ -79,7 +79,7 @@ class Retry:
     Args:
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
-        pool: where it cannot fail, nothing is noted and nothing is run again.
+        pool: where it cannot fail, and the model has no buffers, nothing is noted and nothing is run again.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
         go_on_without: called with the devices that are lost, while no step runs.
         costs: of the calls of a kind of step, as far as they are known.

@@ -54,6 +54,7 @@ NUMBERS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], int]] = {
     "one micro-batch": (len, {"num_microbatches": 1}, 0),
     "the same for all": (lambda x: 1, {}, 0),
     "no number": (lambda x: torch.zeros(2) + len(x), {}, 0),
+    "no real number": (lambda x: torch.tensor(1j) * len(x), {}, 0),
 }
 
 
