@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 VARIABLE = "ROUNDPIPE_OUTCOMES"
@@ -33,6 +34,8 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def _write(name: str, outcome: str, text: str) -> None:
+    for folder in (sys.prefix, os.getcwd()):  # where things lie on this machine is of no use elsewhere
+        text = text.replace(folder + os.sep, "")
     last = "\n".join(text.strip().splitlines()[-_LAST_LINES:])
     with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
         file.write(json.dumps({"test": name, "outcome": outcome, "last_lines": last}) + "\n")
