@@ -185,18 +185,18 @@ class Retry:
         recover: Callable[[], None]
         if lost := self._pool.find_lost():
             why_not, recover = self._why_final(lost, state), functools.partial(self._leave_out, kind, lost)
-            refusal: Exception = DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}")
         elif isinstance(error, LateWriteError):
             why_not, recover = self._obstacle(state), self._plan_anew
-            refusal = _late_write(error, kind, why_not)
         elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
             why_not, recover = None, self._make_room
         else:
             return None
         state.restore()
-        if why_not is not None:
-            raise refusal from error
-        return recover
+        if why_not is None:
+            return recover
+        if lost:
+            raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
+        raise _late_write(error, kind, why_not) from error
 
     def _leave_out(self, kind: str, lost: Sequence[Device]) -> None:
         self._go_on_without(lost)
@@ -318,7 +318,7 @@ class Retry:
         )
 
 
-def _late_write(error: LateWriteError, kind: str, why_not: str | None) -> LateWriteError:
+def _late_write(error: Exception, kind: str, why_not: str) -> LateWriteError:
     """The error to raise where a step is not run again."""
     return LateWriteError(
         f"{error}. {kind} would have to be run again for that, and cannot be, because {why_not}. What helps: write the "
