@@ -99,6 +99,11 @@ class InsideUnit:
         self.is_recomputing = False
         self.written: list[tuple[nn.Module, str, Any]] = []
 
+    @property
+    def registered(self) -> dict[tuple[int, str], bool]:
+        """Buffers that units have registered, see :class:`UnitWrites`."""
+        return self._writes.registered
+
     def __enter__(self) -> None:
         state = self._state
         state.unit_writes, state.is_recomputing = self._writes, self.is_recomputing
@@ -122,11 +127,14 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         RuntimeError: if the unit puts something into a list or dict that it was given.
     """
     originals: dict[int, Tensor] = {}
+    here = replica.device.torch_device
+    if here.type != "cpu":  # user code knows other devices: the host, and those of earlier calls
+        leaves = [here if type(x) is torch.device and x.type in ("cpu", here.type) else x for x in leaves]
     if context.compiler is not None and call.facts is not None:
         leaves, originals = without_flags(leaves)
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
     num_side = len(trees.leaves_of(side)) if call.facts is None else 0
-    previous = _set_side(call, replica, side) if call.side else ()
+    previous = _set_side(context, call, replica, side) if call.side else ()
     call.relayed = {}
     relays, call.relays = call.relays, []
     _active.run, _active.streams = (context, call, relays), _NOT_REDIRECTED
@@ -140,6 +148,10 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
                 if have_drawn is not None and have_drawn():  # in whatever operator
                     drawn = replace(drawn, gpu=True)
                 _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+    except RuntimeError as error:
+        if here.type != "cpu" and "same device" in str(error):
+            _note_devices(error, call.unit.name)
+        raise
     finally:
         _active.run = None
         _active.streams = _NOT_REDIRECTED
@@ -148,6 +160,15 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     found = _result_of(call, result, originals, inside.written)
     found.draws, found.was_compiled = drawn, was_compiled
     return found
+
+
+def _note_devices(error: RuntimeError, unit_name: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(
+            f"The arguments, parameters and buffers of unit {unit_name!r} are on one device. What it takes from "
+            "elsewhere (tensors in attributes, lists and dicts, other modules) may not be there: register it, pass it "
+            "as an argument, or make the module around both a unit with RoundPipeStrategy(units=[...])."
+        )
 
 
 def _result_of(
@@ -236,13 +257,17 @@ def _forward_watched(
     return result, draws
 
 
-def _set_side(call: Call, replica: Replica, values: list[Any]) -> list[tuple[nn.Module, str, Any]]:
+def _set_side(
+    context: UnitContext, call: Call, replica: Replica, values: list[Any]
+) -> list[tuple[nn.Module, str, Any]]:
     """Sets what user code has written on the unit's modules; what was there before."""
     previous = []
     for (module, name), value in zip(call.side, values, strict=True):
         copy = replica.copy_of(module)
         if copy is not None:
             previous.append((copy, name, read(copy, name)))
+            if (id(module), name) in context.lock.registered:
+                copy._buffers.setdefault(name, None)
             assign(copy, name, value)
     return previous
 

@@ -46,23 +46,34 @@ def is_registered(module: nn.Module, name: str) -> bool:
 
 
 class UnitWrites:
-    """Attributes that a unit writes while it runs, with their values before."""
+    """Attributes that a unit writes while it runs, with their values before.
+
+    Attributes:
+        registered: buffers that it has registered, of which there was none before, and whether they are persistent.
+    """
 
     def __init__(self) -> None:
         self.before: Attributes = {}
+        self.registered: dict[tuple[int, str], bool] = {}
 
     def note(self, module: nn.Module, name: str) -> None:
         """Called before the attribute changes."""
         if (id(module), name) not in self.before:
             self.before[id(module), name] = (module, read(module, name))
 
+    def note_registered(self, module: nn.Module, name: str, *, is_persistent: bool) -> None:
+        """Called before a buffer is registered."""
+        self.note(module, name)
+        if self.before[id(module), name][1] is MISSING:
+            self.registered[id(module), name] = is_persistent
+
     def take_back(self) -> list[tuple[nn.Module, str, Any]]:
         """Restores the values from before; what was written: (module, name, value), registered names left out. A buffer
-        that was None has no value that others know of: it is written like a plain attribute."""
+        that was None, or none at all, has no value that others know of: it is written like a plain attribute."""
         written = []
         noted, self.before = self.before, {}
         for (_, name), (module, before) in noted.items():
-            is_buffer = name in module.__dict__.get("_buffers", ()) and before is not None
+            is_buffer = name in module.__dict__.get("_buffers", ()) and before is not None and before is not MISSING
             if is_registered(module, name) or is_buffer:
                 continue
             written.append((module, name, read(module, name)))

@@ -239,10 +239,12 @@ class Workers:
         Args:
             are_done: whether that is known: to ask would wake each of them.
         """
-        for worker, done in [] if are_done else [(worker, worker.done()) for worker in workers]:
-            while not done.wait(_RECHECK_S) and worker.is_alive:
-                pass
-        self._idle += reversed(workers)
+        try:
+            for worker, done in [] if are_done else [(worker, worker.done()) for worker in workers]:
+                while not done.wait(_RECHECK_S) and worker.is_alive:
+                    pass
+        finally:  # an interrupt ends the wait; each does one thing after the other, and is ended with the others
+            self._idle += reversed(workers)
 
     def close(self) -> None:
         """Ends all idle threads."""

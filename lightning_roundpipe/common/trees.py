@@ -6,7 +6,8 @@
 
 - :func:`flatten` and :func:`unflatten` are for the arguments and results of units. They open what
   ``torch.utils._pytree`` knows (tuples, lists, dicts, named tuples, whatever is registered there, such as Hugging
-  Face's ``ModelOutput``) and dataclasses. Any other object is a leaf.
+  Face's ``ModelOutput``), classes derived from lists and dicts, dataclasses, namespaces and distributions of torch. Any
+  other object is a leaf.
 - :func:`children_of` and :func:`rebuild` are for batches and what steps return. They open one container, with the way
   to each entry, and any mapping, list or tuple, also of a class that a unit's argument would be a leaf of.
 - :func:`mapped` opens both kinds.
@@ -20,6 +21,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from torch.utils import _pytree as pytree
 
 _LEAF = None
 _POSITIONAL = object()
+# Objects of which the attributes are entries.
+_WITH_ATTRIBUTES = (torch.distributions.Distribution, SimpleNamespace)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.Size})
 
 
@@ -42,16 +46,25 @@ class _Node(NamedTuple):
     unflatten_fn: Callable[[list[Any], Any], Any]
 
 
-def _flatten_dataclass(tree: Any) -> tuple[list[Any], Any]:
+def _flatten_fields(tree: Any) -> tuple[list[Any], Any]:
     names = _fields_of(tree)
     entries = [getattr(tree, name) for name in names]
     shell = _with_fields(tree, names, [None] * len(names))  # the structure must not keep tensors alive
     return entries, (shell, names)
 
 
-def _unflatten_dataclass(entries: list[Any], context: tuple[Any, list[str]]) -> Any:
+def _unflatten_fields(entries: list[Any], context: tuple[Any, list[str]]) -> Any:
     shell, names = context
     return _with_fields(shell, names, entries)
+
+
+def _flatten_derived(tree: Any) -> tuple[list[Any], Any]:
+    entries = [entry for _, entry in children_of(tree) or ()]
+    return entries, rebuild(tree, [None] * len(entries))
+
+
+def _unflatten_derived(entries: list[Any], shell: Any) -> Any:
+    return rebuild(shell, entries)
 
 
 def _flatten_packed(tree: PackedSequence) -> tuple[list[Any], Tensor]:
@@ -63,7 +76,8 @@ def _unflatten_packed(entries: list[Any], batch_sizes: Tensor) -> PackedSequence
     return PackedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
 
 
-_DATACLASS = _Node(_flatten_dataclass, _unflatten_dataclass)
+_FIELDS = _Node(_flatten_fields, _unflatten_fields)
+_DERIVED = _Node(_flatten_derived, _unflatten_derived)
 # Its batch sizes stay on the host, wherever the rest goes.
 _PACKED = _Node(_flatten_packed, _unflatten_packed)
 
@@ -79,7 +93,9 @@ def _node_of(tree: Any) -> Any:
         return _PACKED
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return pytree.SUPPORTED_NODES[namedtuple]  # type: ignore[index]
-    return _DATACLASS if _is_instance_of_dataclass(tree) else None
+    if _is_instance_of_dataclass(tree) or isinstance(tree, _WITH_ATTRIBUTES):
+        return _FIELDS
+    return _DERIVED if isinstance(tree, (dict, list, UserDict)) else None
 
 
 def flatten(tree: Any, leaves: list[Any]) -> Any:
@@ -178,6 +194,8 @@ def _rebuild_mapping(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     result = copy.copy(template)
     for key, entry in items.items():
         result[key] = entry
+    if getattr(template, "__dict__", None) is template:  # its attributes are its items
+        result.__dict__ = result
     return result
 
 
@@ -186,6 +204,8 @@ def _is_instance_of_dataclass(value: Any) -> bool:
 
 
 def _fields_of(instance: Any) -> list[str]:
+    if isinstance(instance, _WITH_ATTRIBUTES):
+        return list(vars(instance))
     return [field.name for field in fields(instance) if hasattr(instance, field.name)]
 
 

@@ -82,7 +82,7 @@ class Microbatch:
         self._calls: list[Call] = []  # whose backward may come, in order
         self._called: list[Unit] = []
         self._homes: list[Device] = []  # where they ran
-        self._loose = LooseGradients()
+        self._loose = LooseGradients(request.is_trained)
         self._saved = SavedInputs()
         owners = self._pool.owners
         self._activations = TravellingActivations(self._saved, owners, self._pool.gpus)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,10 +26,11 @@ from ..autograd.recompute import GradientCutError, note_hook, reached_cut
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
-from ..usercode.implicit_transfers import compiled_functions_as_they_are, functions_followed
+from ..usercode.implicit_transfers import compiled_functions_as_they_are, functions_followed, lengths_brought_home
 from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_refused
+from ..weights.attributes import note_set
 from ..weights.units import Unit, UnitTable
 
 _transforms_active = torch._C._are_functorch_transforms_active  # of torch.func
@@ -118,7 +118,7 @@ class _Interceptor:
     def __init__(self, unit: Unit) -> None:
         module = unit.module
         own = module.__dict__.get("forward")
-        original = own or types.MethodType(type(module).forward, module)
+        original = own or module.forward  # of a traced module the class has none
         functools.update_wrapper(self, original)
         self._unit, self._original, self.roundpipe_original = unit, original, own
 
@@ -172,6 +172,7 @@ def noting_writes() -> Iterator[None]:
     :mod:`usercode.lock`. Parameters have no such methods of their own, and what is not there costs nothing outside of
     fits."""
     set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+    register_buffer = nn.Module.register_buffer
 
     def noting_setattr(self: nn.Module, name: str, value: Any) -> None:
         _note(self, name, value)
@@ -180,6 +181,13 @@ def noting_writes() -> Iterator[None]:
     def noting_delattr(self: nn.Module, name: str) -> None:
         _note(self, name)
         delete_attribute(self, name)
+
+    @functools.wraps(register_buffer)
+    def noting_register_buffer(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        state = current()
+        if state is not None and state.unit_writes is not None:
+            state.unit_writes.note_registered(self, name, is_persistent=persistent)
+        register_buffer(self, name, tensor, persistent)
 
     def noting_parameter_setattr(self: nn.Parameter, name: str, value: Any) -> None:
         if name == "requires_grad":
@@ -193,6 +201,7 @@ def noting_writes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(attribute_set(nn.Module, "__setattr__", noting_setattr))
         stack.enter_context(attribute_set(nn.Module, "__delattr__", noting_delattr))
+        stack.enter_context(attribute_set(nn.Module, "register_buffer", noting_register_buffer))
         stack.enter_context(attribute_set(nn.Parameter, "__setattr__", noting_parameter_setattr))
         stack.enter_context(attribute_set(nn.Parameter, "requires_grad_", noting_requires_grad_))
         yield
@@ -201,6 +210,7 @@ def noting_writes() -> Iterator[None]:
 def _note(module: nn.Module, name: str, value: Any = None) -> None:
     state = current()
     if state is None:
+        note_set(module, name, value)
         return
     if state.unit_writes is not None:
         state.unit_writes.note(module, name)
@@ -215,6 +225,23 @@ def _note_flag(parameter: nn.Parameter, value: bool) -> None:
         assert state is not None
         assert state.lock is not None
         state.lock.note_flag(state, parameter)
+
+
+@contextlib.contextmanager
+def autocast_followed() -> Iterator[None]:
+    """While open, ``torch.autocast`` in a micro-batch on GPUs means them where it names the host, which is where
+    ``self.device`` and the batch are."""
+    original = torch.autocast.__init__
+
+    @functools.wraps(original)
+    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        state = current()
+        if state is not None and device_type == "cpu" and type(self) is torch.autocast:
+            device_type = state.autocast_device
+        original(self, device_type, *args, **kwargs)
+
+    with attribute_set(torch.autocast, "__init__", init):
+        yield
 
 
 @contextlib.contextmanager
@@ -287,8 +314,10 @@ def intra_op_threads(num_threads: int | None) -> Iterator[None]:
 _STAYING = (
     noting_writes,
     noting_hooks,
+    autocast_followed,
     checkpoints_passed_through,
     functions_followed,
+    lengths_brought_home,
     compiled_functions_as_they_are,
     guarded_grad,
     gpu_generators_left_alone,

@@ -32,6 +32,7 @@ class StepRequest:
         meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
         reduction: adds the gradients up over ranks while the backward goes on; None where that is not to be done.
+        is_trained: whether a tensor that is no parameter is trained like one.
     """
 
     function: Callable[[Any], Any]
@@ -44,6 +45,7 @@ class StepRequest:
     autocast_device: str = "cpu"
     meets: bool = False
     reduction: StepReduction | None = None
+    is_trained: Callable[[Tensor], bool] = lambda tensor: False
 
     @property
     def training(self) -> bool:

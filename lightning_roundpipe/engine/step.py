@@ -51,7 +51,8 @@ class Step:
         self._failure = failure = Failure()
         shared = resources.exempt, failure.aborted.is_set, resources.switches, resources.draws_foreign
         self._lock = UserCodeLock(*shared) if trace is None else TracedUserCodeLock(trace, *shared)
-        self._states = [UserCodeState(i, request.seed) for i in range(len(request.microbatches))]
+        count, autocast_device = len(request.microbatches), request.autocast_device
+        self._states = [UserCodeState(i, request.seed, autocast_device) for i in range(count)]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
             state.on_late_code = resources.backward_runs_user_code.set

@@ -253,6 +253,19 @@ def functions_followed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def lengths_brought_home() -> Iterator[None]:
+    """While open, sequences are packed in a unit by lengths that came to its device with the other arguments, and which
+    torch wants on the host."""
+    original = torch._VF._pack_padded_sequence
+
+    def pack(data: Tensor, lengths: Tensor, *args: Any) -> Any:
+        return original(data, lengths if current() is None else lengths.cpu(), *args)
+
+    with attribute_set(torch._VF, "_pack_padded_sequence", pack):
+        yield
+
+
+@contextlib.contextmanager
 def compiled_functions_as_they_are() -> Iterator[None]:
     """While open, what user code has compiled runs without that."""
     original = torch._dynamo.eval_frame._callback_from_stance

@@ -51,6 +51,7 @@ from torch.overrides import TorchFunctionMode
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
 from ..common.thread_locals import AutogradLocal
+from ..weights.attributes import note_left
 from .collected_lists import content, follow
 from .generators import UserGenerators
 from .outputs import without_graph
@@ -60,6 +61,9 @@ _RECHECK_S = 2.0
 
 class UserCodeState:
     """What belongs to one micro-batch while it runs user code.
+
+    Args:
+        autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
 
     Attributes:
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
@@ -77,9 +81,10 @@ class UserCodeState:
             registers a hook on a tensor.
     """
 
-    def __init__(self, index: int, seed: int) -> None:
+    def __init__(self, index: int, seed: int, autocast_device: str = "cpu") -> None:
         self.index = index
         self.seed = seed
+        self.autocast_device = autocast_device
         self.overlay: Attributes = {}
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
@@ -103,6 +108,8 @@ class UserCodeLock:
 
     Attributes:
         switches_flags: whether user code has switched ``requires_grad`` of any parameter.
+        registered: buffers that a unit has registered in this step, by (id of the module, name), and whether they are
+            persistent: attributes of their micro-batches until it ends.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class UserCodeLock:
         self._aborted = aborted
         self._switches = set() if switches is None else switches
         self.switches_flags = False
+        self.registered: dict[tuple[int, str], bool] = {}
         self._lock = threading.Lock()
         self._holder: UserCodeState | None = None  # the micro-batch that is in user code
         self._exclusive: int | None = None  # the thread that is in an exclusive section
@@ -371,9 +379,13 @@ class UserCodeLock:
         """Ends the step: the writes of the last micro-batch stay (detached), or none."""
         self.suspend()
         if keep_writes:
-            for state in states:
-                for (_, name), (module, value) in state.overlay.items():
-                    assign(module, name, without_graph(value))
+            left = {key: found for state in states for key, found in state.overlay.items()}
+            for place, (module, value) in left.items():
+                name = place[1]
+                note_left(module, name, value)
+                if place in self.registered and value is not MISSING:
+                    module.register_buffer(name, None, self.registered[place])
+                assign(module, name, without_graph(value))
         else:
             for key, before in self._latched.items():
                 assign(self._baseline[key][0], key[1], before)

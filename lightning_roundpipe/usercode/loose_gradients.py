@@ -14,7 +14,7 @@ A walk over the graph between units finds the leaves, once per micro-batch, befo
 little beside what autograd takes to make and walk it. A graph is cut at units (:class:`Cut`), and each cut leads to the
 anchor of its micro-batch, which is one of the leaves. So whatever autograd would walk for ``loss.backward()``, it walks
 for these leaves. A leaf that is no parameter (``batch.requires_grad_()``) gets its ``.grad`` when the backward of the
-micro-batch ends.
+micro-batch ends, unless an optimizer updates it.
 
 What user code on a device computes with a copy of a small parameter gives a gradient there, which autograd does not
 bring to the host: it is put aside where it is (:meth:`LooseGradients.put_aside`). When the backward of the micro-batch
@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,12 +70,16 @@ def run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
 class LooseGradients:
     """What the backward of one micro-batch gives for leaves between units; see [Note: loose parameters].
 
+    Args:
+        is_trained: whether a leaf that is no parameter is trained like one.
+
     Attributes:
         is_walking: whether the engine itself walks a graph of this micro-batch at the moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_trained: Callable[[Tensor], bool] = lambda leaf: False) -> None:
         self.is_walking = False
+        self._is_trained = is_trained
         self._edges: dict[Tensor, GradientEdge] = {}
         self._sums: dict[Tensor, Tensor] = {}
         self._num_walks = 0
@@ -157,7 +161,7 @@ class LooseGradients:
         aside = [self._aside[key] for key in sorted(self._aside)]
         sums = self._sums
         self.clear()
-        for leaf in [leaf for leaf in sums if not isinstance(leaf, nn.Parameter)]:
+        for leaf in [leaf for leaf in sums if not (isinstance(leaf, nn.Parameter) or self._is_trained(leaf))]:
             with _others_lock:
                 _accumulate(leaf, sums.pop(leaf))
         on_host = cast(dict[nn.Parameter, Tensor], sums)

@@ -20,7 +20,7 @@ version, by which others tell what has changed; that is made up for when the ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,11 @@ from torch import Tensor, nn
 
 from ..devices.device import Device
 from ..devices.transfer import Edge, Transfer
+
+
+def brought(tensors: Sequence[Tensor], device: Device, what: str) -> list[Tensor]:
+    """``tensors`` of the host on ``device``, for a unit that runs there next."""
+    return device.upload(tensors, what, must=True).wait(Edge.BUFFERS)
 
 
 class _Newest(NamedTuple):
@@ -75,7 +80,7 @@ class ComingBuffers:
             elif home is not None and not (is_loaded and copy._buffers.get(name) is not None):
                 missing.append((copy, name, home))
         if missing:
-            uploaded = device.upload([home for _, _, home in missing], what, must=True).wait(Edge.BUFFERS)
+            uploaded = brought([home for _, _, home in missing], device, what)
             for (copy, name, _), tensor in zip(missing, uploaded, strict=True):
                 copy._buffers[name] = tensor
 

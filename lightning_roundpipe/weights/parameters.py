@@ -24,6 +24,7 @@ from ..common.attributes import assign
 from ..common.sizes import num_bytes_of
 from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Transfer
+from .attributes import KeptAttributes
 from .buffers import ComingBuffers
 from .events import tell
 from .futures import unwaited
@@ -83,6 +84,7 @@ class Replica:
         self.has_gradients = False
         self.last_use = 0
         self.num_hooks = 0
+        self.kept = KeptAttributes(device)
         self._owns_buffers = False
         self._copies: list[_Copies] = []
         self._is_loading = False
@@ -133,6 +135,7 @@ class Replica:
         changed = [i for i, now in enumerate(seen) if now is not self._copied[i]]
         if any([_structure_of(self._pairs[i][0]) != self._structure[i] for i in changed]):
             return False
+        self.kept.drop()
         for i in changed:
             self._copied[i] = seen[i]
             self._copy_state(*self._pairs[i])
@@ -143,6 +146,7 @@ class Replica:
             if (copied := self.copy_of(module)) is not None:
                 assign(copied, name, value)
                 self._copied[self.unit.places[id(module)]] = None  # it has values of a micro-batch besides
+        self.kept.look(self._pairs)
         return True
 
     def switch(self, trained: tuple[bool, ...]) -> None:
@@ -280,7 +284,7 @@ class Replica:
                 for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
                     leaf.data = data
                 copies.is_waited_for = True
-        self.load_buffers()
+        self.load_state()
         self.is_active = True
         tell("activate", self.leaves.values(), self.unit.name, self)
 
@@ -297,10 +301,16 @@ class Replica:
                 leaf.grad = None
         self.book_gradients(False)
         if not self.device.aliases_host:
+            self.kept.drop()
             for _, copy, name in self.buffers:
                 copy._buffers[name] = None
 
     # --- buffers and gradients -----------------------------------------------------------------------------------
+
+    def load_state(self) -> None:
+        """Brings what is no weight to the device: buffers, and what the unit keeps in attributes."""
+        self.load_buffers()
+        self.kept.bring(f"attributes {self.unit.name}")
 
     def load_buffers(self, *, own: bool = False, is_loaded: bool = False) -> None:
         """Makes device copies of the buffers, which may be on their way home; on a host-aliasing device they are the

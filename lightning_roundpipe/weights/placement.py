@@ -127,7 +127,7 @@ class ReplicaCache:
         elif replica.num_hooks != self._num_hooks:
             self._look_again(replica, baseline)
             replica.refresh(baseline)
-            replica.load_buffers()
+            replica.load_state()
         self._num_uses += 1
         replica.last_use = self._num_uses
         replica.switch(trained)
@@ -175,6 +175,7 @@ class ReplicaCache:
     def give_up(self, device: Device) -> None:
         """Ends the use of what is active on ``device``. Copies that cannot be used again are freed, others may stay."""
         for replica in self.active_on(device):
+            replica.kept.check(replica.unit.name)
             replica.deactivate()
             if replica.unit not in self._next_use[device.index]:
                 replica.unload(unless=self.weights.outlast_step)

@@ -220,6 +220,8 @@ class UnitTable:
         inside = [m for m in module.modules() if m is not module]
         if self._chosen:
             return any(self._is_chosen(m) for m in inside)
+        if not _is_torch_module(module) and any(m._forward_hooks for m in inside):
+            return True  # its forward may use what its hooks keep
         if self._must_be_divided(module):
             return True
         if any(type(m).__name__ in self._no_split for m in inside):

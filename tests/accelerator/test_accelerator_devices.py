@@ -1,4 +1,5 @@
-"""Devices on simulated GPUs: when memory is free, how a step ends, and what a device says about itself."""
+"""Devices on simulated GPUs: when memory is free, how a step ends, and what a device, and ``roundpipe doctor``, say
+about them."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.accelerator import pool_statistics
+from lightning_roundpipe.cli.machine_facts import collect, gpus, links, page_locking
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
@@ -241,3 +243,28 @@ def test_figures_of_a_pool(pools: Any, sim: ModuleType) -> None:
     assert found["device1.peak_memory_bytes"] == sim.max_memory_allocated(0) >= peak
     assert found["host.page_locked_in_place_bytes"] == pool.devices[1].page_locked.in_place_bytes > 3 * MIB
     assert {name.split(".")[0] for name in found} == {"device0", "device1", "host"}
+
+
+def test_probes_of_gpus_know_all_of_them_and_leave_nothing(sim: ModuleType) -> None:
+    gc.collect()
+    before = sim.memory_allocated(0), sim.pinned_bytes()  # of tests before, which may let it go meanwhile
+    facts, unknown = collect([gpus, links, page_locking])
+    assert unknown == {}
+    assert [gpu["device"] for gpu in facts["gpus"]] == [f"sim:{index}" for index in range(sim.device_count())]
+    assert all(gpu["error"] is None for gpu in facts["gpus"])
+    assert all(0 < gpu["free_bytes"] <= gpu["memory_bytes"] for gpu in facts["gpus"])
+    for way in ("h2d_bytes_per_ms", "d2h_bytes_per_ms"):
+        assert len(facts["links"][way]) == sim.device_count()
+    assert facts["page_locking"]["tried_bytes"] > 0
+    assert facts["page_locking"]["error"] == 0
+    gc.collect()
+    assert sim.memory_allocated(0) <= before[0]
+    assert sim.pinned_bytes() <= before[1]
+
+
+def test_a_gpu_that_cannot_compute_is_known_by_its_error(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    monkeypatch.setattr("torch.ones", fail)
+    assert {gpu["error"] for gpu in gpus()} == {"RuntimeError: no kernel image is available"}

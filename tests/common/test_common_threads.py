@@ -135,3 +135,21 @@ def test_an_event_tells_when_it_is_set() -> None:
         event.set()
         assert event.wait()
     assert heard == [True] * 100
+
+
+def test_an_interrupt_of_the_wait_for_workers_keeps_them_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    workers, may_end = Workers(1), threading.Event()
+    worker = workers.take()
+    worker.begin(lambda: may_end.wait(60), "busy")
+    with monkeypatch.context() as patched:
+        patched.setattr(InterruptibleEvent, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            workers.give_back([worker])
+    may_end.set()
+
+    workers.close()
+
+    assert not worker.is_alive

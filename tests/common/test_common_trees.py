@@ -7,11 +7,13 @@ import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
@@ -55,6 +57,9 @@ OPENED: dict[str, tuple[Any, list[Any]]] = {
     "return type": (torch.max(torch.eye(2), dim=0), list(torch.max(torch.eye(2), dim=0))),
     "dataclass": (Frozen(X), [X, 3]),
     "registered": (Registered([X]), [X]),
+    "mapping of the user's class": (UserDict(x=X), [X]),
+    "list of the user's class": (OwnList([X]), [X]),
+    "namespace": (SimpleNamespace(x=X, y=[Y]), [X, Y]),
 }
 LEAVES: dict[str, Any] = {
     "tensor": X,
@@ -63,8 +68,6 @@ LEAVES: dict[str, Any] = {
     "size": torch.Size([2]),
     "class": Frozen,
     "object": object(),
-    "mapping of no known class": UserDict(x=X),
-    "list of no known class": OwnList([X]),
 }
 
 
@@ -118,8 +121,8 @@ def test_a_structure_keeps_no_tensor_alive(wrap: Any) -> None:
 
 MAPPED = {
     **{name: tree for name, (tree, leaves) in OPENED.items() if leaves},
-    "mapping of no known class": LEAVES["mapping of no known class"],
-    "list of no known class": LEAVES["list of no known class"],
+    "mapping of the user's class": UserDict(x=X),
+    "list of the user's class": OwnList([X]),
     "packed sequence": pack_sequence([torch.ones(2, 1), torch.ones(1, 1)]),
 }
 
@@ -195,3 +198,31 @@ def test_batch_sizes_of_a_packed_sequence_are_no_leaf() -> None:
     assert made.data.equal(packed.data + 1)
     assert made.batch_sizes is packed.batch_sizes
     assert made.unsorted_indices.equal(packed.unsorted_indices + 1)
+
+
+def test_attributes_that_are_the_items_of_a_dict_stay_so() -> None:
+    class Record(dict[str, Any]):
+        def __init__(self, **items: Any) -> None:
+            super().__init__(**items)
+            self.__dict__ = self
+
+    leaves: list[Any] = []
+    structure = trees.flatten(Record(x=X), leaves)
+
+    made = trees.unflatten(structure, [Y])
+
+    assert made.x is made["x"] is Y
+    made.z = 3
+    assert made["z"] == 3
+
+
+def test_a_distribution_is_made_again_of_its_tensors() -> None:
+    mean, scale = torch.zeros(2, 3), torch.ones(2, 3)
+    leaves: list[Any] = []
+    structure = trees.flatten(Independent(Normal(mean, scale), 1), leaves)
+
+    made = trees.unflatten(structure, [leaf + 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+    assert made.mean.equal(mean + 1)
+    assert made.event_shape == (3,)
+    assert made.log_prob(mean).equal(Independent(Normal(mean + 1, scale + 1), 1).log_prob(mean))

@@ -43,7 +43,7 @@ _INTRODUCTION = """\
 How features of Lightning and other libraries behave with `strategy="roundpipe"`. A feature is here if a test shows it,
 on virtual devices: no [GPU](../explanation/limits.md#gpus) has run these tests.
 
-- [What does not work](#what-does-not-work) ends in a clear error, before work is lost. (Plain mistakes do, too.)
+- [What does not work](#what-does-not-work) ends in a clear error, before work is lost.
 - [What differs](#what-differs) works, with the difference that is named.
 - [What works](#what-works) does what it does in plain Lightning on one device
   ([rule of exactness](../explanation/exactness.md)).

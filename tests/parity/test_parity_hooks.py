@@ -68,6 +68,35 @@ class RecordedByName(Chain):
         return loss + 0.1 * sum(self.features[f"block{i}"].square().mean() for i in range(len(self.blocks)))
 
 
+class Extractor(nn.Module):
+    """A module that keeps by hooks what parts of another one give, and gives that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.features: dict[str, Tensor] = {}
+        for name in ("0", "1"):
+            dict(self.model.named_modules())[name].register_forward_hook(self.keep(name))
+
+    def keep(self, name: str) -> Callable[..., None]:
+        return lambda module, args, output: self.features.__setitem__(name, output)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.features.clear()
+        self.model(x)
+        return self.features
+
+
+class FeaturesOfAModule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = Extractor()
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        features = self.extractor(x)
+        return block(features["0"] + features["1"])
+
+
 class HooksThatChangeTheOutput(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +270,7 @@ class CheckpointingInsideUnits(Chain):
 MODELS: list[type[Chain]] = [
     RecordedHiddenStates,
     RecordedByName,
+    FeaturesOfAModule,
     HooksThatChangeTheOutput,
     HooksOnUnits,
     FrozenBlockThatRequiresGradients,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.driver import assert_parity, train
+from tests.parity.driver import assert_parity, assert_same, train
 from tests.support.models import Chain, six_vectors, vectors
 from tests.support.rows import compat
 
@@ -121,3 +121,31 @@ def test_rounds(devices: int, round_size: int) -> None:
         strategy_options={"round_size": round_size},
     )
     assert run.watch.num_microbatches == [9, 9, 9]
+
+
+class Tempered(Chain):
+    """With a tensor that the optimizer updates, and that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.ones(2, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), self.temperature], lr=0.1)
+
+
+def test_tensors_of_an_optimizer_that_are_no_parameters_are_trained(pipeline: dict[str, Any]) -> None:
+    modules: list[Tempered] = []
+
+    def make() -> Tempered:
+        modules.append(Tempered())
+        return modules[-1]
+
+    plain, run = (train(make, vectors, optimizer=None, **chosen) for chosen in ({}, pipeline))
+
+    assert_same(run, plain)
+    assert not modules[0].temperature.equal(torch.ones(2))
+    torch.testing.assert_close(modules[1].temperature, modules[0].temperature, rtol=1e-4, atol=1e-6)

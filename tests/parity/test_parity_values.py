@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
 from tests.parity.driver import assert_parity, sequential
@@ -66,6 +68,42 @@ class Containers(Regression):
             hidden = block(hidden)
         assert hidden.level == 2
         return self.head(hidden.x + hidden.pairs["b"].right)
+
+
+class Record(dict[str, Any]):
+    """Whose attributes are its items."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class DistributionBlock(Block):
+    def forward(self, x: Tensor) -> Independent:  # type: ignore[override]
+        x = super().forward(x)
+        return Independent(Normal(x, F.softplus(x)), 1)
+
+
+class ObjectBlock(Block):
+    def forward(self, given: Any) -> Record:  # type: ignore[override]
+        return Record(x=super().forward(given.mean), also=SimpleNamespace(x=given.stddev))
+
+
+class Objects(Regression):
+    """Distributions, namespaces and a dict of the user's own class."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.dense = nn.ModuleList(DistributionBlock() for _ in range(2))
+        self.objects = nn.ModuleList(ObjectBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, penalty = self.stem(x), torch.zeros(len(x))
+        for dense, block in zip(self.dense, self.objects, strict=True):
+            drawn = dense(x)
+            record = block(drawn)
+            x, penalty = record.x + record["also"].x, penalty - drawn.log_prob(x.detach())
+        return self.head(x) + 0.1 * penalty[:, None]
 
 
 class StateOnSelf(Chain):
@@ -225,6 +263,7 @@ class BufferThatLaterCallsRead(Regression):
 MODELS: list[type[Regression]] = [
     BufferThatLaterCallsRead,
     Containers,
+    Objects,
     StateOnSelf,
     ConditionOnTheBlock,
     UnitsChangeTheirInputs,

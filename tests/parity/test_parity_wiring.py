@@ -320,6 +320,12 @@ class NestedContainers(Regression):
         return self.head(self.by_name["b"](x) + self.by_name["a"](x))
 
 
+class TracedBlock(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = torch.jit.trace(self.blocks[1], torch.zeros(2, WIDTH))
+
+
 MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (SkipsOverSeveralUnits, vectors),
     (DenselyConnected, vectors),
@@ -339,9 +345,11 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (UnusedParameters, vectors),
     (BuffersMadeInTheForward, vectors),
     (NestedContainers, vectors),
+    (TracedBlock, vectors),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
 def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)

@@ -76,7 +76,8 @@ class LogCapture:
         """Makes the merged calls, on the thread that Lightning expects them on.
 
         Args:
-            batch_size: rows of the whole batch, for calls that give none; None leaves it to Lightning.
+            batch_size: rows of the whole batch, if they are known. Where a call gives none, Lightning takes what it
+                infers from the whole batch, as on one device.
         """
         for group in self._grouped():
             assert self._results is not None
@@ -92,7 +93,7 @@ class LogCapture:
                     kwargs["batch_size"] = sum(given)
                     own = [float(size) for size in given]
                 elif len(given) < len(group):
-                    kwargs["batch_size"] = batch_size
+                    kwargs["batch_size"] = None
                     self._warn_of_count(group, weights, batch_size)
                 merged = _merge(group, own)
             try:

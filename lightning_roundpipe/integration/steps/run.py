@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from ...devices.device import Device
 from ...devices.pool import DevicePool
@@ -187,6 +188,7 @@ class Steps:
                 autocast_device=self._autocast_device,
                 meets=is_manual,
                 reduction=reduction,
+                is_trained=self._is_trained,
             )
             with self._final_if_sent(reduction):
                 result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
@@ -195,6 +197,11 @@ class Steps:
             if request.loss_of is not None:
                 self._guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
         return logs, result
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        """Whether an optimizer updates ``tensor``."""
+        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+        return any(weight is tensor for group in groups for weight in group["params"])
 
     @contextlib.contextmanager
     def _final_if_sent(self, reduction: StepReduction | None) -> Iterator[None]:

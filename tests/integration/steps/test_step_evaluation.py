@@ -6,8 +6,11 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.support.parity import both, compare, make_loader, make_trainer
 from tests.support.rows import compat
@@ -157,3 +160,24 @@ def test_list_of_training_outputs() -> None:
             self._end()
 
     compare(Collects, max_epochs=2, also=lambda run: run.module.epochs)
+
+
+def test_a_mean_is_weighed_by_the_batch_size_that_lightning_infers() -> None:
+    """For lists of images that is the number of channels, also where the last batch is a single micro-batch."""
+
+    class Detector(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            losses = [self.net(image[None]).mean() * 0 + target for image, target in zip(*batch, strict=True)]
+            self.log("loss", torch.stack(losses).mean())
+
+    rows = [(torch.zeros(3, 4 + i % 3, 5), torch.tensor(float(i))) for i in range(11)]
+
+    def act(kind: str) -> Any:
+        loader = DataLoader(rows, batch_size=5, collate_fn=lambda found: tuple(zip(*found, strict=True)))
+        return make_trainer(kind).validate(Detector(), loader)
+
+    assert both(act)[0]["loss"] == pytest.approx((2 + 7 + 10) / 3)
