@@ -248,7 +248,9 @@ def autocast_followed() -> Iterator[None]:
 def noting_hooks() -> Iterator[None]:
     """While open, hooks that user code registers on outputs of units and on modules are noted.
 
-    Replicas have to take over those on modules. What hooks on outputs change: :class:`recompute.Receiver`.
+    Replicas have to take over those on modules. If several micro-batches register the same one, each runs its own: they
+    may keep what they see for the step that removes them again. What hooks on outputs change:
+    :class:`recompute.Receiver`.
     """
 
     def noting(original: Callable[..., Any], note: Callable[[UserCodeState, Any], None]) -> Callable[..., Any]:
@@ -257,6 +259,8 @@ def noting_hooks() -> Iterator[None]:
             state = current()
             if state is not None:
                 note(state, self)
+                if isinstance(self, nn.Module) and state.unit_writes is None and args:
+                    args = (_own_hook(state, self, args[0]), *args[1:])
             return original(self, *args, **kwargs)
 
         return method
@@ -266,9 +270,25 @@ def noting_hooks() -> Iterator[None]:
             (Tensor, "register_hook", _note_tensor_hook),
             (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
             (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
+            (nn.Module, "register_forward_pre_hook", lambda state, module: None),
         ):
             stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
         yield
+
+
+def _own_hook(owner: UserCodeState, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` for all but the micro-batches that register the same one: the same code, on the same module."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    key = id(module), getattr(function, "__code__", type(function))
+    owner.own_hooks.add(key)
+
+    def owned(*args: Any, **kwargs: Any) -> Any:
+        state = current()
+        if state is None or state is owner or key not in state.own_hooks:
+            return hook(*args, **kwargs)
+        return None
+
+    return owned
 
 
 def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:

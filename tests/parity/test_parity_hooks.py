@@ -97,6 +97,28 @@ class FeaturesOfAModule(Chain):
         return block(features["0"] + features["1"])
 
 
+class HooksOfOneStep(Chain):
+    """Registered by every step, which removes them: on a frozen part, and on units that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        found: dict[str, Any] = {}
+        handles = [
+            self.teacher[0].register_forward_hook(lambda module, args, output: found.update(teacher=output)),
+            self.blocks[1].register_forward_hook(lambda module, args, output: found.update(given_back=output)),
+            self.blocks[2].register_forward_pre_hook(lambda module, args: found.update(given=args[0])),
+        ]
+        with torch.no_grad():
+            self.teacher(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        for handle in handles:
+            handle.remove()
+        return loss + sum((found["teacher"] - found[name]).square().mean() for name in ("given", "given_back"))
+
+
 class HooksThatChangeTheOutput(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +293,7 @@ MODELS: list[type[Chain]] = [
     RecordedHiddenStates,
     RecordedByName,
     FeaturesOfAModule,
+    HooksOfOneStep,
     HooksThatChangeTheOutput,
     HooksOnUnits,
     FrozenBlockThatRequiresGradients,

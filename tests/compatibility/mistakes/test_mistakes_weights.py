@@ -284,7 +284,7 @@ class _Hiding(nn.Linear):
     "Misuse",
     "a tensor that leaves a unit by a side channel",
     status="refused",
-    note="Return it, assign it to an attribute, or make a coarser module the unit.",
+    note="Return it, assign it to an attribute, or choose coarser or finer units.",
 )
 def test_side_channel(module: type[Small]) -> None:
     try:
