@@ -132,8 +132,8 @@ class _Interceptor:
         return _as_it_is, (self._original,)
 
 
-def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    return original
 
 
 @contextlib.contextmanager
@@ -260,7 +260,7 @@ def noting_hooks() -> Iterator[None]:
             if state is not None:
                 note(state, self)
                 if isinstance(self, nn.Module) and state.unit_writes is None and args:
-                    args = (_own_hook(state, self, args[0]), *args[1:])
+                    args = (_OwnHook(state, self, args[0]), *args[1:])
             return original(self, *args, **kwargs)
 
         return method
@@ -276,19 +276,25 @@ def noting_hooks() -> Iterator[None]:
         yield
 
 
-def _own_hook(owner: UserCodeState, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` for all but the micro-batches that register the same one: the same code, on the same module."""
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    key = id(module), getattr(function, "__code__", type(function))
-    owner.own_hooks.add(key)
+class _OwnHook:
+    """A hook for all but the micro-batches that register the same one: the same code, on the same module.
 
-    def owned(*args: Any, **kwargs: Any) -> Any:
+    Copies and pickles of the module get the hook itself.
+    """
+
+    def __init__(self, owner: UserCodeState, module: nn.Module, hook: Callable[..., Any]) -> None:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        self._hook = hook
+        self._key = id(module), getattr(function, "__code__", type(function))
+        owner.own_hooks.setdefault(self._key, []).append(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = current()
-        if state is None or state is owner or key not in state.own_hooks:
-            return hook(*args, **kwargs)
-        return None
+        own = None if state is None else state.own_hooks.get(self._key)
+        return self._hook(*args, **kwargs) if own is None or self in own else None
 
-    return owned
+    def __reduce__(self) -> Any:
+        return _as_it_is, (self._hook,)
 
 
 def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:

@@ -76,7 +76,7 @@ class UserCodeState:
             it is on the thread's stack of modes.
         meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
         on_module_hook: called when user code registers a forward hook on a module.
-        own_hooks: hooks on modules that this micro-batch has registered: (id of the module, code).
+        own_hooks: hooks on modules that this micro-batch has registered, by (id of the module, code).
         recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
         on_late_code: called when user code asks for something in the backward: uses an activation checkpoint, or
             registers a hook on a tensor.
@@ -94,7 +94,7 @@ class UserCodeState:
         self.mode: TorchFunctionMode | None = None
         self.meet: Callable[..., Any] | None = None
         self.on_module_hook: Callable[[], None] = lambda: None
-        self.own_hooks: set[tuple[int, Any]] = set()
+        self.own_hooks: dict[tuple[int, Any], list[Any]] = {}
         self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
         self.on_late_code: Callable[[], None] = lambda: None
 

@@ -33,7 +33,7 @@ from .buffers import brought
 # By identity: metrics are modules whose hash depends on their state.
 _names: Any = WeakIdKeyDictionary()  # nn.Module -> set of names
 # Where modules of Lightning and metrics are, by their own account.
-_ALWAYS = frozenset({"_device"})
+_ALWAYS = ("_device",)
 
 
 def note_left(module: nn.Module, name: str, value: Any) -> None:
@@ -62,7 +62,7 @@ class KeptAttributes:
             self._found = [
                 (copy, name, copy.__dict__[name])
                 for master, copy in pairs
-                for name in sorted(_ALWAYS.union(_names.get(master, ())))
+                for name in (*_ALWAYS, *_names.get(master, ()))
                 if name in copy.__dict__
             ]
 

@@ -27,6 +27,8 @@ from .notices import Notices
 
 # Steps of each kind of which the numbers that they leave are looked at.
 _NUM_LOOKS = 3
+# What torch says of operands that do not fit.
+_OF_SIZES = ("size", "shape", "dimension")
 
 
 class BatchHints:
@@ -101,11 +103,20 @@ class BatchHints:
                 )
 
 
-def note_single_rows(error: Exception, batches: Batches) -> None:
-    """Code that needs several rows (batch statistics, ranking) raises anything: the way out is said beside it."""
+def note_sizes(error: Exception, batches: Batches) -> None:
+    """Code that needs several rows (batch statistics, ranking), or knows how many a batch has, raises anything: the way
+    out is said beside it."""
     rows, count = batches.batch_size, len(batches.microbatches)
-    if count > 1 and rows is not None and min(batches.sizes) == 1 and hasattr(error, "add_note"):  # since Python 3.11
+    if count < 2 or rows is None or not hasattr(error, "add_note"):  # since Python 3.11
+        return
+    if min(batches.sizes) == 1:
         error.add_note(
             f"The batch of {rows} rows was split into {count} micro-batches, some of a single row. If the code that "
             f"failed needs several rows, use a num_microbatches of {rows // 2} or less."
+        )
+    elif type(error) in (RuntimeError, ValueError, IndexError) and any(word in str(error) for word in _OF_SIZES):
+        error.add_note(
+            f"The batch of {rows} rows was split into {count} micro-batches of {min(batches.sizes)} or more. If the "
+            "code that failed counts on the rows of the whole batch, take the number of its input, or use "
+            "num_microbatches=1."
         )

@@ -37,7 +37,7 @@ from ...devices.pool import DevicePool
 from ...options import RoundPipeOptions
 from ...usercode.lock import current
 from ..batches.splitting import Batches
-from .hints import BatchHints, note_single_rows
+from .hints import BatchHints, note_sizes
 from .modules import ModuleScan
 from .notices import Notices
 
@@ -97,7 +97,7 @@ class StepGuard:
             if "modified by an inplace operation" in str(error):  # autograd may notice first what is looked for below
                 self._check_weights(kind)
                 self._check_shared(kind, shared)
-            note_single_rows(error, batches)
+            note_sizes(error, batches)
             raise
         if looks_closely:
             self._check_places()

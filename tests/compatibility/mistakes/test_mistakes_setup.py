@@ -161,6 +161,19 @@ def test_too_few_rows_for_the_code() -> None:
     make_trainer(num_microbatches=4, limit_train_batches=2).fit(with_step(step), make_loader())
 
 
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes on errors need Python 3.11")
+def test_rows_that_the_code_counts_on() -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return self.loss((x + torch.zeros(8, 1), y))
+
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        make_trainer(num_microbatches=2).fit(with_step(step), make_loader())
+
+    assert "8 rows was split into 2 micro-batches of 4 or more" in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].endswith("or use num_microbatches=1.")
+
+
 @compat(
     "Misuse",
     "`batch_size=1`",
