@@ -95,8 +95,9 @@ class Unit:
                 self.seen[place] = []
 
     def _look_at_settings(self) -> None:
-        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability."""
-        plain: list[Any] = []
+        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability;
+        and hooks inside, as what they are shown is a result of the unit."""
+        plain: list[Any] = [len(module._forward_hooks) for module in self.members[1:]]
         flags: list[bool] = []
         for module in self.members:
             plain.extend([value for value in module.__dict__.values() if type(value) in _PLAIN])

@@ -70,6 +70,23 @@ class RecordedByName(Chain):
         return loss + 0.1 * sum(self.features[f"block{i}"].square().mean() for i in range(len(self.blocks)))
 
 
+class RecordedFromTheSecondStepOn(RecordedByName):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.outer._forward_hooks.clear()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            for index, block in enumerate(self.blocks):
+                block.outer.register_forward_hook(self.recorder(f"block{index}"))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_step:
+            return super().training_step(batch, batch_idx)
+        return Chain.training_step(self, batch, batch_idx)
+
+
 class Extractor(nn.Module):
     """A module that keeps by hooks what parts of another one give, and gives that."""
 
@@ -294,6 +311,7 @@ class CheckpointingInsideUnits(Chain):
 MODELS: list[type[Chain]] = [
     RecordedHiddenStates,
     RecordedByName,
+    RecordedFromTheSecondStepOn,
     FeaturesOfAModule,
     HooksOfOneStep,
     HooksThatChangeTheOutput,
