@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -491,22 +489,3 @@ class OtherOrder(Chain):
 def test_paths_that_change_between_batches(pipeline: dict[str, Any]) -> None:
     run = assert_parity(OtherOrder, vectors, **pipeline, min_calls=6)
     assert run.watch.num_off_plan > 0, "the second batch should have left the plan"
-
-
-def noted(module: nn.Module, args: Any, output: Tensor) -> None:
-    """A hook that does nothing."""
-
-
-class HookForGood(Chain):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if not self.blocks[0]._forward_hooks:
-            self.blocks[0].register_forward_hook(noted)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_hook_that_a_step_leaves_is_itself_in_copies() -> None:
-    run = train(HookForGood, vectors, devices=2, num_microbatches=3)
-
-    block = run.module.blocks[0]
-    copies = (copy.deepcopy(block), pickle.loads(pickle.dumps(block)))
-    assert [list(one._forward_hooks.values()) for one in copies] == [[noted]] * 2

@@ -1,7 +1,9 @@
-"""How units are wired: skips, sharing, recurrence, frozen and unused parts, loose parameters."""
+"""How units are wired: skips, sharing, recurrence, frozen and unused parts, loose parameters; and their copies."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.parity.driver import assert_parity
+from tests.parity.driver import assert_parity, train
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
@@ -353,3 +355,22 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
 def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)
+
+
+def noted(module: nn.Module, args: Any, output: Tensor) -> None:
+    """A hook that does nothing."""
+
+
+class HookForGood(Chain):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if not self.blocks[0]._forward_hooks:
+            self.blocks[0].register_forward_hook(noted)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_hook_that_a_step_leaves_is_itself_in_copies() -> None:
+    run = train(HookForGood, vectors, devices=2, num_microbatches=3)
+
+    block = run.module.blocks[0]
+    copies = (copy.deepcopy(block), pickle.loads(pickle.dumps(block)))
+    assert [list(one._forward_hooks.values()) for one in copies] == [[noted]] * 2
