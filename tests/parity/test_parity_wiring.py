@@ -347,14 +347,22 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (UnusedParameters, vectors),
     (BuffersMadeInTheForward, vectors),
     (NestedContainers, vectors),
-    (TracedBlock, vectors),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
 def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
+def test_a_traced_unit(pipeline: dict[str, Any], way_to_copy: str) -> None:
+    """Its weights are where TorchScript has them, which is the host."""
+    if way_to_copy != "accelerator":
+        assert_parity(TracedBlock, vectors, **pipeline, min_calls=3)
+        return
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+        train(TracedBlock, vectors, **pipeline)
 
 
 def noted(module: nn.Module, args: Any, output: Tensor) -> None:
