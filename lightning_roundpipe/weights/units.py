@@ -3,6 +3,7 @@
 [Note: units]
 Containers (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``) are transparent: their members are *blocks*, and a
 block is never looked into. Modules around blocks are *user code*: their own ``forward`` is user code that calls units.
+So are modules, other than blocks, in which parts carry forward hooks: what these keep, the ``forward`` may use.
 Every other module that owns parameters is a candidate, at every level: which level counts is decided by the first call
 that arrives from user code, because inside a unit nothing is intercepted. So the unit is the coarsest module that is
 really called, without guessing, and a module that is never called (an embedding whose weight a decoder uses by
