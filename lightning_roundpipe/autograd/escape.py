@@ -29,10 +29,10 @@ def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
     if name is not None:
         raise UnitEscapeError(
             f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
-            "container, a dataclass nor a registered pytree, through a global, in a list or dict that is an attribute, "
-            "or as an argument that a hook keeps), so its gradient would be lost. Return it from the unit's forward, "
-            "or choose other units: coarser ones, RoundPipeStrategy(units=[TheClassAroundIt]), or finer ones, such as "
-            "units=['Linear']."
+            "container, a dataclass nor a registered pytree, through a global, in a list or dict that several modules "
+            "share, or as an argument that a hook keeps), so its gradient would be lost. Return it from the unit's "
+            "forward, or choose other units: coarser ones, RoundPipeStrategy(units=[TheClassAroundIt]), or finer ones, "
+            "such as units=['Linear']."
         )
 
 

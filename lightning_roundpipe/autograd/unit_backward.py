@@ -19,7 +19,8 @@ from ..usercode.moves import moved
 from ..weights.parameters import Replica
 from .recompute import Call, Entry, Slot
 from .repeats import check_repeats
-from .unit_run import UnitContext, UnitResult, autocast_as, run_unit
+from .unit_context import UnitContext
+from .unit_run import UnitResult, autocast_as, run_unit
 
 
 def run_unit_backward(

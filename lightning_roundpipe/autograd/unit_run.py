@@ -7,9 +7,6 @@ attributes and buffers.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,22 +14,68 @@ import torch
 from torch import Tensor, nn
 
 from ..common import trees
-from ..common.attributes import UnitWrites, assign, read
+from ..common.attributes import assign, read
 from ..common.graphs import has_saved_tensor_hooks
 from ..common.seeds import derive_seed
-from ..devices.offload import TravellingActivations
+from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
-from ..usercode.lock import UserCodeLock, UserCodeState
-from ..weights.low_precision import WorkingCopies
 from ..weights.parameters import Replica
-from .compiling import UnitCompiler, without_flags
+from ..weights.units import Unit
+from .compiling import without_flags
+from .fills import Fills
 from .randomness import Draws, PrivateRandomness
-from .recompute import Call, Cut, Slot
+from .recompute import Call, Slot
+from .relays import active
+from .unit_context import UnitContext
 
-_active = threading.local()
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NOT_REDIRECTED = 0, None, None  # what a unit draws: its seed, and what gives it numbers of torch's and of others
+
+
+@dataclass(slots=True)
+class WrittenAttribute:
+    """A plain attribute that a unit wrote, or a list or dict there that it filled.
+
+    Attributes:
+        module: the master, or another module.
+        name, value: of the attribute; its new tensors belong to the unit.
+    """
+
+    module: nn.Module
+    name: str
+    value: Any
+    _slots: dict[int, Slot] = field(default_factory=dict)  # index of a leaf of the value -> of the call
+    _passed: dict[int, int] = field(default_factory=dict)  # index of a leaf -> of the argument that it is
+
+    def locate(self, unit: Unit, arguments: dict[int, int]) -> dict[Slot, Tensor]:
+        """Finds the tensors in the value; the new ones, by slot.
+
+        Args:
+            arguments: id of a tensor that the unit was given -> its index.
+        """
+        place = unit.places.get(id(self.module), id(self.module))
+        found: dict[Slot, Tensor] = {}
+        for i, leaf in enumerate(trees.leaves_of(self.value)):
+            if isinstance(leaf, Tensor):
+                if id(leaf) in arguments:
+                    self._passed[i] = arguments[id(leaf)]
+                else:  # counted, so that slots stay the same while a list grows from step to step
+                    slot = self._slots[i] = "attribute", place, self.name, len(self._slots)
+                    found[slot] = leaf
+        return found
+
+    def shown(self, outputs: dict[Slot, Tensor], arguments: list[Any]) -> Any:
+        """The value for user code, given the outputs of the call and its arguments there."""
+        if not (self._slots or self._passed):
+            return self.value
+        leaves: list[Any] = []
+        structure = trees.flatten(self.value, leaves)
+        for i, slot in self._slots.items():
+            leaves[i] = outputs[slot]
+        for i, j in self._passed.items():
+            leaves[i] = arguments[j]
+        return trees.unflatten(structure, leaves)
 
 
 @dataclass(slots=True)
@@ -42,7 +85,7 @@ class UnitResult:
     Attributes:
         leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
         slots: every tensor that left the unit, by slot.
-        written: plain attributes that the unit wrote: (copy or other module, name, value).
+        written: plain attributes that the unit wrote.
         draws: from where it drew random numbers, as far as that was watched.
         was_compiled: whether the unit was compiled in this run, which took most of the time.
     """
@@ -50,71 +93,9 @@ class UnitResult:
     leaves: list[Any]
     structure: Any
     slots: dict[Slot, Tensor]
-    written: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    written: list[WrittenAttribute] = field(default_factory=list)
     draws: Draws = field(default_factory=Draws)
     was_compiled: bool = False
-
-
-@dataclass(slots=True)
-class UnitContext:
-    """What the units of one micro-batch run with.
-
-    Attributes:
-        state: of the micro-batch in user code.
-        lock: the user-code lock of the step.
-        anchor: makes every cut require a gradient, see [Note: loose parameters] in :mod:`usercode.loose_gradients`.
-        activations: what the micro-batch brings along from device to device.
-        weights: the low-precision copies of the masters.
-        autocast_device: device type of autocast.
-        saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
-        compiler: runs units compiled; None to run them as they are.
-        inside: open while a unit runs.
-    """
-
-    state: UserCodeState
-    lock: UserCodeLock
-    anchor: Tensor
-    activations: TravellingActivations
-    weights: WorkingCopies
-    autocast_device: str
-    saves_kept: bool
-    compiler: UnitCompiler | None
-    inside: InsideUnit
-
-
-class InsideUnit:
-    """While open, its micro-batch is inside a unit: on the calling thread, and on those of autograd that work for it
-    meanwhile: what is written on modules is noted. May be entered again afterwards.
-
-    Attributes:
-        is_recomputing: whether the unit runs again for its backward, or runs its backward.
-        written: plain attributes that were written the last time: (copy or other module, name, value).
-    """
-
-    __slots__ = ("_state", "_writes", "is_recomputing", "written")
-
-    def __init__(self, state: UserCodeState) -> None:
-        self._state = state
-        self._writes = UnitWrites()
-        self.is_recomputing = False
-        self.written: list[tuple[nn.Module, str, Any]] = []
-
-    @property
-    def registered(self) -> dict[tuple[int, str], bool]:
-        """Buffers that units have registered, see :class:`UnitWrites`."""
-        return self._writes.registered
-
-    def __enter__(self) -> None:
-        state = self._state
-        state.unit_writes, state.is_recomputing = self._writes, self.is_recomputing
-        self.written = []
-
-    def __exit__(self, *exc: object) -> None:
-        state = self._state
-        state.unit_writes = None
-        state.is_recomputing = False
-        if self._writes.before:
-            self.written = [one for one in self._writes.take_back() if not _is_list_of_weights(*one[:2])]
 
 
 def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> UnitResult:
@@ -135,9 +116,11 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
     num_side = len(trees.leaves_of(side)) if call.facts is None else 0
     previous = _set_side(context, call, replica, side) if call.side else ()
+    fills = Fills(replica, learns=call.facts is None) if call.facts is None or call.unit.fills else None
+    filled: list[Attribute] = []
     call.relayed = {}
     relays, call.relays = call.relays, []
-    _active.run, _active.streams = (context, call, relays), _NOT_REDIRECTED
+    active.run, active.streams = (context, call, relays), _NOT_REDIRECTED
     draws = call.draws if call.facts is None else call.facts.draws  # those that are redirected
     inside = context.inside
     inside.is_recomputing = relays is not None
@@ -153,11 +136,14 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             _note_devices(error, call.unit.name)
         raise
     finally:
-        _active.run = None
-        _active.streams = _NOT_REDIRECTED
+        active.run = None
+        active.streams = _NOT_REDIRECTED
+        if fills is not None:
+            filled = fills.end()
         for module, name, value in previous:
             assign(module, name, value)
-    found = _result_of(call, result, originals, inside.written)
+    written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]
+    found = _result_of(call, result, originals, written, leaves)
     found.draws, found.was_compiled = drawn, was_compiled
     return found
 
@@ -172,7 +158,7 @@ def _note_devices(error: RuntimeError, unit_name: str) -> None:
 
 
 def _result_of(
-    call: Call, result: Any, originals: dict[int, Tensor], written: list[tuple[nn.Module, str, Any]]
+    call: Call, result: Any, originals: dict[int, Tensor], written: list[Attribute], given: list[Any]
 ) -> UnitResult:
     """What the unit gave, what its hooks were shown, and the tensors that it wrote on modules, by slot."""
     leaves: list[Any] = []
@@ -181,10 +167,22 @@ def _result_of(
         leaves = [originals.get(id(x), x) for x in leaves]
     slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     slots.update(call.relayed)
-    for order, (_, name, value) in enumerate(written):
-        if isinstance(value, Tensor):
-            slots["attribute", order, name] = value
-    return UnitResult(leaves, structure, slots, written)
+    attributes = [WrittenAttribute(*one) for one in written]
+    if attributes:
+        arguments = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
+        for attribute in attributes:
+            slots.update(attribute.locate(call.unit, arguments))
+    return UnitResult(leaves, structure, slots, attributes)
+
+
+def _of_master(
+    context: UnitContext, replica: Replica, copy: nn.Module, name: str, value: Any
+) -> tuple[nn.Module, str, Any]:
+    """What was written on a copy, as something that is written on its master."""
+    master = replica.master_of(copy) or copy
+    if (is_persistent := context.inside.registered.get((id(copy), name))) is not None:
+        context.lock.registered[id(master), name] = is_persistent
+    return master, name, value
 
 
 def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[Any]:
@@ -250,7 +248,7 @@ def _forward_watched(
             foreign = stack.enter_context(ForeignSeeded(seed))
         if draws.host:
             private = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
-        _active.streams = seed, private, foreign
+        active.streams = seed, private, foreign
         result = replica.module.forward(*args, **kwargs)
     if private is not None:
         draws = replace(private.draws, foreign=foreign is not None and foreign.have_moved)
@@ -299,99 +297,3 @@ def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> contextli
 def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
     """(enabled, dtype) of the calling thread."""
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-
-
-# [Note: relays]
-# Forward hooks on submodules of a unit (recorders of hidden states, attentions, router logits) keep the tensors they
-# see. Inside a unit these belong to the local graph, which user code must not reach, so on the replica such hooks are
-# run by a relay that shows them cut tensors: further outputs of the call. A recomputation does not run the hooks again,
-# unless they changed the output, which the rest of the unit needs.
-
-
-def relay_hooks(master: nn.Module) -> dict[str, Any]:
-    """Instance attributes for a replica of ``master`` that put a relay in the place of its forward hooks."""
-    return {
-        "_forward_hooks": OrderedDict({0: _Relay(master)}),
-        "_forward_hooks_with_kwargs": OrderedDict({0: True}),
-        "_forward_hooks_always_called": OrderedDict(),
-    }
-
-
-class _Relay:
-    """Stands for all forward hooks of one submodule."""
-
-    def __init__(self, master: nn.Module) -> None:
-        self._master = master
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        context, call, recorded = _active.run
-        assert call.relays is not None
-        order = len(call.relays)
-        if recorded is not None and order >= len(recorded):
-            return None  # a recomputation, and the hook was registered after the forward
-        if recorded is not None and not recorded[order]:
-            call.relays.append(False)
-            _relay_slots(call, order, trees.leaves_of(output))
-            return None
-        changed, result = self._run_hooks(context, call, order, args, kwargs, output)
-        call.relays.append(changed)
-        return result if changed else None
-
-    def _run_hooks(
-        self, context: UnitContext, call: Call, order: int, args: Any, kwargs: Any, output: Any
-    ) -> tuple[bool, Any]:
-        leaves: list[Any] = []
-        structure = trees.flatten(output, leaves)
-        slots = _relay_slots(call, order, leaves)
-        flagged = [slot for slot in slots if _is_flagged(call, slot)]
-        with torch.enable_grad():
-            for slot in flagged:
-                leaves[slot[2]] = Cut.apply(call, slot, context.anchor, [slots[slot]])  # type: ignore[index]
-        shown = trees.unflatten(structure, leaves)
-        with _in_hook(context, order):
-            is_same = self._call_hooks(args, kwargs, shown) is shown
-            begun = [slot for slot in slots if slot not in flagged and slots[slot].requires_grad]
-            # That a hook has begun a graph is a change: no output of the call hangs on it.
-            call.relayed.update((slot, slots[slot].detach()) for slot in begun)
-            if is_same and not begun:
-                return False, output
-            # The rest of the unit computes with what they returned, so they must see the tensors of the local graph.
-            return True, self._call_hooks(args, kwargs, output)
-
-    def _call_hooks(self, args: Any, kwargs: Any, output: Any) -> Any:
-        for hook_id, hook in self._master._forward_hooks.items():
-            if hook_id in self._master._forward_hooks_with_kwargs:
-                new = hook(self._master, args, kwargs, output)
-            else:
-                new = hook(self._master, args, output)
-            output = output if new is None else new
-        return output
-
-
-@contextlib.contextmanager
-def _in_hook(context: UnitContext, order: int) -> Iterator[None]:
-    """User code runs inside the unit, with random numbers of its own where those of the unit are redirected."""
-    unit_seed, private, foreign = _active.streams
-    seed, user_code = derive_seed(unit_seed, order), context.lock.in_user_code(context.state)
-    with (
-        user_code if foreign is None else foreign.interrupted(seed, by=user_code),
-        _NOTHING if private is None else private.interrupted(seed),
-    ):
-        yield
-
-
-def _relay_slots(call: Call, order: int, leaves: list[Any]) -> dict[Slot, Tensor]:
-    slots: dict[Slot, Tensor] = {("relay", order, i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    call.relayed.update(slots)
-    return slots
-
-
-def _is_flagged(call: Call, slot: Slot) -> bool:
-    if call.facts is not None:
-        return slot in call.facts.flagged
-    return call.relayed[slot].requires_grad
-
-
-def _is_list_of_weights(module: nn.Module, name: str) -> bool:
-    """Recurrent layers of torch list their weights, anew when these are others: those of a replica belong to it."""
-    return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")

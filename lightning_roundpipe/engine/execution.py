@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot, flagged_of
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
-from ..autograd.unit_run import UnitContext, UnitResult, drop_graph, run_unit, without_weights
+from ..autograd.unit_context import UnitContext
+from ..autograd.unit_run import UnitResult, drop_graph, run_unit, without_weights
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
@@ -111,22 +112,10 @@ def run_forward(
         homes = [(replica.master_of(copy), name, value) for copy, name, _, _, value in before]
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in unit.written]
         replica.store_buffers(written)
-    if done.unit.written:
-        done.unit.written = [_of_master(context, replica, *one) for one in done.unit.written]
     call.relayed = {}
     _take_flags(call, facts, done.unit, records)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
-
-
-def _of_master(
-    context: UnitContext, replica: Replica, copy: nn.Module, name: str, value: Any
-) -> tuple[nn.Module, str, Any]:
-    """What was written on a copy, as something that is written on its master."""
-    master = replica.master_of(copy) or copy
-    if (is_persistent := context.inside.registered.get((id(copy), name))) is not None:
-        context.lock.registered[id(master), name] = is_persistent
-    return master, name, value
 
 
 def _check_written(replica: Replica, before: Buffers) -> None:

@@ -27,10 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.fills import num_arguments
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
-from ..autograd.unit_run import InsideUnit, UnitContext, autocast_state
+from ..autograd.unit_context import InsideUnit, UnitContext
+from ..autograd.unit_run import autocast_state
 from ..common import trees
 from ..common.attributes import read
 from ..common.sizes import num_bytes_of
@@ -194,8 +196,8 @@ class Microbatch:
             put_on_mode(self.state)
             self._lock.acquire(self.state)
         result, outputs, passed = done.unit, done.outputs, done.passed_through
-        for order, (home, name, value) in enumerate(result.written):
-            self._lock.write(self.state, home, name, outputs.get(("attribute", order, name), value))
+        for attribute in result.written:
+            self._lock.write(self.state, attribute.module, attribute.name, attribute.shown(outputs, leaves))
         result_leaves = [
             leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
         ]
@@ -229,7 +231,7 @@ class Microbatch:
         unit, device, segment = call.unit, self.device, self._segment
         self._homes.append(device)
         kind = (
-            self._training, records, torch.is_grad_enabled(), is_training, len(leaves),
+            self._training, records, torch.is_grad_enabled(), is_training, num_arguments(call, leaves),
             tuple(call.differentiable), call.trained, call.autocast,
             tuple([x for x in leaves if x is None or type(x) in (bool, str)]),
         )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..autograd.compiling import UnitCompiler
 from ..autograd.escape import UnitEscapeError
-from ..autograd.unit_run import relay_hooks
+from ..autograd.relays import relay_hooks
 from ..common.threads import Workers
 from ..devices.pool import DevicePool
 from ..planning.costs import CostProfile, Machine

@@ -4,19 +4,21 @@
 ``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
 (``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
-and lands in the original container::
+and lands in the original container. So are those that units fill, see [Note: fills] in :mod:`autograd.fills`. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
               [a, merge(x0, x1)]  <-- collected
 
 One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items, or some that came at
-once (``extend``, ``+=``), are merged like a list that a step returns: as many as a micro-batch has rows are samples.
+once (``extend``, ``+=``), are merged like a list that a step returns: as many as a micro-batch has rows are samples. Of
+a list that they have cleared, or from which they have taken items, what all of them still have stays in front.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.attributes import MISSING, Attributes, assign
+from ..common.attributes import MISSING, Attributes, assign, read
 from .outputs import brought_home
 
+Attribute = tuple[nn.Module, str, Any]  # module, name, value
 Merge = Callable[[list[Any]], Any]
 # Module, name of an attribute, one value per micro-batch.
 NumbersLeft = tuple[nn.Module, str, list[Any]]
@@ -34,18 +37,35 @@ NumbersLeft = tuple[nn.Module, str, list[Any]]
 _NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
 
 
+def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
+    """The lists and dicts in attributes of these modules."""
+    for module in modules:
+        for name, value in module.__dict__.items():
+            if type(value) in (list, dict) and name not in _NOT_OF_USERS:
+                yield module, name, value
+
+
 class CollectedLists:
-    """The lists and dicts of these modules; see [Note: collected lists]."""
+    """The lists and dicts of these modules; see [Note: collected lists].
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._originals = [
-            (module, name, value)
-            for module in modules
-            for name, value in module.__dict__.items()
-            if type(value) in (list, dict) and name not in _NOT_OF_USERS
-        ]
+    Args:
+        modules: all of theirs are collected.
+        filled: gives the attributes that units are known to fill.
+    """
 
-    def copies(self) -> Iterator[tuple[nn.Module, str, Any]]:
+    def __init__(
+        self, modules: Iterable[nn.Module], filled: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple
+    ) -> None:
+        self._filled = filled
+        self._originals = list(containers_of(modules))
+        self._note_filled()
+
+    def _note_filled(self) -> None:
+        known = {(id(module), name) for module, name, _ in self._originals}
+        filled = [(module, name, read(module, name)) for module, name in self._filled()]
+        self._originals += [one for one in filled if type(one[2]) in (list, dict) and (id(one[0]), one[1]) not in known]
+
+    def copies(self) -> Iterator[Attribute]:
         """Copies for one micro-batch: (module, attribute, copy)."""
         for module, name, original in self._originals:
             yield module, name, _Filled(original) if isinstance(original, list) else copy.copy(original)
@@ -53,12 +73,16 @@ class CollectedLists:
     def collect(self, overlays: Sequence[Attributes], merge: Merge) -> None:
         """Takes the copies out of what the micro-batches have written, and puts what came into them, merged, into the
         originals. Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`."""
+        self._note_filled()  # in this step
         for module, name, original in self._originals:
-            copies = [overlay.pop((id(module), name), (module, MISSING))[1] for overlay in overlays]
+            # Of what a unit fills a micro-batch that has not called it may have no copy.
+            copies = [overlay.pop((id(module), name), (module, original))[1] for overlay in overlays]
             is_replaced = any(type(c) not in (type(original), _Filled) for c in copies)
             if not is_replaced and isinstance(original, dict):
                 _collect_dict(original, copies, merge)
-            elif not is_replaced and all(_starts_with(c, original) for c in copies):
+            elif not is_replaced:
+                if not all(_starts_with(c, original) for c in copies):
+                    original[:] = _still_there(original, copies)
                 _collect_list(original, copies, merge)
             else:  # the last micro-batch counts
                 assign(module, name, list(copies[-1]) if isinstance(copies[-1], _Filled) else copies[-1])
@@ -108,8 +132,16 @@ def _collect_list(original: list[Any], copies: list[list[Any]], merge: Merge) ->
         original.extend(merge(appended))
 
 
+def _still_there(original: list[Any], copies: list[list[Any]]) -> list[Any]:
+    """What all copies begin with, of what they were given."""
+    given = set(map(id, original))
+    columns = zip(*copies, strict=False)
+    same = itertools.takewhile(lambda items: len(ids := set(map(id, items))) == 1 and ids <= given, columns)
+    return [items[0] for items in same]
+
+
 def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge: Merge) -> None:
-    if all(_are_same(c, original) and _are_same(c.values(), original.values()) for c in copies):
+    if all(is_unchanged(c, original) for c in copies):
         return
     for key in [key for key in original if key not in copies[-1]]:
         del original[key]
@@ -124,7 +156,7 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
 
 
 def content(value: Any) -> Any:
-    """What is in a list or dict now, for :func:`follow`; None for anything else."""
+    """What is in a list or dict now, for :func:`follow` and :func:`is_unchanged`; None for anything else."""
     return copy.copy(value) if type(value) in (list, dict, _Filled) else None
 
 
@@ -135,6 +167,22 @@ def follow(other: Any, before: Any, now: Any) -> None:
             list.extend(other, now[len(before) :])
     elif isinstance(before, dict) and isinstance(other, dict):
         other.update({key: value for key, value in now.items() if before.get(key, MISSING) is not value})
+
+
+def is_unchanged(now: Any, before: Any) -> bool:
+    """Whether a list or dict holds what it held."""
+    if isinstance(now, list):
+        return isinstance(before, list) and _are_same(now, before)
+    return isinstance(now, dict) and _are_same(now, before) and _are_same(now.values(), before.values())
+
+
+def refill(container: Any, before: Any) -> None:
+    """The list or dict holds again what it held."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
 
 
 def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:

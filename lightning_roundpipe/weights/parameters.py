@@ -32,7 +32,7 @@ from .gradients import sum_up
 from .low_precision import WorkingCopies
 from .units import Unit, Written, rebind
 
-# What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in unit_run.
+# What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in autograd.relays.
 Relay = Callable[[nn.Module], dict[str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device

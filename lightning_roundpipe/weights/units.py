@@ -56,6 +56,7 @@ class Unit:
         forward_pace, backward_pace: what the issue lock knows of its runs.
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
             compute depends on when they come.
+        fills: lists and dicts that it puts something into: (master module, name of the attribute), as an ordered set.
         seen: for each member, what it held at the last :meth:`look`: another list as soon as that is something else.
             Holds the values, so that the same object means the same value.
     """
@@ -65,6 +66,7 @@ class Unit:
     order: int
     facts: dict[Any, Any] = field(default_factory=dict)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)
+    fills: dict[tuple[nn.Module, str], None] = field(default_factory=dict)
     interceptor: tuple[Any, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 
@@ -179,6 +181,10 @@ class UnitTable:
         """Calls have other sizes from now on, and the facts know them: they are learned again."""
         for unit in self.units.values():
             unit.facts.clear()
+
+    def filled(self) -> list[tuple[nn.Module, str]]:
+        """Lists and dicts that units are known to fill: (module, name of the attribute)."""
+        return [place for unit in self.units.values() for place in unit.fills]
 
     def _no_split_names(self) -> set[str]:
         names: set[str] = set()
