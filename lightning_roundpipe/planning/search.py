@@ -145,6 +145,11 @@ class Score:
             for n in range(machine.num_devices + 1)
         ]
 
+    @property
+    def num_tried(self) -> int:
+        """How many candidates have a time."""
+        return len(self._tried)
+
     def of(self, candidate: Candidate) -> float:
         """The simulated time of a step, in ms."""
         tried = self._tried.get(candidate)
@@ -396,10 +401,15 @@ def _try_splits(score: Score, starts: Sequence[Candidate]) -> None:
 
 
 def _improve(score: Score, rng: random.Random) -> None:
-    """Try neighbours of the fastest, then of the next fastest, and so on."""
+    """Try neighbours of the fastest, then of the next fastest, and so on, while there are some that were not tried."""
+    most_known = max(_NUM_FAILURES, score.num_calls)  # in a row: then it is assumed that all were tried
     starts = iter(score.ranked())
-    now, num_failures = next(starts), 0
+    now, num_failures, num_tried, num_known = next(starts), 0, 0, 0
     for _ in score.budget(_NUM_NEIGHBOURS, share=1.0):
+        num_known = 0 if score.num_tried > num_tried else num_known + 1
+        num_tried = score.num_tried
+        if num_known > most_known:
+            return
         if num_failures == _NUM_FAILURES:
             now, num_failures = next(starts, now), 0
         cuts = neighbour_cuts([list(now.forward), list(now.backward)], rng, score.num_calls, score.is_training)
