@@ -163,8 +163,8 @@ class Case:
         assert self._last.schedule is not None
         costs = stage_costs(self._last.partition, self.profile)
         traits = tuple(map(DeviceTraits, self._speeds or ()))
-        machine = Machine(self.num_devices, devices=traits)
-        simulation = simulate(self._last.schedule, costs, machine, hop_ms=hop_ms)
+        machine = Machine(self.num_devices, devices=traits, hop_ms=hop_ms)
+        simulation = simulate(self._last.schedule, costs, machine)
         return simulation.step_ms, simulation.timeline.bubble_ratio
 
     def summary(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class PaperCase:
         partition = self._paper.partition()
         schedule = round_robin(partition.num_stages, NUM_MICROBATCHES, NUM_DEVICES, round_size=ROUND_SIZE)
         costs = stage_costs(partition, self.case.profile)
-        papers = simulate(schedule, costs, hop_ms=hop_ms, recompute_ahead=True)
+        papers = simulate(schedule, costs, Machine(NUM_DEVICES, hop_ms=hop_ms), recompute_ahead=True)
         return {
             "model": self.name,
             "time_factor": self._factor,

@@ -1,4 +1,4 @@
-"""How long the planner takes, and what its search is worth, over models of 25 to 1000 layers.
+"""How long the planner takes, and what splits are worth, over models of 25 to 1000 layers.
 
 The planner runs between two training steps (and in front of anyone who types ``roundpipe plan``), so its time counts.
 """
@@ -16,25 +16,21 @@ from lightning_roundpipe.planning import (
     CostProfile,
     Machine,
     StepPlan,
-    partition,
     plan_training,
     simulate,
     stage_costs,
 )
-from lightning_roundpipe.planning.plan import stage_memory_limit
 from tests.planning.paper import MODELS, NUM_DEVICES, NUM_MICROBATCHES
 
 METHOD = """
 Wall-clock time of planning.plan_training (the plan of a run: the fastest stages, splits and rounds found in the
-simulator), of the same with every stage on one device at a time ('unsplit'), and of planning.partition (the exact
-minimum of the paper's formula), alternately, in one process; medians of the repetitions. The same in CPU time of the
-process, which other processes disturb less. The model is the paper's profile of Llama-3.1-8B (tests/planning/paper.py)
-with another number of layers, and its head. 'equal' has equal layers on a machine without limits: nothing travels.
-'uneven' multiplies the times of every layer by factors drawn uniformly between
-0.7 and 1.3, seeded, as measured times would be, and plans for the paper's machine: 24 GiB per device, links of 20
-MiB/ms. 'host' is the same with a host memory of 200 GB/s, for which the fastest plans are simulated once more. All
-planners get the same memory limit per stage. step_over_formula is the simulated step of the plan over that of the
-formula's partition, on the same machine, and splits the least and the most devices that a stage is on.
+simulator) and of the same with every stage on one device at a time ('unsplit'), alternately, in one process; medians of
+the repetitions. The same in CPU time of the process, which other processes disturb less. The model is the paper's
+profile of Llama-3.1-8B (tests/planning/paper.py) with another number of layers, and its head. 'equal' has equal layers
+on a machine without limits: nothing travels. 'uneven' multiplies the times of every layer by factors drawn uniformly
+between 0.7 and 1.3, seeded, as measured times would be, and plans for the paper's machine: 24 GiB per device, links of
+20 MiB/ms. 'host' is the same with a host memory of 200 GB/s, for which the fastest plans are simulated once more.
+splits is the least and the most devices that a stage is on.
 """
 NUM_LAYERS = (25, 50, 100, 200, 500, 1000)
 GOALS_MS = {100: 50.0, 1000: 2000.0}
@@ -82,7 +78,6 @@ class Case:
         self._planners: dict[str, Callable[[], StepPlan]] = {
             "plan_training": self._plan,
             "unsplit": lambda: self._plan(may_split=False),
-            "partition": self._formula,
         }
         self._found: dict[str, StepPlan] = {}
         self._taken_ms: dict[str, list[float]] = {name: [] for name in self._planners}
@@ -90,12 +85,6 @@ class Case:
 
     def _plan(self, *, may_split: bool = True) -> StepPlan:
         return plan_training(self._profile, self._machine, num_microbatches=NUM_MICROBATCHES, may_split=may_split)
-
-    def _formula(self) -> StepPlan:
-        limit = stage_memory_limit(self._profile, self._machine.device_memory_bytes, is_training=True)
-        counts = {"num_devices": NUM_DEVICES, "num_microbatches": NUM_MICROBATCHES}
-        found = partition(self._profile, **counts, memory_limit=limit)
-        return StepPlan(found, (1,) * found.num_stages)
 
     def run(self) -> None:
         """One repetition."""
@@ -118,12 +107,8 @@ class Case:
             "goal_ms": goal,
             "goal_met": None if goal is None else taken["median"] <= goal,
             "unsplit_cpu_ms": median(self._cpu_ms["unsplit"]),
-            "partition_ms": spread(self._taken_ms["partition"]),
-            "partition_cpu_ms": median(self._cpu_ms["partition"]),
             "stages": self._found["plan_training"].partition.num_stages,
-            "stages_of_formula": self._found["partition"].partition.num_stages,
             "splits": [pick(self._found["plan_training"].splits) for pick in (min, max)],
-            "step_over_formula": rounded(steps_ms["plan_training"] / steps_ms["partition"]),
             "step_over_unsplit": rounded(steps_ms["plan_training"] / steps_ms["unsplit"]),
         }
 

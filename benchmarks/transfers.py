@@ -27,7 +27,7 @@ from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
     Machine,
-    Partition,
+    StepPlan,
     plan_training,
     simulate,
     stage_costs,
@@ -149,7 +149,7 @@ class Case:
         self.free = Variant(model, self, TimedLink(chunk_bytes=chunk_bytes))
         self.linked = Variant(model, self, TimedLink(bytes_per_ms, latency_ms, chunk_bytes))
 
-    def plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
+    def plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
         """What the engine asks for, for the real number of micro-batches."""
         return plan_training(self.profile, self.machine, num_microbatches=self.num_microbatches)
 

@@ -23,21 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lightning_roundpipe.cli import main  # noqa: E402  (the package of this checkout, installed or not)
-from lightning_roundpipe.planning import (  # noqa: E402
-    Machine,
-    Partition,
-    StepPlan,
-    Timeline,
-    partition,
-    plan_training,
-    simulate,
-    stage_costs,
-)
-from lightning_roundpipe.reporting.pictures import draw_timelines  # noqa: E402
 from tests.planning.paper import MODELS  # noqa: E402
 
-PROFILE = MODELS["Llama-3.1-8B"].profile()
-NUM_DEVICES, NUM_MICROBATCHES = 4, 8
 # The command, which goes on behind a backslash at the end of a line, and its output.
 BLOCK = re.compile(
     r"^```console\n\$ (?P<command>(?:roundpipe|python -m) (?:[^\n]*\\\n)*[^\n]*)\n"
@@ -71,24 +58,6 @@ def output_of(command: str) -> str:
     return "".join(printed.getvalue().splitlines(keepends=True)[:limit])
 
 
-def draw_formula(path: Path) -> None:
-    """Draw the partition that minimises the paper's formula above the one that the simulator finds fastest, both with
-    every stage on one device at a time."""
-    counts, machine = {"num_microbatches": NUM_MICROBATCHES}, Machine(NUM_DEVICES)
-    formula = partition(PROFILE, num_devices=NUM_DEVICES, **counts)
-    found = {
-        "least (M S + N (N - 1)) t_max": StepPlan(formula, (1,) * formula.num_stages),
-        "shortest simulated step": plan_training(PROFILE, machine, may_split=False, **counts),
-    }
-    draw_timelines([panel(name, plan, machine) for name, plan in found.items()], path)
-
-
-def panel(title: str, plan: StepPlan, machine: Machine) -> tuple[str, Timeline, Partition]:
-    """What `draw_timelines` takes."""
-    simulation = simulate(plan.schedule(PROFILE, machine, NUM_MICROBATCHES), stage_costs(plan.partition, PROFILE))
-    return f"{title}, {plan.partition.num_stages} stages", simulation.timeline, plan.partition
-
-
 def pages(folder: Path) -> list[Path]:
     """README.md and what is below ``docs``, in the order of their names."""
     return [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
@@ -96,9 +65,7 @@ def pages(folder: Path) -> list[Path]:
 
 def update(folder: Path) -> None:
     """Write the profile, the pictures and the pages of ``folder``."""
-    assets = folder / "docs" / "assets"
-    PROFILE.save(assets / "llama-3.1-8b-profile.json")
-    draw_formula(assets / "formula.svg")
+    MODELS["Llama-3.1-8B"].profile().save(folder / "docs" / "assets" / "llama-3.1-8b-profile.json")
     os.chdir(folder)
     for page in pages(folder):
         text = page.read_text(encoding="utf-8")

@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT))
 from lightning_roundpipe.planning import (  # noqa: E402
     CallCost,
     CostProfile,
+    Machine,
     Partition,
     StageKind,
     Timeline,
     bound_stage_costs,
     gpipe,
-    partition,
-    round_robin,
+    plan_training,
     simulate,
     stage_costs,
 )
@@ -35,12 +35,13 @@ PROFILE = CostProfile(tuple(CallCost(f"layer {i}", forward_ms=1.0, backward_ms=2
 
 def pipeline() -> tuple[str, Timeline, Partition]:
     """Return title, timeline and stages of the schedule of this package."""
-    cut = partition(PROFILE, num_devices=NUM_DEVICES, num_microbatches=NUM_MICROBATCHES)
-    schedule = round_robin(cut.num_stages, NUM_MICROBATCHES, NUM_DEVICES)
-    kinds = [stage.kind for stage in cut.stages]
+    machine = Machine(NUM_DEVICES)
+    plan = plan_training(PROFILE, machine, num_microbatches=NUM_MICROBATCHES, may_split=False)
+    schedule = plan.schedule(PROFILE, machine, NUM_MICROBATCHES)
+    kinds = [stage.kind for stage in plan.partition.stages]
     num_forward, num_backward = kinds.count(StageKind.FORWARD), kinds.count(StageKind.BACKWARD)
     title = f"RoundPipe, {num_forward} forward stages, 1 fused, {num_backward} backward, bound to no device"
-    return title, simulate(schedule, stage_costs(cut, PROFILE)).timeline, cut
+    return title, simulate(schedule, stage_costs(plan.partition, PROFILE)).timeline, plan.partition
 
 
 def bound() -> tuple[str, Timeline, None]:

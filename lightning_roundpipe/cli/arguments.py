@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -105,8 +105,8 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the machine of the run that has saved this profile; the other options take the place of what it says",
     )
-    for flag, field, parse, default, metavar, help in _MACHINE:
-        add_option(group, flag, parse, metavar, help, default=default, dest=field)
+    for flag, field, parse, metavar, help in _MACHINE:
+        add_option(group, flag, parse, metavar, help, dest=field)
     parser.add_argument(
         "--dtype",
         choices=tuple(BYTES_PER_WEIGHT),
@@ -115,28 +115,28 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Option, field of `Machine`, how it is read, default, what is shown for it, help.
-_MACHINE: tuple[tuple[str, str, Callable[[str], object], object, str, str], ...] = (
+# Option, field of `Machine`, how it is read, what is shown for it, help.
+_MACHINE: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (
     (
-        *("--device-memory", "device_memory_bytes", parse_bytes, None, "SIZE"),
+        *("--device-memory", "device_memory_bytes", parse_bytes, "SIZE"),
         "what the engine may use on a device, such as 24GiB",
     ),
-    ("--h2d", "h2d_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "upload per device, such as 25GB/s"),
-    ("--d2h", "d2h_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "download per device"),
-    ("--latency", "transfer_latency_ms", parse_duration, 0.0, "TIME", "until a copy begins to move, such as 10us"),
+    ("--h2d", "h2d_bytes_per_ms", parse_bandwidth, "RATE", "upload per device, such as 25GB/s"),
+    ("--d2h", "d2h_bytes_per_ms", parse_bandwidth, "RATE", "download per device"),
+    ("--latency", "transfer_latency_ms", parse_duration, "TIME", "until a copy begins to move, such as 10us"),
     (
-        *("--host-bandwidth", "host_bytes_per_ms", parse_bandwidth, math.inf, "RATE"),
+        *("--host-bandwidth", "host_bytes_per_ms", parse_bandwidth, "RATE"),
         "host memory, shared by the copies of all devices, such as 200GB/s",
     ),
     (
-        *("--optimizer-rate", "optimizer_bytes_per_ms", parse_bandwidth, math.inf, "RATE"),
+        *("--optimizer-rate", "optimizer_bytes_per_ms", parse_bandwidth, "RATE"),
         "bytes of gradients that the optimizer on the host works off, such as 4GB/s",
     ),
-    ("--ranks", "num_ranks", parse_count, 1, "N", "machines like this one that add up their gradients"),
-    ("--network", "network_bytes_per_ms", parse_bandwidth, math.inf, "RATE", "of a rank, each way, such as 1.25GB/s"),
-    ("--network-latency", "network_latency_ms", parse_duration, 0.0, "TIME", "from one rank to another, such as 50us"),
+    ("--ranks", "num_ranks", parse_count, "N", "machines like this one that add up their gradients"),
+    ("--network", "network_bytes_per_ms", parse_bandwidth, "RATE", "of a rank, each way, such as 1.25GB/s"),
+    ("--network-latency", "network_latency_ms", parse_duration, "TIME", "from one rank to another, such as 50us"),
     (
-        *("--hop-ms", "hop_ms", parse_ms, 0.0, "MS"),
+        *("--hop-ms", "hop_ms", parse_ms, "MS"),
         "how long a micro-batch is under way from one device to the next, beside the copies above",
     ),
 )
@@ -151,9 +151,7 @@ _TRAITS = {
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that the arguments of `add_pipeline` describe."""
-    known = {field.name for field in fields(Machine)}
-    options = {name: default for _, name, _, default, *_ in _MACHINE if name in known}
-    given = {name: value for name, default in options.items() if (value := getattr(args, name)) != default}
+    given = {name: value for _, name, *_ in _MACHINE if (value := getattr(args, name)) is not None}
     if args.machine is None:
         return Machine(args.num_devices, **given)
     machine = load_machine(args.machine, args.num_devices)

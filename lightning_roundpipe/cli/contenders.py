@@ -38,7 +38,6 @@ class Case:
     num_microbatches: int
     round_size: int
     num_steps: int
-    hop_ms: float
     dtype: str
     may_split: bool = True
 
@@ -102,7 +101,7 @@ def _simulate_bound(case: Case, name: str, num_stages: int, schedule: Schedule) 
     """One step of stages that are bound to devices."""
     calls_per_stage = _balanced_stages(case.profile, num_stages)
     costs = bound_stage_costs(calls_per_stage, case.profile)
-    simulation = simulate(schedule, costs, case.machine, hop_ms=case.hop_ms)
+    simulation = simulate(schedule, costs, case.machine)
     memory = bound_memory(calls_per_stage, case.profile, schedule, case.dtype)
     return Contender(name, simulation, simulation.timeline.bubble_ratio, memory, None, calls_per_stage)
 
@@ -136,14 +135,13 @@ def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
     profile, machine, count = case.profile, case.machine, case.num_microbatches
     is_asynchronous = optimizer == "asynchronous"
     counts = {"num_microbatches": count, "round_size": case.round_size}
-    plan = plan_training(profile, machine, **counts, hop_ms=case.hop_ms, may_split=case.may_split)
+    plan = plan_training(profile, machine, **counts, may_split=case.may_split)
     num_steps = case.num_steps if is_asynchronous else 1
-    schedule = plan.schedule(profile, machine, count, hop_ms=case.hop_ms, num_steps=num_steps)
+    schedule = plan.schedule(profile, machine, count, num_steps=num_steps)
     simulation = simulate(
         schedule,
         stage_costs(plan.partition, profile),
         machine,
-        hop_ms=case.hop_ms,
         microbatches_per_step=count,
         optimizer=optimizer,
     )

@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     check_picture_path(args.png)
     profile, machine, round_size = load_profile(args.profile), machine_of(args), round_size_of(args)
     counts = {"num_microbatches": args.microbatches, "round_size": round_size}
-    plan = plan_training(profile, machine, hop_ms=args.hop_ms, may_split=args.may_split, **counts)
+    plan = plan_training(profile, machine, may_split=args.may_split, **counts)
     partition = plan.partition
-    schedule = plan.schedule(profile, machine, args.microbatches, hop_ms=args.hop_ms)
+    schedule = plan.schedule(profile, machine, args.microbatches)
     costs = stage_costs(partition, profile)
-    simulation = simulate(schedule, costs, machine, hop_ms=args.hop_ms)
+    simulation = simulate(schedule, costs, machine)
     if args.timeline:
         write_text(args.timeline, json.dumps(simulation.timeline.to_chrome_trace()))
     if args.png:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     document = {
         "command": "plan",
         "profile": args.profile,
-        "machine": {**asdict(machine), "hop_ms": args.hop_ms},
+        "machine": asdict(machine),
         **counts,
         "partition": partition.format(),
         "splits": plan.splits,

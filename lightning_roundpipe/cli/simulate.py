@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
         num_microbatches=args.microbatches,
         round_size=round_size_of(args),
         num_steps=args.steps,
-        hop_ms=args.hop_ms,
         dtype=args.dtype,
         may_split=args.may_split,
     )
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     document = {
         "command": "simulate",
         "profile": args.profile,
-        "machine": {**asdict(case.machine), "hop_ms": case.hop_ms},
+        "machine": asdict(case.machine),
         "num_microbatches": case.num_microbatches,
         "round_size": case.round_size,
         "schedules": _rows(results),

@@ -82,7 +82,8 @@ class Plan:
         key = num_microbatches, first_device
         if key not in self._schedules:
             made = self.step.schedule(self.costs, self.machine, num_microbatches, first_device=first_device)
-            self._schedules[key] = made, self.step.next_first_device(self.machine, num_microbatches, first_device)
+            following = self.step.next_first_device(made, first_device) if self.machine.is_uniform else 0
+            self._schedules[key] = made, following
         return self._schedules[key]
 
     @functools.cached_property

@@ -5,8 +5,8 @@ A model is a row of *calls* (executions of its units). The package turns the mea
 a *timeline*, either simulated here or recorded by the engine. Everything is a frozen dataclass that validates itself,
 and nothing but the standard library is imported, so that a plan can be computed, printed and tested anywhere.
 
-Reading order: ``costs`` (what a call costs, and the machine), ``partition`` (calls -> stages, by the search in
-``cuts``), ``stages`` (what a stage costs), ``schedule`` (what runs where, as data) and ``builders`` (RoundPipe's
+Reading order: ``costs`` (what a call costs, and the machine), ``partition`` (calls -> stages), ``cuts`` (where stages
+begin), ``stages`` (what a stage costs), ``schedule`` (what runs where, as data) and ``builders`` (RoundPipe's
 schedule and those it is compared with), ``dispatch`` (stages that are split over devices), ``simulate`` (schedule ->
 timeline), ``spans`` and ``timeline`` (what ran when), ``plan`` (the best plan of a step, found by ``search``).
 ``quantities`` reads and writes sizes, speeds and times; ``files`` writes files whole.
@@ -17,10 +17,10 @@ arXiv 2604.27085.
 
 from __future__ import annotations
 
-from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, next_first_device, one_f_one_b, round_robin
+from .builders import gpipe, interleaved_one_f_one_b, looped_bfs, one_f_one_b, round_robin
 from .costs import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
 from .cuts import balanced_cuts
-from .partition import Partition, Stage, StageKind, keep_together, partition, partition_forward
+from .partition import Partition, Stage, StageKind, keep_together
 from .plan import StageMemoryError, StepPlan, plan_evaluation, plan_training
 from .schedule import Action, Schedule, ScheduleError
 from .simulate import simulate
@@ -53,10 +53,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "keep_together",
     "looped_bfs",
-    "next_first_device",
     "one_f_one_b",
-    "partition",
-    "partition_forward",
     "plan_evaluation",
     "plan_training",
     "round_robin",

@@ -19,7 +19,7 @@ steps that overlap are one schedule of several steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from .schedule import Action, Schedule
@@ -55,7 +55,7 @@ def round_robin(
             the micro-batches have left the stage before, and waits: allowed, but less efficient.
         splits: Stage runs of a stage in a round, at least 1; for all stages, or one number for each. No more than there
             are micro-batches in the round.
-        first_device: Device of the first stage run; see `next_first_device`.
+        first_device: Device of the first stage run.
         num_steps: Steps one after the other, at least 1. Micro-batch i of step t has the index
             ``t * num_microbatches + i``; the schedule has ``num_steps * num_microbatches`` micro-batches.
 
@@ -64,7 +64,18 @@ def round_robin(
             stage.
     """
     row = _row_of(splits, num_stages)
-    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, num_steps))
+    size = num_microbatches if round_size is None else round_size
+    _check_counts(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_devices=num_devices,
+        round_size=size,
+        num_steps=num_steps,
+    )
+    if not 0 <= first_device < num_devices:
+        raise ValueError(f"first_device must be one of the {num_devices} devices, got {first_device}: take it modulo.")
+    steps = (range(step * num_microbatches, (step + 1) * num_microbatches) for step in range(num_steps))
+    rounds = [step[start : start + size] for step in steps for start in range(0, num_microbatches, size)]
     devices: list[list[Action]] = [[] for _ in range(num_devices)]
     device = first_device
     for microbatches in rounds:
@@ -74,26 +85,6 @@ def round_robin(
                 devices[device].extend(Action(stage, m) for m in neighbours(microbatches, count, index))
                 device = (device + 1) % num_devices
     return Schedule(num_stages, num_steps * num_microbatches, tuple(map(tuple, devices)))
-
-
-def next_first_device(
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    *,
-    round_size: int | None = None,
-    splits: int | Sequence[int] = 1,
-    first_device: int = 0,
-) -> int:
-    """Return the device on which the step after the `round_robin` schedule of these arguments continues the ring.
-
-    Raises:
-        ValueError: As `round_robin`.
-    """
-    rounds = list(_rounds(num_stages, num_microbatches, num_devices, round_size, first_device, 1))
-    row = _row_of(splits, num_stages)
-    num_runs = sum(min(most, len(microbatches)) for microbatches in rounds for most in row)
-    return (first_device + num_runs) % num_devices
 
 
 def neighbours(microbatches: range, num_groups: int, index: int) -> range:
@@ -202,31 +193,6 @@ def _row_of(splits: int | Sequence[int], num_stages: int) -> list[int]:
         raise ValueError(f"splits has {len(row)} entries and there are {num_stages} stages: pass one for each.")
     _check_counts(splits=min(row, default=1))
     return row
-
-
-def _rounds(
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    round_size: int | None,
-    first_device: int,
-    num_steps: int,
-) -> Iterator[range]:
-    """Check the arguments of `round_robin` and yield the micro-batches of each round of each step."""
-    size = num_microbatches if round_size is None else round_size
-    _check_counts(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_devices=num_devices,
-        round_size=size,
-        num_steps=num_steps,
-    )
-    if not 0 <= first_device < num_devices:
-        raise ValueError(f"first_device must be one of the {num_devices} devices, got {first_device}: take it modulo.")
-    for begin in range(0, num_steps * num_microbatches, num_microbatches):
-        end = begin + num_microbatches
-        for start in range(begin, end, size):
-            yield range(start, min(start + size, end))
 
 
 def _chunks(num_stages: int, num_microbatches: int, num_devices: int) -> list[range]:

@@ -242,6 +242,7 @@ class Machine:
         num_ranks: Machines like this one that add up their gradients over a network, this one included.
         network_bytes_per_ms: Bandwidth of a rank's network in each direction (10 Gbit/s = 1.25e6 bytes/ms).
         network_latency_ms: Time in ms of a message from one rank to another.
+        hop_ms: Time in ms of a micro-batch's way to another device, besides the lanes.
 
     Raises:
         ValueError: If a number is out of range; the message names the field.
@@ -259,6 +260,7 @@ class Machine:
     num_ranks: int = 1
     network_bytes_per_ms: float = math.inf
     network_latency_ms: float = 0.0
+    hop_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -275,7 +277,7 @@ class Machine:
             if not all(0 <= device < self.num_devices for device in link.devices):
                 raise ValueError(f"{link} names a device that is not one of {self.num_devices}: correct its devices.")
         _check_memory("device_memory_bytes", self.device_memory_bytes)
-        for name in ("transfer_latency_ms", "network_latency_ms"):
+        for name in ("transfer_latency_ms", "network_latency_ms", "hop_ms"):
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise ValueError(
                     f"{name} must be a finite number of ms >= 0, got {value}: pass 0.01 for 10 microseconds."

@@ -7,13 +7,11 @@ F stages       [ 3  2  2][1  4 ]       filled up to t, one after the other
 fused                          [2]     as many of the last calls as fit, forward and backward
 ```
 
-[Note: the search]
-The longest stage's time decides everything else. Once an upper limit t on the time of every stage is fixed, the fewest
-stages follow greedily: give the fused stage as many of the last calls as fit (the fewer calls remain, the fewer stages
-they need, forward and backward), then fill the F stages and the B stages one after the other. The count falls as t
-grows, so that bisection finds the least t for which a number of stages is enough; the numbers that could still be
-better than the best so far are few. Neither the greedy filling nor the choice of t loses an optimum: the result is
-exact. (RoundPipe paper, arXiv 2604.27085, section on partitioning: tries all O(L^2) times of possible stages.)
+[Note: greedy stages]
+Once an upper limit t on the time of every stage is fixed, the fewest stages follow greedily: give the fused stage as
+many of the last calls as fit (the fewer calls remain, the fewer stages they need, forward and backward), then fill the
+F stages and the B stages one after the other. (RoundPipe paper, arXiv 2604.27085, section on partitioning: tries all
+O(L^2) times of possible stages. Here ``search`` tries a row of them, and lets the simulator judge.)
 
 Times are whole ticks of about a nanosecond: sums are then exact, equal stages have equal times, and no stage misses a
 limit by a rounding error.
@@ -34,7 +32,7 @@ Cuts = tuple[Sequence[int], Sequence[int]]
 
 
 class StageSearch:
-    """Times and sizes of the calls as prefix sums, and the greedy filling on top of them; see [Note: the search].
+    """Times and sizes of the calls as prefix sums, and the greedy filling on top of them; see [Note: greedy stages].
 
     Args:
         calls: The calls; at least one.
@@ -62,41 +60,6 @@ class StageSearch:
         self._forward_times, self._backward_times = _prefix_sums(forward), _prefix_sums(backward)
         self._forward_sizes, self._backward_sizes = _prefix_sums(weights), _prefix_sums(states)
         self._fused_sizes = _prefix_sums(fused)
-
-    def best(self, num_devices: int, num_microbatches: int) -> tuple[list[int], list[int]]:
-        """Return the cuts of the F stages and of the B stages that minimise the objective of `partition`.
-
-        Cuts are call positions ``[0, ..., a]``; the fused stage begins at a. Without a backward, the first list ends
-        with the number of calls.
-        """
-        longest_call = max(1, *(b - a for a, b in pairwise(self._backward_times)))
-        counts = num_devices, num_microbatches
-        row = [limit for limit in self.limits_between(24) if limit >= longest_call]
-        best_score, best_limit = min((self._score(limit, *counts), limit) for limit in row)
-        limit: int | None = longest_call
-        while limit is not None:
-            # A longer t_max has to be paid for with fewer stages; this many are still as good as the best so far.
-            limit = self._least_limit(limit, _most_stages(best_score // limit, *counts))
-            if limit is not None:
-                score = self._score(limit, *counts)
-                if score <= best_score:  # "equal" too: a later limit means fewer stages
-                    best_score, best_limit = score, limit
-                limit += 1
-        return self.cuts(best_limit)
-
-    def _least_limit(self, low: int, num_stages: int) -> int | None:
-        """The least limit from `low` on within which so many stages are enough; None if there is none."""
-        high, step, longest = low, max(1, low >> 10), self._backward_times[-1]
-        if num_stages < 1:
-            return None
-        while self._count(high) > num_stages:  # nearly always close to the start
-            if high >= longest:
-                return None
-            low, high, step = high + 1, min(high + step, longest), 2 * step
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._count(middle) <= num_stages else (middle + 1, high)
-        return low
 
     def limits_between(self, num_limits: int) -> list[int]:
         """Return times from the shortest call's to that of all calls, in a geometric row, ascending."""
@@ -127,16 +90,6 @@ class StageSearch:
         """
         forward, backward = cuts
         return _even_cuts(self._forward_times, forward), _even_cuts(self._backward_times, backward)
-
-    def _score(self, limit: int, num_devices: int, num_microbatches: int) -> int:
-        """The objective of `partition` for the fewest stages within this limit, if the longest takes all of it."""
-        return _stage_weight(self._count(limit), num_devices, num_microbatches) * limit
-
-    def _count(self, limit: int) -> int:
-        """Fewest stages that all take at most `limit`."""
-        forward, backward = self.cuts(limit)
-        # n cuts make n - 1 stages, and the fused stage is one more.
-        return len(forward) + len(backward) - 1
 
     def _fused_start(self, limit: int) -> int:
         times, sizes = self._backward_times, self._fused_sizes
@@ -172,20 +125,6 @@ def _even_cuts(times: list[int], cuts: list[int]) -> list[int]:
             end -= 1
         made.append(end)
     return [*made, cuts[-1]] if num_stages else cuts
-
-
-def _stage_weight(num_stages: int, num_devices: int, num_microbatches: int) -> int:
-    """Return the objective of `partition` for a t_max of 1: N times the makespan of equal stages of length 1."""
-    if num_stages < num_devices:
-        return num_devices * (num_microbatches + num_stages - 1)
-    return num_microbatches * num_stages + num_devices * (num_devices - 1)
-
-
-def _most_stages(weight: int, num_devices: int, num_microbatches: int) -> int:
-    """Return the largest number of stages whose `_stage_weight` is at most `weight`; below 1 if there is none."""
-    if weight < num_devices * (num_microbatches + num_devices - 1):
-        return weight // num_devices - num_microbatches + 1
-    return (weight - num_devices * (num_devices - 1)) // num_microbatches
 
 
 def balanced_cuts(times_ms: Sequence[float], num_parts: int) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ def dispatch(
     num_microbatches: int,
     splits: Sequence[int],
     round_size: int | None = None,
-    hop_ms: float = 0.0,
     first_device: int = 0,
     num_steps: int = 1,
 ) -> Schedule:
@@ -50,7 +49,7 @@ def dispatch(
 
     Args:
         costs: One cost per stage. Where all devices are alike they have no influence.
-        machine, hop_ms: As for `simulate`.
+        machine: As for `simulate`.
         num_microbatches, round_size, num_steps: As for `round_robin`.
         splits: For each stage the most devices that it is on at a time, at least 1. More than there are mean all.
         first_device: Where devices that are alike begin to take turns.
@@ -69,7 +68,7 @@ def dispatch(
             first_device=first_device,
             num_steps=num_steps,
         )
-    clock = _ListClock(costs, machine, hop_ms, num_microbatches)
+    clock = _ListClock(costs, machine, num_microbatches)
     clock.run(splits, list(_rounds(num_microbatches, round_size)))
     begins = range(0, num_steps * num_microbatches, num_microbatches)
     devices = [
@@ -85,7 +84,6 @@ def dispatch_ms(
     num_microbatches: int,
     splits: Sequence[int],
     round_size: int | None = None,
-    hop_ms: float = 0.0,
 ) -> float:
     """Return the time in ms of one step of `dispatch`, with a synchronous optimizer.
 
@@ -94,15 +92,15 @@ def dispatch_ms(
     that copies slow each other down.
 
     Args:
-        costs, machine, num_microbatches, splits, round_size, hop_ms: As for `dispatch`.
+        costs, machine, num_microbatches, splits, round_size: As for `dispatch`.
     """
     rounds = list(_rounds(num_microbatches, round_size))
     num_devices, num_copies, splits = machine.num_devices, 1, within(splits, machine)
     clock: _Clock
     if not machine.is_uniform:
-        clock = _ListClock(costs, machine, hop_ms, num_microbatches)
+        clock = _ListClock(costs, machine, num_microbatches)
     else:
-        clock = _TurnClock(costs, machine, hop_ms, num_microbatches)
+        clock = _TurnClock(costs, machine, num_microbatches)
         if min(splits) == num_devices and all(len(microbatches) >= num_devices for microbatches in rounds):
             # Every device has micro-batches of its own, and waits for none of another one: the last has the most.
             rounds = [range(m.start + len(m) * (num_devices - 1) // num_devices, m.stop) for m in rounds]
@@ -151,14 +149,14 @@ class _Device:
 class _Clock:
     """Devices and micro-batches, and how far they have come."""
 
-    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, num_microbatches: int) -> None:
         self.devices = [_Device(index) for index in range(machine.num_devices)]
         self.costs = costs
         self.ends = [0.0] * num_microbatches
         self.at = [-1] * num_microbatches  # the device on which a micro-batch is
         self.latency_ms = machine.transfer_latency_ms
         self.traits = machine.traits
-        self.hop_ms = hop_ms
+        self.hop_ms = machine.hop_ms
         self._home: list[list[float]] = [[] for _ in costs]  # when gradients of a stage have come home
 
     def run(self, splits: Sequence[int], rounds: Sequence[range]) -> None:
@@ -233,12 +231,12 @@ class _Clock:
 class _TurnClock(_Clock):
     """Devices that are alike get stage runs in turn."""
 
-    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
-        super().__init__(costs, machine, hop_ms, num_microbatches)
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, num_microbatches: int) -> None:
+        super().__init__(costs, machine, num_microbatches)
         self._turn = 0
         traits = self.traits[0]
         self._durations = [cost.streamed_ms(traits) for cost in costs]
-        self._hops = [0.0, *(hop_ms + cost.handover_ms(self.latency_ms, traits, traits) for cost in costs[:-1])]
+        self._hops = [0.0, *(self.hop_ms + cost.handover_ms(self.latency_ms, traits, traits) for cost in costs[:-1])]
 
     def run_stage(self, stage: int, microbatches: range, num_devices: int) -> None:
         ends, at, hop, duration = self.ends, self.at, self._hops[stage], self._durations[stage]
@@ -265,8 +263,8 @@ class _TurnClock(_Clock):
 class _ListClock(_Clock):
     """Devices that differ get micro-batches one by one: each goes to the device that ends it first."""
 
-    def __init__(self, costs: Sequence[StageCost], machine: Machine, hop_ms: float, num_microbatches: int) -> None:
-        super().__init__(costs, machine, hop_ms, num_microbatches)
+    def __init__(self, costs: Sequence[StageCost], machine: Machine, num_microbatches: int) -> None:
+        super().__init__(costs, machine, num_microbatches)
         self.actions: list[list[Action]] = [[] for _ in self.devices]
         self._durations = [[cost.streamed_ms(traits) for cost in costs] for traits in self.traits]
         self._fitting = [[device for device in self.devices if self._fits(device, cost)] for cost in costs]

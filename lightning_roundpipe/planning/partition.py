@@ -8,9 +8,6 @@ backward  [ B5  ][ B4  ][     B3     ][  same   ]      F0 F1 fused2 B3 B4 B5
 
 The backward of a call costs about three times its forward (it recomputes the forward first), so backward stages hold
 fewer calls. The last calls run forward and backward at once in the *fused* stage and save the recompute.
-
-`partition` finds the stages by the method of the RoundPipe paper, arXiv 2604.27085, section on partitioning; the search
-itself is in ``cuts``.
 """
 
 from __future__ import annotations
@@ -20,9 +17,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-from .costs import CostProfile
-from .cuts import StageSearch
 
 
 class StageKind(enum.Enum):
@@ -89,7 +83,7 @@ class Partition:
         if self.num_calls < 0 or not self.stages:
             raise ValueError(
                 f"A partition needs num_calls >= 0 and at least one stage, got num_calls={self.num_calls} and "
-                f"{len(self.stages)} stages: build it with partition() or partition_forward()."
+                f"{len(self.stages)} stages: plan_training and plan_evaluation make one."
             )
         kinds, order = [stage.kind for stage in self.stages], list(StageKind)
         num_fused, has_backward = kinds.count(StageKind.FUSED), StageKind.BACKWARD in kinds
@@ -151,47 +145,6 @@ class Partition:
         return " | ".join(stage.format() for stage in self.stages)
 
 
-def partition(
-    profile: CostProfile, *, num_devices: int, num_microbatches: int, memory_limit: int | None = None
-) -> Partition:
-    """Cut the calls into stages for training.
-
-    Minimises ``(M S + N (N - 1)) t_max`` over all partitions, with M micro-batches, N devices, S stages and t_max the
-    time of the longest stage (RoundPipe paper, arXiv 2604.27085, section on partitioning). That is N times the makespan
-    of the round-robin schedule if every stage takes t_max and its stage runs, ``S`` times the number of rounds, are a
-    multiple of N. The formula counts on every device having a stage: where S < N, only S devices work in a round, and
-    ``N (M + S - 1) t_max`` takes its place, which agrees with it at S = N.
-
-    The result is an exact minimum of this objective, with the fewest stages among equals, and deterministic. What the
-    objective leaves out only `simulate` can tell: stages shorter than t_max, and devices that idle in the last lap of
-    the ring. The latter is large for one long round and S just above N; rounds of N to 2 N micro-batches avoid it.
-
-    Args:
-        profile: The costs of the calls, in call order. Sizes of a unit that is called twice in a stage count twice.
-        num_devices: N, at least 1.
-        num_microbatches: M, the micro-batches of a step, at least 1.
-        memory_limit: Bytes that the weights of a stage (with their gradients in the fused and B stages) may take on a
-            device; None for no limit.
-
-    Raises:
-        ValueError: If a number is out of range, or a single call is over the memory limit.
-    """
-    return _best(profile, num_devices, num_microbatches, memory_limit, is_training=True)
-
-
-def partition_forward(
-    profile: CostProfile, *, num_devices: int, num_microbatches: int, memory_limit: int | None = None
-) -> Partition:
-    """Cut the calls into forward stages for evaluation, with the objective and arguments of `partition`.
-
-    Backward times and gradients play no part.
-
-    Raises:
-        ValueError: If a number is out of range, or the weights of a single call are over the memory limit.
-    """
-    return _best(profile, num_devices, num_microbatches, memory_limit, is_training=False)
-
-
 def no_calls(*, is_training: bool) -> Partition:
     """Return the partition of a step without calls."""
     return Partition(0, (Stage(0, StageKind.FUSED if is_training else StageKind.FORWARD, 0, 0),))
@@ -237,24 +190,3 @@ def keep_together(partition: Partition, spans: Sequence[tuple[int, int]]) -> Par
         return assemble(num_calls, [*forward, num_calls], [])
     backward = sorted(stage.start for stage in partition.stages if stage.kind is StageKind.BACKWARD)
     return assemble(num_calls, forward, [*(cut for cut in backward if cut < forward[-1]), forward[-1]])
-
-
-def _best(
-    profile: CostProfile, num_devices: int, num_microbatches: int, memory_limit: int | None, *, is_training: bool
-) -> Partition:
-    for name, value in (("num_devices", num_devices), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}: pass how many there are.")
-    if memory_limit is not None and memory_limit < 0:
-        raise ValueError(f"memory_limit must be >= 0 bytes, got {memory_limit}: pass None for no limit.")
-    if not profile.calls:
-        return no_calls(is_training=is_training)
-    for position, call in enumerate(profile.calls):
-        size = call.state_bytes(is_training=is_training)
-        if memory_limit is not None and size > memory_limit:
-            raise ValueError(
-                f"Call {position} ({call.name!r}) needs {size} bytes on a device, {size - memory_limit} bytes over the "
-                f"limit of {memory_limit} bytes per stage: cut it into smaller units, or raise the memory limit."
-            )
-    search = StageSearch(profile.calls, is_training=is_training, memory_limit=memory_limit)
-    return assemble(len(profile.calls), *search.best(num_devices, num_microbatches))

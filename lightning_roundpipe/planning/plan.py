@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .builders import next_first_device
 from .costs import CallCost, CostProfile, Machine
 from .cuts import StageSearch
-from .dispatch import dispatch, within
+from .dispatch import dispatch
 from .partition import Partition, StageKind, keep_together, no_calls
 from .quantities import format_bytes, format_ms, format_share
-from .schedule import Schedule
+from .schedule import Action, Schedule
 from .search import Score, explore
 from .stages import stage_costs
 
@@ -50,7 +49,6 @@ class StepPlan:
         machine: Machine,
         num_microbatches: int,
         *,
-        hop_ms: float = 0.0,
         first_device: int = 0,
         num_steps: int = 1,
     ) -> Schedule:
@@ -60,7 +58,6 @@ class StepPlan:
             profile: The costs of the calls, which decide where devices are not all alike.
             machine: What it runs on.
             num_microbatches: Micro-batches of this step, which may be others than those planned for.
-            hop_ms: As for `plan_training`.
             first_device: Where devices that are alike begin to take turns.
             num_steps: As for `round_robin`.
         """
@@ -70,21 +67,17 @@ class StepPlan:
             num_microbatches=num_microbatches,
             splits=self.splits,
             round_size=self.round_size,
-            hop_ms=hop_ms,
             first_device=first_device,
             num_steps=num_steps,
         )
 
-    def next_first_device(self, machine: Machine, num_microbatches: int, first_device: int) -> int:
-        """Return the device with which the step after one that began with `first_device` goes on with the turns."""
-        return next_first_device(
-            self.partition.num_stages,
-            num_microbatches,
-            machine.num_devices,
-            round_size=self.round_size,
-            splits=within(self.splits, machine),
-            first_device=first_device,
-        )
+    def next_first_device(self, schedule: Schedule, first_device: int) -> int:
+        """Return the device with which the step after one that began with `first_device` goes on with the turns.
+
+        That is the one behind the last stage run, which holds the last micro-batch of the last stage.
+        """
+        last = schedule.device_of(Action(schedule.num_stages - 1, schedule.num_microbatches - 1))
+        return (last + 1) % schedule.num_devices
 
     def host_activation_bytes(self, profile: CostProfile, num_microbatches: int) -> int:
         """Return the most that inputs of calls take on the host while they wait for the backward.
@@ -147,7 +140,6 @@ def plan_training(
     *,
     num_microbatches: int,
     round_size: int | Sequence[int] | None = None,
-    hop_ms: float = 0.0,
     may_split: bool = True,
 ) -> StepPlan:
     """Return the plan with the shortest simulated step; see [Note: how the plan is found] in ``search``.
@@ -160,14 +152,13 @@ def plan_training(
         num_microbatches: M, the micro-batches of a step, at least 1.
         round_size: Micro-batches that walk through the stages together; None for all. Of several numbers, the first
             one is planned for as far as the memory allows, and the others are tried.
-        hop_ms: Time in ms of an activation's way to another device, besides the machine's links.
         may_split: Whether a stage may run on several devices at a time.
 
     Raises:
         ValueError: If a number is out of range.
         StageMemoryError: If a call needs more memory than a device has; the message says how much, and what helps.
     """
-    return _plan(profile, machine, num_microbatches, round_size, hop_ms, may_split, is_training=True)
+    return _plan(profile, machine, num_microbatches, round_size, may_split, is_training=True)
 
 
 def plan_evaluation(
@@ -176,11 +167,10 @@ def plan_evaluation(
     *,
     num_microbatches: int,
     round_size: int | Sequence[int] | None = None,
-    hop_ms: float = 0.0,
     may_split: bool = True,
 ) -> StepPlan:
     """Return the forward-only plan with the shortest simulated step; arguments and errors as `plan_training`."""
-    return _plan(profile, machine, num_microbatches, round_size, hop_ms, may_split, is_training=False)
+    return _plan(profile, machine, num_microbatches, round_size, may_split, is_training=False)
 
 
 def _plan(
@@ -188,7 +178,6 @@ def _plan(
     machine: Machine,
     num_microbatches: int,
     round_size: int | Sequence[int] | None,
-    hop_ms: float,
     may_split: bool,
     *,
     is_training: bool,
@@ -210,7 +199,7 @@ def _plan(
                 raise
             del rounds[0]
     search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
-    score = Score(profile, left, num_microbatches, hop_ms, is_training, may_split)
+    score = Score(profile, left, num_microbatches, is_training, may_split)
     best, best_ms, single_ms = explore(search, score, rounds)
     partition, splits = score.partition(best), score.splits(best)
     return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms, may_split))

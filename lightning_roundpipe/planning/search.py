@@ -7,12 +7,12 @@ limits on a stage's time -> greedy cuts -> r = 1, r = N, and between -> tapers -
 ```
 
 [Note: how the plan is found]
-The formula that `partition` minimises takes every stage for as long as the longest one, every lap of the ring for
-full, and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy
-filling of `partition` for a row of limits on the time of a stage, from a single call to the whole model; then with
-tapers, that is, shorter stages near the first call, with which the ring fills (forward) and drains (backward) in less
-time; then by moving, splitting and joining stages of the best one. Whatever `dispatch_ms` finds fastest wins, the
-fewest stage runs among equals. The formula's own partition is one of the candidates, so the result is never worse.
+The formula that the paper minimises takes every stage for as long as the longest one, every lap of the ring for full,
+and transfers for free. The simulator knows better, but can only be asked. So partitions are made by the greedy filling
+of `StageSearch` for a row of limits on the time of a stage, from a single call to the whole model; then with tapers,
+that is, shorter stages near the first call, with which the ring fills (forward) and drains (backward) in less time;
+then by moving, splitting and joining stages of the best one. Whatever `dispatch_ms` finds fastest wins, the fewest
+stage runs among equals.
 
 On how many devices a stage is at a time follows from few numbers, which are tried one after the other (`Split`). The
 *load*: a stage run must compute at least so many times as long as its weights or its gradients travel, so that stages
@@ -30,9 +30,9 @@ Devices without a memory limit are the host's own cores, and what is kept on the
 the planner knows nothing. There the cuts are those for r = 1, with which few graphs are kept, and how many devices a
 stage is on is chosen afterwards: otherwise the fastest plan would be one fused stage, all of its graphs kept.
 
-The host's memory, links that devices share and the network are known to `simulate` alone: then the fastest few are run
-there. If splits do not save clearly more than the search could have missed, plans without them are searched as if there
-were no others, and the faster one wins.
+The host's memory, links that devices share and the network are known to `simulate` alone: then the fastest few that
+differ in the number of stage runs are run there. If splits do not save clearly more than the search could have missed,
+plans without them are searched as if there were no others, and the faster one wins.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ _NUM_VARIED = 16
 _NUM_VARIATIONS = 200
 _NUM_NEIGHBOURS = 2_000
 _NUM_SIMULATED = 4
-_NUM_SIMULATED_ACTIONS = 4_000
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
 _NUM_SPLIT = 3
@@ -109,7 +108,7 @@ class Score:
     """Simulated times of candidates.
 
     Args:
-        profile, machine, num_microbatches, hop_ms: As for `plan_training`.
+        profile, machine, num_microbatches: As for `plan_training`.
         is_training: Whether there is a backward.
         may_split: Whether a stage may be on several devices at a time.
     """
@@ -119,7 +118,6 @@ class Score:
         profile: CostProfile,
         machine: Machine,
         num_microbatches: int,
-        hop_ms: float,
         is_training: bool,
         may_split: bool,
     ) -> None:
@@ -129,7 +127,7 @@ class Score:
         self.num_actions = 0
         self.is_training = is_training
         self.may_split = may_split and machine.num_devices > 1 and num_microbatches > 1
-        self._machine, self._hop_ms = machine, hop_ms
+        self._machine = machine
         self._table = StageTable(profile, is_training=is_training)
         self._known: dict[tuple[object, ...], float] = {}
         self._tried: dict[Candidate, tuple[float, int]] = {}  # the time in ms, and how many stage runs there are
@@ -170,14 +168,8 @@ class Score:
         elif min(splits) == self.num_devices:  # of one device
             num_actions, num_runs = num_actions // self.num_devices, num_runs // self.num_devices
         self.num_actions += num_actions + (_ACTIONS_PER_RUN * num_runs if self.may_split else 0)
-        ms = dispatch_ms(
-            costs,
-            self._machine,
-            num_microbatches=self.num_microbatches,
-            splits=splits,
-            round_size=round_size,
-            hop_ms=self._hop_ms,
-        )
+        counts = {"num_microbatches": self.num_microbatches, "round_size": round_size}
+        ms = dispatch_ms(costs, self._machine, splits=splits, **counts)
         return max(ms, self._host_ms(costs, splits, round_size))
 
     def splits(self, candidate: Candidate) -> tuple[int, ...]:
@@ -227,7 +219,7 @@ class Score:
 
     def without_splits(self) -> Score:
         """The same, with nothing tried yet and every stage on one device at a time."""
-        return Score(self._profile, self._machine, self.num_microbatches, self._hop_ms, self.is_training, False)
+        return Score(self._profile, self._machine, self.num_microbatches, self.is_training, False)
 
     def fits(self, cuts: Cuts) -> bool:
         """Whether every stage of several calls keeps within the memory: two of its kind, and its activations."""
@@ -251,11 +243,11 @@ class Score:
         machine = self._machine
         if math.isinf(machine.host_bytes_per_ms) and not machine.shared_links and machine.num_ranks == 1:
             return ranked[0], self._tried[ranked[0]][0]
-        formula = next(iter(self._tried))
-        num_actions = len(self._costs(ranked[0])) * self.num_microbatches
-        num_simulated = min(_NUM_SIMULATED, max(1, _NUM_SIMULATED_ACTIONS // num_actions))
         best, best_ms = ranked[0], self._simulated_ms(ranked[0])
-        for candidate in (*ranked[1:num_simulated], formula):
+        fastest: dict[int, Candidate] = {}  # of those with as many stage runs, which use what is shared alike
+        for candidate in ranked:
+            fastest.setdefault(self._tried[candidate][1], candidate)
+        for candidate in list(fastest.values())[1:_NUM_SIMULATED]:
             # With what is shared it takes at least as long as without.
             if self._tried[candidate][0] < best_ms and (ms := self._simulated_ms(candidate)) < best_ms:
                 best, best_ms = candidate, ms
@@ -279,15 +271,9 @@ class Score:
 
     def _simulate(self, candidate: Candidate) -> float:
         costs = self._costs(candidate)
-        schedule = dispatch(
-            costs,
-            self._machine,
-            num_microbatches=self.num_microbatches,
-            splits=self.splits(candidate),
-            round_size=candidate.round_size,
-            hop_ms=self._hop_ms,
-        )
-        return simulate(schedule, costs, self._machine, hop_ms=self._hop_ms).step_ms
+        counts = {"num_microbatches": self.num_microbatches, "round_size": candidate.round_size}
+        schedule = dispatch(costs, self._machine, splits=self.splits(candidate), **counts)
+        return simulate(schedule, costs, self._machine).step_ms
 
 
 def _lane_bytes_per_ms(machine: Machine) -> float:
@@ -342,7 +328,6 @@ def _explore_rings(search: StageSearch, score: Score, size: int) -> tuple[Candid
 def _search(search: StageSearch, score: Score, round_sizes: Sequence[int], splits: Sequence[Split]) -> None:
     """Try candidates: cuts for a row of limits with each of the splits, and what comes of the fastest."""
     size = round_sizes[0]
-    score.of(Candidate.of(search.best(score.num_devices, score.num_microbatches), _UNSPLIT, size))
     limits = search.limits_between(_NUM_LIMITS)
     times: dict[int, float] = {}
     for limit in limits:

@@ -51,7 +51,6 @@ def simulate(
     costs: Costs,
     machine: Machine | None = None,
     *,
-    hop_ms: float = 0.0,
     recompute_ahead: bool = False,
     microbatches_per_step: int | None = None,
     optimizer: Optimizer = "synchronous",
@@ -64,17 +63,15 @@ def simulate(
             ms, if nothing has to travel.
         machine: Memory and links; None for devices that share the host's memory. A device's memory is not enforced
             here, only avoided: compare `Simulation.memory_bytes` with it.
-        hop_ms: Additional time in ms for which a micro-batch is under way between stages on different devices.
         recompute_ahead: Whether the recompute of a B stage may run before the gradient has arrived.
         microbatches_per_step: Where the next step begins, if the schedule holds several; None for one step.
         optimizer: How steps depend on each other.
 
     Raises:
-        ValueError: If a duration or `hop_ms` is not a finite number >= 0, or counts do not match.
+        ValueError: If a duration is not a finite number >= 0, or counts do not match.
     """
     machine = machine or Machine(schedule.num_devices)
     per_step = schedule.num_microbatches if microbatches_per_step is None else microbatches_per_step
-    _check_time("hop_ms", hop_ms)
     if machine.num_devices != schedule.num_devices:
         raise ValueError(
             f"The schedule has {schedule.num_devices} devices and the machine {machine.num_devices}: make one for "
@@ -91,12 +88,7 @@ def simulate(
         )
     if optimizer not in get_args(Optimizer):
         raise ValueError(f"optimizer must be one of {get_args(Optimizer)}, got {optimizer!r}: pass one of them.")
-    return _Run(schedule, costs, machine, hop_ms, recompute_ahead, per_step, optimizer).run()
-
-
-def _check_time(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a finite number of ms >= 0, got {value!r}: measure it again.")
+    return _Run(schedule, costs, machine, recompute_ahead, per_step, optimizer).run()
 
 
 @dataclass
@@ -151,7 +143,6 @@ class _Run:
     schedule: Schedule
     costs: Costs
     machine: Machine
-    hop_ms: float
     recompute_ahead: bool
     per_step: int
     optimizer: Optimizer
@@ -191,7 +182,11 @@ class _Run:
         known, costs = {}, self.costs
         for action in chain.from_iterable(self.schedule.devices):
             cost = StageCost(costs(action)) if callable(costs) else costs[action.stage_index]
-            _check_time(f"the duration of action {action.format()}", cost.duration_ms)
+            if not (math.isfinite(cost.duration_ms) and cost.duration_ms >= 0):
+                raise ValueError(
+                    f"the duration of action {action.format()} must be a finite number of ms >= 0, got "
+                    f"{cost.duration_ms!r}: measure it again."
+                )
             known[action] = cost
         return known
 
@@ -245,7 +240,7 @@ class _Run:
             return end
         source = self.devices[self.schedule.device_of(before)].traits
         way_ms = self.cost_of[before].handover_ms(self.machine.transfer_latency_ms, source, device.traits)
-        return end + self.hop_ms + way_ms
+        return end + self.machine.hop_ms + way_ms
 
     def _weights_at(self, device: _Device, index: int) -> float | None:
         """When the weights of a stage run are on the device; books the upload when it is asked for the first time.

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import pytest
 from lightning_roundpipe.cli import doctor, machine_facts, main
 from lightning_roundpipe.cli.doctor import findings
 from lightning_roundpipe.cli.machine_facts import PROBES, collect
+from tests.support.forks import Forks
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 # A machine with one GPU, of which nothing is wrong.
 HEALTHY: dict[str, Any] = {
@@ -273,13 +272,10 @@ print(json.dumps(collect(probes)))
 """
 
 
-def test_probes_know_this_machine_without_lightning() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    facts, unknown = json.loads(result.stdout.splitlines()[-1])
+def test_probes_know_this_machine_without_lightning(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "probes.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    facts, unknown = json.loads(forks.run(script, folder=tmp_path).splitlines()[-1])
     assert unknown == {}
     assert facts.keys() == HEALTHY.keys() - {"package_import"}
     assert facts["versions"]["torch"].startswith(facts["torch_build"]["version"].partition("+")[0])

@@ -27,15 +27,15 @@ MACHINE = (
     *("--device-memory", "24GiB", "--h2d", "25GB/s", "--d2h", "20GB/s", "--latency", "10us"),
     *("--host-bandwidth", "200GB/s", "--optimizer-rate", "4GB/s", "--hop-ms", "1.6"),
 )
-AS_PLANNED = Machine(8, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6)
+AS_PLANNED = Machine(8, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6, hop_ms=1.6)
 
 
 def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--round-size", "8")
-    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8, hop_ms=1.6)
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8)
     partition, costs = plan.partition, stage_costs(plan.partition, llama)
     schedule = round_robin(partition.num_stages, 16, 8, round_size=8, splits=plan.splits)
-    simulation = simulate(schedule, costs, AS_PLANNED, hop_ms=1.6)
+    simulation = simulate(schedule, costs, AS_PLANNED)
     assert document["partition"] == partition.format()
     assert document["splits"] == [row["devices_at_a_time"] for row in document["stages"]] == list(plan.splits)
     assert document["reason"] == plan.reason
@@ -71,7 +71,7 @@ def test_a_machine_that_is_left_out_is_unlimited(llama: CostProfile, llama_file:
 
 def test_every_stage_on_one_device_at_a_time(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--no-split")
-    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=16, hop_ms=1.6, may_split=False)
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=16, may_split=False)
     assert set(document["splits"]) == {1}
     assert document["partition"] == plan.partition.format()
     assert run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE)["step_ms"] < document["step_ms"]
@@ -186,6 +186,16 @@ def test_a_machine_whose_devices_are_alike_serves_for_any_number(
     path = machine_file(tmp_path, num_devices=2, h2d_bytes_per_ms=25e6)
     machine = run_json("plan", "--profile", llama_file, *PIPELINE, "--machine", path)["machine"]
     assert (machine["num_devices"], machine["h2d_bytes_per_ms"]) == (8, 25e6)
+
+
+def test_options_that_say_what_holds_without_a_file_take_its_place(
+    llama_file: str, run_json: RunJson, tmp_path: Path
+) -> None:
+    path = machine_file(tmp_path, num_devices=8, transfer_latency_ms=0.5, num_ranks=4, hop_ms=1.5)
+    arguments = ("plan", "--profile", llama_file, *PIPELINE, "--machine", path)
+    for options, expected in (((), (0.5, 4, 1.5)), (("--latency", "0us", "--ranks", "1", "--hop-ms", "0"), (0, 1, 0))):
+        machine = run_json(*arguments, *options)["machine"]
+        assert (machine["transfer_latency_ms"], machine["num_ranks"], machine["hop_ms"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_bound_schedules_take_the_fastest_number_of_stages(
     ):
         cuts = [balanced_cuts(times, schedule.num_stages // 2) for schedule in schedules]
         results = [
-            (simulate(schedule, bound_stage_costs(calls_per_stage, llama), hop_ms=3.2), calls_per_stage)
+            (simulate(schedule, bound_stage_costs(calls_per_stage, llama), Machine(8, hop_ms=3.2)), calls_per_stage)
             for schedule, calls_per_stage in zip(schedules, cuts, strict=True)
         ]
         simulation, calls_per_stage = min(results, key=lambda result: result[0].step_ms)
@@ -76,11 +76,11 @@ def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, t
 def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
     found = rows(run_json(*arguments, "--only", "roundpipe-async"))["RoundPipe asynchronous"]
-
-    plan = plan_training(llama, Machine(8), num_microbatches=16, round_size=16, hop_ms=3.2)
+    machine = Machine(8, hop_ms=3.2)
+    plan = plan_training(llama, machine, num_microbatches=16, round_size=16)
     schedule = round_robin(plan.partition.num_stages, 16, 8, splits=plan.splits, num_steps=3)
     costs = stage_costs(plan.partition, llama)
-    simulation = simulate(schedule, costs, hop_ms=3.2, microbatches_per_step=16, optimizer="asynchronous")
+    simulation = simulate(schedule, costs, machine, microbatches_per_step=16, optimizer="asynchronous")
     assert found["stages"] == plan.partition.format()
     assert found["step_ms"] == simulation.step_ms
     assert found["bubble_ratio"] == simulation.timeline.bubble_parts["inside"]

@@ -28,7 +28,6 @@ from lightning_roundpipe.planning import (
     Stage,
     StageKind,
     Timeline,
-    next_first_device,
     round_robin,
     simulate,
     stage_costs,
@@ -141,9 +140,8 @@ def ring(num_stages: int, num_microbatches: int, num_devices: int, round_size: i
     """Arguments of a case that goes round-robin, from step to step."""
 
     def schedule(first: int) -> tuple[Schedule, int]:
-        options = {"round_size": round_size, "first_device": first}
-        counts = (num_stages, num_microbatches, num_devices)
-        return round_robin(*counts, **options), next_first_device(*counts, **options)
+        made = round_robin(num_stages, num_microbatches, num_devices, round_size=round_size, first_device=first)
+        return made, (made.device_of(Action(num_stages - 1, num_microbatches - 1)) + 1) % num_devices
 
     return {"schedule": schedule, "num_devices": num_devices, "num_microbatches": num_microbatches}
 

@@ -1,4 +1,4 @@
-"""balanced_cuts: the exact minimum of the longest part, against all splits."""
+"""StageSearch fills stages; balanced_cuts: the exact minimum of the longest part, against all splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_roundpipe.planning import balanced_cuts, cuts
+from lightning_roundpipe.planning import CallCost, balanced_cuts, cuts
+from lightning_roundpipe.planning.partition import assemble
+
+TICKS_PER_MS = 2**20
+
+
+@pytest.mark.parametrize(
+    ("limit_ms", "memory_limit", "stages"),
+    [
+        (7, None, "F 0-2 | F 3-4 | fused 5 | B 4 | B 3 | B 2 | B 1 | B 0"),
+        (9, None, "F 0-3 | F 4 | fused 5 | B 4 | B 2-3 | B 1 | B 0"),
+        (18, 60, "F 0-3 | fused 4-5 | B 2-3 | B 0-1"),
+        (2**20, 59, "F 0-4 | fused 5 | B 4 | B 3 | B 2 | B 1 | B 0"),
+        (2**20, 10, "F 0 | F 1 | F 2 | F 3 | F 4 | fused 5 | B 4 | B 3 | B 2 | B 1 | B 0"),
+    ],
+)
+def test_stages_are_filled_up_to_the_limits(limit_ms: int, memory_limit: int | None, stages: str) -> None:
+    """A call that is over a limit by itself is a stage."""
+    calls = [CallCost(f"c{i}", ms, 2.0 * ms, 10, 20) for i, ms in enumerate((3, 2, 2, 1, 4, 2))]
+    search = cuts.StageSearch(calls, is_training=True, memory_limit=memory_limit)
+    assert assemble(6, *search.cuts(limit_ms * TICKS_PER_MS)).format() == stages
+
+
+def test_without_a_backward_forward_stages_hold_all_calls() -> None:
+    calls = [CallCost(f"c{i}", 1, 2, 10, 20) for i in range(6)]
+    search = cuts.StageSearch(calls, is_training=False, memory_limit=20)
+    assert assemble(6, *search.cuts(9 * TICKS_PER_MS)).format() == "F 0-1 | F 2-3 | F 4-5"
+
 
 # In whole ticks, as times are taken.
 call_times = st.one_of(st.integers(0, 5), st.integers(0, 10 * 2**20).map(lambda ticks: ticks / 2**20))

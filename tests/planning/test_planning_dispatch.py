@@ -21,7 +21,6 @@ from lightning_roundpipe.planning import (
     StageCost,
     StageMemoryError,
     StepPlan,
-    partition,
     plan_training,
     round_robin,
     simulate,
@@ -62,6 +61,7 @@ def machines(draw: st.DrawFn, *, is_uniform: bool) -> Machine:
         transfer_latency_ms=draw(st.sampled_from([0.0, 0.125])),
         optimizer_bytes_per_ms=draw(st.sampled_from([math.inf, 100.0])),
         devices=devices,
+        hop_ms=draw(st.sampled_from([0.0, 0.5])),
     )
 
 
@@ -77,21 +77,20 @@ def check_clock(data: st.DataObject, machine: Machine) -> None:
         "num_microbatches": num_microbatches,
         "splits": splits,
         "round_size": data.draw(st.none() | st.integers(1, 13)),
-        "hop_ms": data.draw(st.sampled_from([0.0, 0.5])),
     }
     schedule = dispatch(costs, machine, **options)
     assert parse_schedule(schedule.format()) == schedule
-    expected = simulate(schedule, costs, machine, hop_ms=options["hop_ms"]).step_ms
+    expected = simulate(schedule, costs, machine).step_ms
     assert dispatch_ms(costs, machine, **options) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=200)
 @given(machines(is_uniform=True), st.data())
 def test_the_clock_of_devices_in_turn_is_the_simulation(machine: Machine, data: st.DataObject) -> None:
     check_clock(data, machine)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=200)
 @given(machines(is_uniform=False), st.data())
 def test_the_clock_of_devices_that_differ_is_the_simulation(machine: Machine, data: st.DataObject) -> None:
     check_clock(data, machine)
@@ -212,7 +211,7 @@ def random_case(seed: int) -> tuple[CostProfile, Machine, int, list[int]]:
     return profile, machine, num_microbatches, rng.choice([[num_microbatches], [2 * num_devices, num_devices]])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_splits_never_make_a_step_slower(seed: int) -> None:
     profile, machine, num_microbatches, round_sizes = random_case(seed)
     times = []
@@ -224,11 +223,14 @@ def test_splits_never_make_a_step_slower(seed: int) -> None:
     assert times[0] <= times[1] * (1 + 1e-9)
 
 
-MIXES = {"1 and 0.5": (1.0, 0.5), "two of two": (1.0, 1.0, 0.5, 0.5), "four of two": (*[1.0, 0.8, 0.6, 0.4] * 2,)}
+UNEQUAL = [
+    *((name, (1.0, 0.8, 0.6, 0.4) * 2) for name in MODELS),
+    ("GPT-OSS-20B", (1.0, 0.5)),
+    ("Qwen3-1.7B", (1.0, 1.0, 0.5, 0.5)),
+]
 
 
-@models
-@pytest.mark.parametrize("speeds", MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize(("name", "speeds"), UNEQUAL)
 def test_devices_of_unequal_speed_are_all_busy_to_the_end(name: str, speeds: tuple[float, ...]) -> None:
     """Within 5 % of work / sum of speeds; devices in turn, with splits or not, need at least 30 % more."""
     profile, num_devices = MODELS[name].profile(), len(speeds)
@@ -273,11 +275,11 @@ def test_a_device_with_less_memory_than_what_waits_there_gets_nothing() -> None:
 
 
 def test_a_plan_runs_batches_of_other_sizes_and_keeps_the_turns() -> None:
-    plan = StepPlan(partition(CostProfile((CallCost("a", 1, 1),)), num_devices=1, num_microbatches=1), (4,), 3)
+    plan = StepPlan(assemble(1, (0,), (0,)), (4,), 3)
     profile, machine = CostProfile((CallCost("a", 1, 1),)), Machine(2)
     schedule = plan.schedule(profile, machine, 5, first_device=1)
     assert schedule == round_robin(1, 5, 2, round_size=3, splits=2, first_device=1)
-    assert plan.next_first_device(machine, 5, 1) == 1
+    assert plan.next_first_device(schedule, 1) == 1
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])

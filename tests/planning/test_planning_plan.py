@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from lightning_roundpipe.planning import (
     StageCost,
     StageMemoryError,
     StepPlan,
-    partition,
     plan_evaluation,
     plan_training,
     round_robin,
@@ -58,22 +56,6 @@ def step_ms(plan: StepPlan, profile: CostProfile, machine: Machine, microbatches
 times = st.lists(st.integers(1, 9), min_size=1, max_size=14)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(
-    times, st.integers(1, 4), st.integers(1, 8), st.sampled_from([math.inf, 100.0]), st.sampled_from([math.inf, 20.0])
-)
-def test_never_slower_than_the_plan_of_the_formula(
-    times: list[int], devices: int, microbatches: int, bandwidth: float, host: float
-) -> None:
-    profile = profile_of(times, weight_bytes=10)
-    machine = Machine(devices, h2d_bytes_per_ms=bandwidth, d2h_bytes_per_ms=bandwidth, host_bytes_per_ms=host)
-    proxy = partition(profile, num_devices=devices, num_microbatches=microbatches)
-    size = 2 * devices
-    plan = plan_training(profile, machine, num_microbatches=microbatches, round_size=size)
-    slow = ring_ms(proxy, profile, machine, microbatches, size)
-    assert step_ms(plan, profile, machine, microbatches) <= slow * (1 + 1e-12)
-
-
 def all_partitions(num_calls: int) -> list[Partition]:
     made = []
     for fused in range(num_calls):
@@ -92,27 +74,18 @@ def test_close_to_the_best_of_all_partitions(
     profile, machine = profile_of(times), Machine(devices)
     counts = {"num_microbatches": microbatches, "round_size": round_size}
     ring = plan_training(profile, machine, **counts, may_split=False)
-    made = [(stages, stage_costs(stages, profile)) for stages in all_partitions(len(times))]
-    best = min(ring_ms(stages, profile, machine, microbatches, round_size) for stages, _ in made)
-    assert step_ms(ring, profile, machine, microbatches) <= 1.02 * best
-    best = min(
-        dispatch_ms(costs, machine, splits=[count] * len(costs), **counts)
-        for _, costs in made
+    made = [stage_costs(stages, profile) for stages in all_partitions(len(times))]
+    best = [
+        min(dispatch_ms(costs, machine, splits=[count] * len(costs), **counts) for costs in made)
         for count in range(1, devices + 1)
-    )
+    ]
+    assert step_ms(ring, profile, machine, microbatches) <= 1.02 * best[0]
     limited = Machine(devices, 10**9)  # without a limit the cuts are those of the ring
     plan = plan_training(profile, limited, **counts)
-    assert step_ms(plan, profile, machine, microbatches) <= 1.02 * best
+    assert step_ms(plan, profile, machine, microbatches) <= 1.02 * min(best)
 
 
-def test_it_pays_where_the_formula_counts_on_full_laps() -> None:
-    profile, machine = profile_of([1] * 14), Machine(4)
-    proxy = partition(profile, num_devices=4, num_microbatches=12)
-    plan = plan_training(profile, machine, num_microbatches=12, round_size=12, may_split=False)
-    assert step_ms(plan, profile, machine, 12) < 0.9 * ring_ms(proxy, profile, machine, 12, 12)
-
-
-def test_a_shared_host_memory_decides_between_equals() -> None:
+def test_a_shared_host_memory_decides_between_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are ranked by `simulate` where only it knows the machine; the result is no worse than without."""
     profile = profile_of([1 + i % 3 for i in range(20)], weight_bytes=200)
     machine = Machine(4, h2d_bytes_per_ms=400.0, d2h_bytes_per_ms=400.0, host_bytes_per_ms=300.0)
@@ -120,6 +93,11 @@ def test_a_shared_host_memory_decides_between_equals() -> None:
     aware_plan = plan_training(profile, machine, num_microbatches=8)
     unaware_plan = plan_training(profile, unaware, num_microbatches=8)
     assert step_ms(aware_plan, profile, machine, 8) <= step_ms(unaware_plan, profile, machine, 8)
+    slow = replace(machine, host_bytes_per_ms=100.0)
+    best = step_ms(plan_training(profile, slow, num_microbatches=16), profile, slow, 16)
+    monkeypatch.setattr(search_module, "_NUM_SIMULATED", 1)
+    first = plan_training(profile, slow, num_microbatches=16)
+    assert best < 0.95 * step_ms(first, profile, slow, 16), "another number of stage runs shares it better"
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -198,10 +176,10 @@ def test_evaluation_is_planned_for_all_devices_too() -> None:
         assert step_ms(plan, profile, machine, 8) < ring_ms(alone, profile, machine, 8, 8)
 
 
-@pytest.mark.parametrize("make", [plan_training, plan_evaluation])
-def test_impossible_counts_are_refused_and_empty_models_planned(make: type) -> None:
+@pytest.mark.parametrize(("make", "kind"), [(plan_training, "fused"), (plan_evaluation, "F")])
+def test_impossible_counts_are_refused_and_empty_models_planned(make: type, kind: str) -> None:
     empty = make(CostProfile(()), Machine(2), num_microbatches=4)
-    assert (empty.partition.num_calls, empty.splits) == (0, (1,))
+    assert (empty.partition.format(), empty.splits) == (f"{kind} (no calls)", (1,))
     with pytest.raises(ValueError, match="num_microbatches must be >= 1, got 0"):
         make(profile_of([1]), Machine(2), num_microbatches=0)
     with pytest.raises(ValueError, match="round_size must be >= 1, got 0"):

@@ -19,12 +19,11 @@ from lightning_roundpipe.planning import (
     StageCost,
     bound_stage_costs,
     one_f_one_b,
-    partition,
-    partition_forward,
     round_robin,
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.planning.partition import assemble
 from tests.support.engine.schedule_text import parse_schedule
 
 ONE_DEVICE = parse_schedule("schedule stages=3 microbatches=2 devices=1\ndevice 0: 0:0 0:1 1:0 1:1 2:0 2:1\n")
@@ -128,8 +127,8 @@ def test_activations_go_before_weights_and_stream() -> None:
 def test_a_handover_goes_down_and_up_and_takes_two_latencies() -> None:
     schedule = parse_schedule("schedule stages=2 microbatches=1 devices=2\ndevice 0: 0:0\ndevice 1: 1:0\n")
     costs = [StageCost(3.0, output_bytes=20, handover_bytes=20), StageCost(3.0, input_bytes=20)]
-    machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=20.0, transfer_latency_ms=0.25)
-    assert simulate(schedule, costs, machine, hop_ms=1.0).step_ms == 3 + (1 + 1 + 2 + 0.5) + 3
+    machine = Machine(2, h2d_bytes_per_ms=10.0, d2h_bytes_per_ms=20.0, transfer_latency_ms=0.25, hop_ms=1.0)
+    assert simulate(schedule, costs, machine).step_ms == 3 + (1 + 1 + 2 + 0.5) + 3
 
 
 def test_the_host_memory_is_shared() -> None:
@@ -245,18 +244,18 @@ def test_no_resource_is_faster_than_its_bound(s: int, m: int, n: int, host: floa
     speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=n, max_size=n))
     devices = tuple(DeviceTraits(speed, None, 20.0 * speed, 10.0) for speed in speeds)
     links = (SharedLink((0, 1), 15.0),) if n > 1 and data.draw(st.booleans()) else ()
-    machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0, devices, links)
+    machine = Machine(n, None, 20.0, 10.0, 0.1, host, 30.0, devices, links, hop_ms=0.2)
     splits = data.draw(st.lists(st.integers(1, n), min_size=s, max_size=s))
     schedule = round_robin(s, m, n, splits=splits, round_size=data.draw(st.none() | st.integers(1, 4)))
-    result = simulate(schedule, costs, machine, hop_ms=0.2)
+    result = simulate(schedule, costs, machine)
     bounds = result.lower_bounds_ms
     assert result.step_ms >= max(bounds.values()) * (1 - 1e-12)
     assert result.step_ms >= bounds["optimizer"] + bounds["compute"]
     assert bounds["compute"] == pytest.approx(sum(c.duration_ms for c in costs) * m / sum(speeds))
-    unshared = simulate(schedule, costs, Machine(n, None, 20.0, 10.0, 0.1, math.inf, 30.0, devices), hop_ms=0.2)
+    unshared = simulate(schedule, costs, Machine(n, None, 20.0, 10.0, 0.1, math.inf, 30.0, devices, hop_ms=0.2))
     assert unshared.step_ms <= result.step_ms * (1 + 1e-12), "what is shared makes nothing faster"
     unlimited = tuple(DeviceTraits(speed) for speed in speeds)
-    free = simulate(schedule, costs, Machine(n, devices=unlimited), hop_ms=0.2)
+    free = simulate(schedule, costs, Machine(n, devices=unlimited, hop_ms=0.2))
     assert free.step_ms <= unshared.step_ms - bounds["optimizer"] + 1e-9
     assert sum(result.h2d_bytes) == sum(free.h2d_bytes)
     for lane in ("h2d", "d2h"):
@@ -372,14 +371,13 @@ def test_recompute_does_not_run_before_its_input_is_there() -> None:
 def test_stages_of_a_partition_add_up_their_calls() -> None:
     calls = tuple(CallCost(f"c{i}", 1, 2, 10, 20, 3, 4, 100 + i) for i in range(6))
     profile = CostProfile(calls)
-    plan = partition(profile, num_devices=1, num_microbatches=4, memory_limit=60)
-    assert plan.format() == "F 0-3 | fused 4-5 | B 2-3 | B 0-1"
+    plan = assemble(6, (0, 4), (0, 2, 4))
     forward, fused, b23, b01 = stage_costs(plan, profile)
     assert forward == StageCost(4.0, 0.0, 40, 0, 3, 4 + 3 * 3, 4, 3 + 4 + 103, "F 0-3")
     assert fused == StageCost(6.0, 0.0, 20, 40, 3, 3, 3, 3 + 4 + 104 + 4 + 105 + 7, "fused 4-5")
     assert b23 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 3, 3, 2 * 7 + 103, "B 2-3")
     assert b01 == StageCost(4.0, 2.0, 20, 40, 3 + 3 + 4, 0, 0, 2 * 7 + 101, "B 0-1")
-    evaluation = partition_forward(profile, num_devices=1, num_microbatches=4, memory_limit=30)
+    evaluation = assemble(6, (0, 3, 6), ())
     assert stage_costs(evaluation, profile)[0] == StageCost(3.0, 0.0, 30, 0, 3, 4, 4, 3 + 4 + 102, "F 0-2"), "no saving"
     with pytest.raises(ValueError, match="partition has 6 calls and the profile 1"):
         stage_costs(plan, CostProfile(calls[:1]))
@@ -409,6 +407,7 @@ def test_bound_stages_move_activations_only() -> None:
         ({"h2d_bytes_per_ms": 0.0}, "h2d_bytes_per_ms must be > 0"),
         ({"host_bytes_per_ms": math.nan}, "host_bytes_per_ms must be > 0"),
         ({"transfer_latency_ms": -1.0}, "transfer_latency_ms must be a finite number of ms >= 0"),
+        ({"hop_ms": math.inf}, "hop_ms must be a finite number of ms >= 0"),
         ({"devices": (DeviceTraits(), DeviceTraits())}, "devices has 2 entries for num_devices=1"),
         ({"shared_links": (SharedLink((0, 1), 5.0),)}, "names a device that is not one of 1"),
     ],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import plans
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.runner import Engine, StepResult
 from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
@@ -25,9 +25,9 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
 from tests.support.engine.partitions import any_partition
+from tests.support.engine.steps import Steps
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans made anew
@@ -137,14 +137,13 @@ class Trained(nn.Module):
         return self.norm(x).pow(4).mean()
 
 
-def train(model: Trained, engine: Engine, num_steps: int, num_microbatches: int) -> list[StepResult]:
+def train(model: Trained, steps: Steps, num_steps: int, num_microbatches: int) -> list[StepResult]:
     generator = torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     results = []
     for step in range(num_steps):
         parts = torch.randn(11, WIDTH, generator=generator).tensor_split(num_microbatches)
-        weights = [len(part) / 11 for part in parts]
-        results.append(engine.run(StepRequest(model.step, parts, weights, "train", step, loss_of=lambda loss: loss)))
+        results.append(steps.train(parts, step))
         for parameter, gradient in results[-1].gradients.items():
             parameter.grad = gradient.clone()
         optimizer.step()
@@ -170,8 +169,8 @@ def test_new_plans_change_no_bit_of_the_results(
         planned.append(candidate)
         return candidate
 
-    def make(root: nn.Module, planner: plans.Planner) -> Engine:
-        return Engine(root, cpu_pool(num_devices, copies=copies), planner, num_threads=1)
+    def make(root: nn.Module, planner: plans.Planner) -> Steps:
+        return Steps(root, planner, num_devices=num_devices, copies=copies)
 
     results = train(model, make(model, always_another), 9, num_microbatches)
     expected = train(reference, make(reference, kept), 9, num_microbatches)

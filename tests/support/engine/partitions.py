@@ -32,7 +32,7 @@ class Scheduled(StepPlan):
         assert self.make is not None
         return self.make(self.partition.num_stages, num_microbatches, machine.num_devices, first_device)
 
-    def next_first_device(self, machine: Machine, num_microbatches: int, first_device: int) -> int:
+    def next_first_device(self, schedule: Schedule, first_device: int) -> int:
         return self.after(first_device)
 
 
@@ -72,6 +72,15 @@ def everything_recomputed(
     return cut_at(count, training, range(1, count), range(1, count), max(0, count - 1))
 
 
+def recomputed_elsewhere(
+    costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
+) -> Partition:
+    """One forward stage, the last call fused, a backward stage for every other call: on two devices, every second one
+    is recomputed where its forward was not."""
+    count = len(costs.calls)
+    return cut_at(count, training, () if training else range(1, count), range(1, count), max(0, count - 1))
+
+
 def two_calls_fused(
     costs: CostProfile, machine: Machine | None = None, num_microbatches: int = 1, training: bool = True
 ) -> Partition:
@@ -107,5 +116,5 @@ def search_briefly(set_attribute: Callable[[object, str, int], None]) -> None:
     Args:
         set_attribute: ``setattr``, or that of a ``MonkeyPatch``.
     """
-    set_attribute(search, "_NUM_VARIATIONS", 5)
-    set_attribute(search, "_NUM_NEIGHBOURS", 20)
+    for name, count in {"_NUM_LIMITS": 8, "_NUM_VARIATIONS": 5, "_NUM_NEIGHBOURS": 20, "_NUM_SIMULATED": 1}.items():
+        set_attribute(search, name, count)
