@@ -4,9 +4,9 @@
 Everything that the engine puts on a device is booked in its :class:`DeviceMemory` by kind, before it is allocated.
 Where the limit does not allow it, memory comes back in this order: what was freed already and is only read to its end
 by a copy or by queued work (that is waited for); then what merely stays in case it is needed again (weights of units
-that are not in use); then what micro-batches that wait for their turn have fetched ahead. If that is not enough, the
-step fails with :class:`DeviceOutOfMemoryError`. What is only fetched ahead of its time does none of this: it stays
-where it is until there is room.
+that are not in use). If that is not enough, the step fails with :class:`DeviceOutOfMemoryError`. What is only fetched
+ahead of its time does none of this: it stays where it is until there is room. Activations that are booked come ahead
+only where there is no limit: they could not be taken back.
 
     | weights in use | gradients | weights ahead |      headroom      | spare |          the books: up to the limit
     | the same, and what the books do not know: activations, workspaces, the rest | .. | the allocator: more than that
@@ -29,8 +29,8 @@ from typing import Literal, Protocol
 
 from ..planning.quantities import format_bytes
 
-Kind = Literal["weights", "gradients", "activations", "other"]
-KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "other")
+Kind = Literal["weights", "gradients", "activations"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations")
 # When the allocator runs out of memory for the first time, one of so many parts of the limit is kept free from then on.
 _SPARE_PARTS = 20
 
@@ -57,16 +57,6 @@ class Passing(Protocol):
         """Blocks the calling thread until it has."""
 
 
-class Ahead:
-    """Bytes of activations that are booked ahead of their time, and may be lost until they are claimed."""
-
-    __slots__ = ("num_bytes", "passing")
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.passing: Passing | None = None  # what brings them; set before they can be lost
-
-
 class DeviceMemory:
     """What is on a device, by kind, in bytes; see [Note: device memory]. May be used from any thread.
 
@@ -85,13 +75,12 @@ class DeviceMemory:
         self.limit = limit
         self.headroom = 0
         self.spare = 0
-        self.evict: Callable[[int], bool] = lambda num_bytes: False
+        self.evict: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._used: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._peaks: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._peak = 0
         self._leaving: deque[tuple[Passing, Kind, int]] = deque()
-        self._ahead: dict[Ahead, None] = {}
 
     @property
     def used(self) -> int:
@@ -119,13 +108,13 @@ class DeviceMemory:
         """
         leaves_room = kind != "activations"
         while not self.try_reserve(kind, num_bytes, ahead=leaves_room):
-            if self._await_leaving() or self.evict(num_bytes):
+            if self._await_leaving() or self.evict():
                 continue
             if leaves_room:  # nothing else can go
                 leaves_room = False
-            elif not self._lose_ahead():
-                if self.try_reserve(kind, num_bytes):  # came back meanwhile
-                    return
+            elif self.try_reserve(kind, num_bytes):  # came back meanwhile
+                return
+            else:
                 raise self._error(kind, num_bytes)
 
     def try_reserve(self, kind: Kind, num_bytes: int, *, ahead: bool = False) -> bool:
@@ -150,7 +139,7 @@ class DeviceMemory:
 
         Called by the thread that holds the compute lane, or between steps.
         """
-        while self.evict(0):
+        while self.evict():
             pass
         self._collect()
         while self._await_leaving():
@@ -162,33 +151,6 @@ class DeviceMemory:
     def has_room_to_make(self) -> bool:
         """Whether :meth:`make_room` once more would keep more free, and more than what may be left has been booked."""
         return self.limit is not None and self.spare < self.limit // 2 < self._peak
-
-    def reserve_ahead(self, num_bytes: int) -> Ahead | None:
-        """Books activations ahead of their time, if there is room; they may be lost until :meth:`claim`."""
-        if not self.try_reserve("activations", num_bytes, ahead=True):
-            return None
-        return Ahead(num_bytes)
-
-    def offer(self, ahead: Ahead, passing: Passing) -> None:
-        """``passing`` brings what ``ahead`` is booked for: from now on it may be lost."""
-        ahead.passing = passing
-        with self._lock:
-            self._ahead[ahead] = None
-
-    def claim(self, ahead: Ahead) -> bool:
-        """The time has come: whether it was not lost. If not, it is booked as if it had been reserved."""
-        with self._lock:
-            return self._ahead.pop(ahead, ahead) is None
-
-    def _lose_ahead(self) -> bool:
-        """Takes what was fetched ahead last off the books, when it has arrived; whether there was any."""
-        with self._lock:
-            if not self._ahead:
-                return False
-            ahead, _ = self._ahead.popitem()
-            assert ahead.passing is not None
-            self._leaving.append((ahead.passing, "activations", ahead.num_bytes))
-            return True
 
     def release(self, kind: Kind, num_bytes: int, after: Passing | None = None) -> None:
         """Takes ``num_bytes`` off the books: now, or when ``after`` has passed."""
@@ -224,7 +186,6 @@ class DeviceMemory:
         """A step has ended, well or not: what was on its way back is back, and only weights are still there."""
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
-            self._ahead.clear()
             self.headroom = 0
             for _, kind, num_bytes in leaving:
                 self._used[kind] -= num_bytes

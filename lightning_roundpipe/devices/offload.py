@@ -31,7 +31,6 @@ from torch import Tensor
 from ..common.fingerprints import UNKNOWN, version_of
 from ..common.sizes import num_bytes_of
 from .device import Device
-from .memory import Ahead
 from .transfer import Done, Edge, Transfer
 
 # Kernels load up to so many bytes of a tensor at once, if it begins at a multiple of them, as memory of its own does.
@@ -149,7 +148,6 @@ class _Arrival:
         transfer: the upload.
         shape: of the tensor; dimensions that are expanded do not travel.
         booked: bytes on the books of the device.
-        ahead: set if they may have been lost meanwhile.
     """
 
     origin: Callable[[], Any]
@@ -157,7 +155,6 @@ class _Arrival:
     transfer: Transfer
     shape: torch.Size
     booked: int
-    ahead: Ahead | None
 
 
 class TravellingActivations:
@@ -205,7 +202,7 @@ class TravellingActivations:
     def _drop(self, keys: Iterable[int]) -> None:
         for key in keys:
             arrival = self._arrivals.pop(key, None)
-            if arrival is not None and arrival.booked and self._is_booked(arrival):
+            if arrival is not None and arrival.booked:
                 self._device.memory.release("activations", arrival.booked)
 
     def clear(self) -> None:
@@ -216,17 +213,12 @@ class TravellingActivations:
     @property
     def booked_bytes(self) -> int:
         """Bytes on the books of the device."""
-        return sum([arrival.booked for arrival in self._arrivals.values() if arrival.ahead is None])
+        return sum([arrival.booked for arrival in self._arrivals.values()])
 
     @property
     def _device(self) -> Device:
         assert self._here is not None
         return self._here
-
-    def _is_booked(self, arrival: _Arrival) -> bool:
-        """Whether an arrival is on the books, to stay from now on; one that was fetched ahead may have been lost."""
-        ahead, arrival.ahead = arrival.ahead, None
-        return ahead is None or self._device.memory.claim(ahead)
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
         """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
@@ -263,7 +255,7 @@ class TravellingActivations:
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, Offloaded)) or self._is_local(value):
                 continue
-            if (arrival := self._claimed(value) or self._start(value, what)) is not None:
+            if (arrival := self._found(value) or self._start(value, what)) is not None:
                 arrivals.append((i, arrival))
         for i, arrival in arrivals:
             (tensor,) = arrival.transfer.wait(edge)
@@ -321,16 +313,8 @@ class TravellingActivations:
         self.drop([value])
         return None
 
-    def _claimed(self, value: Tensor | Offloaded) -> _Arrival | None:
-        """What was sent for, if it has not been lost."""
-        arrival = self._found(value)
-        if arrival is None or self._is_booked(arrival):
-            return arrival
-        del self._arrivals[id(value)]
-        return None
-
     def _start(self, value: Tensor | Offloaded, what: str, *, ahead: bool = False) -> _Arrival | None:
-        """Starts to bring ``value``; None if it is brought ahead of its time and there is no room."""
+        """Starts to bring ``value``; None if it is brought ahead of its time and there is no room for that."""
         here, origin = self._device, weakref.ref(value)
         if isinstance(value, Offloaded):
             offloaded, version = value, 0
@@ -339,11 +323,10 @@ class TravellingActivations:
             offloaded = Offloaded(Done([value.detach()]), value.shape) if owner is None else self.save(value, what)
         source = offloaded.transfer
         booked = num_bytes_of(source.tensors) if here.counts_activations else 0
-        early = None
         if not ahead:
             here.memory.reserve("activations", booked)
-        elif booked and (early := here.memory.reserve_ahead(booked)) is None:
-            return None
+        elif booked and (here.memory.limit is not None or not here.memory.try_reserve("activations", booked)):
+            return None  # under a limit it would take the room of what is needed first
         try:
             transfer = here.upload(source.tensors, what, after=source, must=not ahead)
         except torch.OutOfMemoryError:
@@ -351,8 +334,6 @@ class TravellingActivations:
             if not ahead:
                 raise
             return None
-        if early is not None:
-            here.memory.offer(early, transfer)
-        arrival = _Arrival(origin, version, transfer, offloaded.shape, booked, early)
+        arrival = _Arrival(origin, version, transfer, offloaded.shape, booked)
         self._arrivals[id(value)] = arrival
         return arrival

@@ -99,11 +99,6 @@ class Gate:
             self._aborted = True
             self._wake_all()
 
-    @property
-    def aborted(self) -> bool:
-        """Whether :meth:`abort` was called."""
-        return self._aborted
-
     def check(self) -> None:
         """Raises:
         StepAborted: if another thread of the step failed.

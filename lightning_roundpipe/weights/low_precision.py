@@ -236,6 +236,7 @@ class WorkingCopies:
             self._evidence.clear()
             self._forms.clear()
             self._copies.clear()
+            self._samples.clear()
 
     # --- which form a unit takes ---------------------------------------------------------------------------------
 

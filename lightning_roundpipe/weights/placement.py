@@ -66,7 +66,7 @@ class ReplicaCache:
         self.weights = WorkingCopies()
         self.coming_buffers = ComingBuffers()
         for device in pool.devices:
-            device.memory.evict = functools.partial(self._evict_for, device.index)
+            device.memory.evict = functools.partial(self.evict, device.index)
 
     def note_hook(self) -> None:
         """A forward hook was registered during the step: active replicas are out of date."""
@@ -194,10 +194,6 @@ class ReplicaCache:
         # Of those that no stage run of this step needs, the last one used: the next step uses the others before it.
         max(idle, key=lambda replica: (next_use.get(replica.unit, _NEVER), replica.last_use)).unload()
         return True
-
-    def _evict_for(self, device_index: int, num_bytes: int) -> bool:
-        """What the books of a device call for room."""
-        return self.evict(device_index)
 
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""

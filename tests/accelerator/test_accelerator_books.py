@@ -50,7 +50,7 @@ def test_the_destination_of_a_copy_that_must_be_there_gets_the_place_of_what_is_
     idle = [taken(4 * MIB)]
     unlimited.set_memory_limit(4 * MIB, 0)
 
-    def evict(num_bytes: int) -> bool:
+    def evict() -> bool:
         if idle:
             device.free([idle.pop()])
             return True
@@ -173,8 +173,8 @@ class Idle(L.Callback):
                 device.memory.evict = functools.partial(self.evict, index, device.memory.evict)
                 torch.sim.set_memory_limit(LIMIT_BYTES, index)  # type: ignore[attr-defined]
 
-    def evict(self, index: int, evict: Callable[[int], bool], num_bytes: int) -> bool:
-        return evict(num_bytes) or self.kept.pop(index, None) is not None
+    def evict(self, index: int, evict: Callable[[], bool]) -> bool:
+        return evict() or self.kept.pop(index, None) is not None
 
 
 def test_a_step_for_which_the_allocator_has_no_room_is_run_again_as_it_is(unlimited: ModuleType) -> None:

@@ -416,9 +416,8 @@ def test_a_linked_device_says_what_it_is_and_what_it_had() -> None:
         device.memory.reserve("activations", 10)
         assert device.peak_memory_bytes == 100
         statistics = device.statistics()
-    assert {kind: statistics[f"peak_{kind}_bytes"] for kind in ("weights", "gradients", "activations", "other")} == {
+    assert {kind: statistics[f"peak_{kind}_bytes"] for kind in ("weights", "gradients", "activations")} == {
         "weights": 60.0,
         "gradients": 40.0,
         "activations": 10.0,
-        "other": 0.0,
     }

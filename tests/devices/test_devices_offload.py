@@ -17,8 +17,8 @@ from tests.support.engine.lazy_link import LazyLink
 class Far(VirtualDevice):
     """Like a GPU of its own: no tensor of the host is local there."""
 
-    def __init__(self) -> None:
-        super().__init__(0, link=LazyLink())
+    def __init__(self, memory_limit: int | None = None) -> None:
+        super().__init__(0, link=LazyLink(), memory_limit=memory_limit)
         self.torch_device = torch.device("meta")
         self.is_shared = False
 
@@ -53,4 +53,20 @@ def test_what_has_not_changed_is_brought_once() -> None:
         activations.receive([mask], Edge.INPUTS, "mask")
         activations.settle()
     assert device.h2d.num_bytes == mask.nbytes
+    device.close()
+
+
+@pytest.mark.parametrize(("memory_limit", "ahead"), [(None, 12), (1000, 0)])
+def test_what_is_booked_comes_ahead_only_where_there_is_no_limit(memory_limit: int | None, ahead: int) -> None:
+    device = Far(memory_limit)
+    device.open()
+    activations = TravellingActivations(SavedInputs(), {})
+    activations.go_to(device)
+    x = torch.ones(3)
+    activations.send([x], "x")
+    assert device.h2d.num_bytes == device.memory.used == activations.booked_bytes == ahead
+    activations.receive([x], Edge.INPUTS, "x")
+    assert device.h2d.num_bytes == device.memory.used == activations.booked_bytes == 12
+    activations.clear()
+    assert device.memory.used == 0
     device.close()

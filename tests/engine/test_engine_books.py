@@ -13,10 +13,8 @@ from lightning_roundpipe.autograd.recompute import Call
 from lightning_roundpipe.devices.memory import DeviceMemory
 from lightning_roundpipe.engine.barrier import Barrier, Collective, meet
 from lightning_roundpipe.engine.books import ActivationBooks
-from lightning_roundpipe.engine.requests import StepRequest
-from lightning_roundpipe.engine.runner import Engine
-from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.steps import Steps
 
 INPUTS, OUTPUTS, GRAPH = 100, 30, 7
 BROUGHT = 60  # of the inputs: on the books already, by what has brought them
@@ -91,19 +89,18 @@ def test_a_backward_books_both_ends_with_their_gradients_and_those_of_the_inputs
 def test_a_graph_that_a_backward_retains_leaves_the_books_of_the_device_that_made_it() -> None:
     """The micro-batch ends its segment on another device, where its last backward has run."""
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    pool = cpu_pool(3, copies=True)
-    engine = Engine(net, pool, everything_recomputed, num_threads=1)
+    steps = Steps(net, everything_recomputed, num_devices=3, copies=True)
     found = []
 
     def look(barrier: Barrier) -> None:
-        for device in pool.devices:
-            assert device.memory.try_reserve("other", 0)  # takes off what has left
+        for device in steps.pool.devices:
+            assert device.memory.try_reserve("weights", 0)  # takes off what has left
             found.append(device.memory.used)
 
     def step(x: torch.Tensor) -> None:
         meet(Collective("backward", "backward", look), [(net(x).square().mean(), 1.0)], retain_graph=True)
 
     for _ in range(2):
-        engine.run(StepRequest(step, [torch.ones(4, 8)] * 2, [0.5] * 2, "train", 0, meets=True))
-    engine.close()
+        steps.train([torch.ones(4, 8)] * 2, function=step, loss_of=None, meets=True)
+    steps.engine.close()
     assert found == [0] * 3 * 2

@@ -18,7 +18,7 @@ from tests.support.parity import make_loader, make_trainer
 from tests.support.small import Small
 
 NAMES = ("unit_runs", "h2d_bytes", "d2h_bytes")
-PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations", "other"))
+PEAKS = tuple(f"peak_{kind}_bytes" for kind in ("weights", "gradients", "activations"))
 
 
 def fit(module: Any, loader: Any, tmp_path: Path, **kwargs: Any) -> list[dict[str, str]]:
