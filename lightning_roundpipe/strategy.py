@@ -34,7 +34,6 @@ from .integration.steps.loss import checked_precision, expected_scale, hand_over
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
-from .ranks.group import ALONE
 from .reporting.host_memory import HostMemory
 from .reporting.host_report import HostReport
 from .reporting.tracing import Recordings, TraceWriter
@@ -255,11 +254,7 @@ class RoundPipeStrategy(HostStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            **dict.fromkeys(("_pool", "_steps", "_overlap", "_sharding")),
-            "_group": ALONE,
-        }
+        return {**super().__getstate__(), **dict.fromkeys(("_pool", "_steps", "_overlap", "_sharding"))}
 
     @property
     def _module(self) -> pl.LightningModule:

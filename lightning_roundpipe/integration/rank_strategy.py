@@ -252,6 +252,10 @@ class RankStrategy(ParallelStrategy):
                 "on_train_batch_end or on_validation_batch_end, or use RoundPipeStrategy(num_microbatches=1)"
             )
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_group": ALONE, "_loaders": UnevenLoaders()}
+
     def _leave_ranks(self, error: BaseException) -> None:
         """Tells the others of an error. The next run would have to meet them again.
 

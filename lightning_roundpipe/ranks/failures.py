@@ -223,7 +223,8 @@ def _close_all() -> None:
 
 
 # A worker of a loader, which may outlive a rank that is killed, would keep the mailbox open.
-os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def _connection(address: Sequence[str]) -> socket.socket:
