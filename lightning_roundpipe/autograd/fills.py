@@ -63,22 +63,28 @@ class Fills:
             module = replica.copy_of(master)
             assert module is not None
             value = read(module, name)
-            self._own.append(((module, name, value), content(value)))
-            assign(module, name, copy.copy(value))
+            if (before := content(value)) is not None:  # not something else that user code has put in its place
+                self._own.append(((module, name, value), before))
+                assign(module, name, copy.copy(value))
 
-    def end(self) -> list[Attribute]:
-        """Puts back what was there; what the run has filled."""
+    def end(self, assigned: list[Attribute]) -> list[Attribute]:
+        """Puts back what was there; what the run has filled.
+
+        Args:
+            assigned: attributes that it has written; the next run may fill them.
+        """
         filled = []
         for (module, name, value), before in self._shared:
             if not is_unchanged(value, before):
-                master = self._replica.master_of(module)
-                assert master is not None
-                self._replica.unit.fills[master, name] = None
                 filled.append((module, name, copy.copy(value)))
                 refill(value, before)
+        for module, name, value in (*filled, *assigned):
+            master, unit = self._replica.master_of(module), self._replica.unit
+            if master is not None and content(value) is not None and (master, name) not in unit.fills:
+                unit.fills = {**unit.fills, (master, name): None}  # another one: threads may read the old one
         for (module, name, value), before in self._own:
             now = read(module, name)
             assign(module, name, value)
-            if before is not None and not is_unchanged(now, before):
+            if not is_unchanged(now, before):
                 filled.append((module, name, now))
         return filled

@@ -21,7 +21,6 @@ from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..weights.parameters import Replica
-from ..weights.units import Unit
 from .compiling import without_flags
 from .fills import Fills
 from .randomness import Draws, PrivateRandomness
@@ -48,13 +47,13 @@ class WrittenAttribute:
     _slots: dict[int, Slot] = field(default_factory=dict)  # index of a leaf of the value -> of the call
     _passed: dict[int, int] = field(default_factory=dict)  # index of a leaf -> of the argument that it is
 
-    def locate(self, unit: Unit, arguments: dict[int, int]) -> dict[Slot, Tensor]:
+    def locate(self, place: int, arguments: dict[int, int]) -> dict[Slot, Tensor]:
         """Finds the tensors in the value; the new ones, by slot.
 
         Args:
+            place: of the module, the same in every run.
             arguments: id of a tensor that the unit was given -> its index.
         """
-        place = unit.places.get(id(self.module), id(self.module))
         found: dict[Slot, Tensor] = {}
         for i, leaf in enumerate(trees.leaves_of(self.value)):
             if isinstance(leaf, Tensor):
@@ -139,7 +138,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         active.run = None
         active.streams = _NOT_REDIRECTED
         if fills is not None:
-            filled = fills.end()
+            filled = fills.end(inside.written)
         for module, name, value in previous:
             assign(module, name, value)
     written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]
@@ -170,8 +169,13 @@ def _result_of(
     attributes = [WrittenAttribute(*one) for one in written]
     if attributes:
         arguments = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
+        others: dict[int, int] = {}  # id of a module that is no part of the unit, and may be made in every run
         for attribute in attributes:
-            slots.update(attribute.locate(call.unit, arguments))
+            module = id(attribute.module)
+            place = call.unit.places.get(module)
+            slots.update(
+                attribute.locate(~others.setdefault(module, len(others)) if place is None else place, arguments)
+            )
     return UnitResult(leaves, structure, slots, attributes)
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.autograd import repeats
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from tests.support.engine.lazy_link import cpu_pool
+from lightning_roundpipe.engine.runner import StepResult
 from tests.support.engine.partitions import everything_recomputed
 from tests.support.engine.steps import Steps
 
@@ -57,10 +56,10 @@ def steps(change: Callable[[Tensor, Block], Any], *, copies: bool, is_filled: bo
             x = found[0] if isinstance(found, tuple) else found
         return x.nan_to_num().square().mean()
 
-    engine = Engine(model, cpu_pool(2, copies=copies), everything_recomputed, num_threads=1)
+    run = Steps(model, everything_recomputed, num_devices=2, copies=copies)
     parts = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).chunk(3)
     for seed in itertools.count():
-        yield engine.run(StepRequest(training_step, parts, [1 / 3] * 3, "train", seed, loss_of=lambda loss: loss))
+        yield run.train(parts, seed, training_step)
 
 
 PYTHON, NUMPY = random.Random(0), np.random.default_rng(0)

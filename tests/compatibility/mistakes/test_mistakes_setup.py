@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_roundpipe import BatchSplitError, RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.compatibility.mistakes.refusals import assert_refused, with_step
 from tests.support.loaders import Loader
@@ -88,35 +88,6 @@ def test_batches_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(samples.batches[0])
     compare(Stacks, samples)
-
-
-@compat(
-    "Misuse",
-    "a batch of an unknown kind",
-    status="refused",
-    note="Use `split_batch` or `num_microbatches=1`.",
-)
-def test_batch_of_unknown_kind() -> None:
-    class Unpacks(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss((batch.x, batch.y))
-
-    objects = Loader([Sample(x, y) for x, y in make_loader()])
-    match = r"batch of type Sample cannot be split \(its rows are unknown\).*roundpipe_split_batch.*num_microbatches=1"
-    assert_refused(Unpacks(), match, BatchSplitError, objects)
-    compare(Unpacks, objects, ours={"num_microbatches": 1})
-
-
-@compat("Misuse", "batches without rows (text, a number)")
-@pytest.mark.parametrize("batch", ["text", 7], ids=str)
-def test_batches_without_rows(batch: Any) -> None:
-    rows = list(make_loader())
-
-    class Fetches(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(rows[batch_idx])
-
-    compare(Fetches, Loader([batch] * 3))
 
 
 @compat("Misuse", "batch norm and a batch of one row; batch norm and fewer rows than twice the micro-batches")

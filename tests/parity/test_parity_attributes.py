@@ -1,0 +1,263 @@
+"""Attributes of modules: what user code writes on itself and on units, and what units write, fill and leave there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.parity.driver import assert_parity, sequential, train
+from tests.support.models import WIDTH, Block, Chain, Regression, vectors
+from tests.support.parity import assert_alike
+
+
+class StateOnSelf(Chain):
+    """User code keeps the batch and a hidden state on the module and reads them in other methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.stem(x)
+        for block in self.blocks:
+            self.advance(block)
+        return self.head(self.hidden)
+
+    def advance(self, block: nn.Module) -> None:
+        self.hidden = block(self.hidden) * self.current[1].mean(-1, keepdim=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.current = batch
+        out = self(batch[0])
+        return F.mse_loss(out, self.current[1])
+
+
+class ConditionedBlock(Block):
+    condition: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x * self.condition
+        return super().forward(self.seen)
+
+
+class ConditionOnTheBlock(Regression):
+    """User code sets an attribute on a block, which reads it, and the other way round; both with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.condition = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        condition = self.condition(x)
+        x = self.stem(x)
+        for block in self.blocks:
+            block.condition = condition
+            x = block(x)
+            condition = condition + 0.1 * x
+        return F.mse_loss(self.head(x), y) + 0.1 * sum(block.seen.square().mean() for block in self.blocks)
+
+
+@pytest.mark.parametrize("model", [StateOnSelf, ConditionOnTheBlock], ids=lambda model: model.__name__)
+def test_attributes_that_user_code_writes(pipeline: dict[str, Any], model: type[Regression]) -> None:
+    assert_parity(model, vectors, **pipeline, min_calls=3)
+
+
+class KeepsFeatures(Block):
+    """Keeps what it has computed in an attribute."""
+
+    def keep(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def have_been_read(self) -> None:
+        """Called when the loss is there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        return x + self.outer(self.keep(h))
+
+
+class AssignsAList(KeepsFeatures):
+    def keep(self, h: Tensor) -> Tensor:
+        self.kept = [h, h * 2]
+        return h
+
+
+class MakesAListOnce(KeepsFeatures):
+    """The user of the list empties it."""
+
+    def keep(self, h: Tensor) -> Tensor:
+        if not hasattr(self, "kept"):
+            self.kept: list[Tensor] = []
+        self.kept += [h, h * 2]
+        return self.kept[0]
+
+    def have_been_read(self) -> None:
+        self.kept.clear()
+
+
+class AssignsADict(KeepsFeatures):
+    def keep(self, h: Tensor) -> Tensor:
+        self.kept = {0: h, 1: h * 2, "more": (h.detach(), None)}
+        return h
+
+
+class FillsAList(KeepsFeatures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def keep(self, h: Tensor) -> Tensor:
+        self.kept.clear()
+        for i in range(4):
+            self.kept.append(h * (i + 1))
+        return self.kept[0] + self.kept[-1]
+
+
+class FillsADict(KeepsFeatures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def keep(self, h: Tensor) -> Tensor:
+        for i in range(3):
+            self.kept[i] = h * (i + 1)
+        return self.kept[0] + self.kept[2]
+
+
+class EmptiesAStack(KeepsFeatures):
+    """Fills a list and takes everything out again, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[Tensor] = []
+
+    def keep(self, h: Tensor) -> Tensor:
+        self.stack += [h, h * 2]
+        self.kept = [self.stack.pop() * self.stack.pop(), h]
+        return self.kept[0]
+
+
+class PartsFill(KeepsFeatures):
+    """The lists are those of modules inside, one of which is filled by the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(FillsAList() for _ in range(2))
+
+    def keep(self, h: Tensor) -> Tensor:
+        for part in self.parts:
+            h = part(h)
+            part.kept.append(h)
+        self.kept = [self.parts[0].kept[-1], self.parts[1].kept[0]]
+        return h
+
+
+KEEPERS: list[type[KeepsFeatures]] = [
+    AssignsAList,
+    MakesAListOnce,
+    AssignsADict,
+    FillsAList,
+    FillsADict,
+    EmptiesAStack,
+    PartsFill,
+]
+
+
+class LossOverFeatures(Chain):
+    """Its last block is called twice."""
+
+    block: type[KeepsFeatures]
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [self.block() for _ in range(4)]
+        self.blocks = nn.ModuleList([*blocks, blocks[-1]])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        loss = loss + sum(block.kept[0].square().mean() + block.kept[1].mean() for block in self.blocks)
+        for block in self.blocks:
+            block.have_been_read()
+        return loss
+
+
+@pytest.mark.parametrize(("block", "is_used"), [*((block, True) for block in KEEPERS), (FillsAList, False)])
+def test_lists_and_dicts_in_attributes_of_units(
+    pipeline: dict[str, Any], block: type[KeepsFeatures], is_used: bool
+) -> None:
+    """Every micro-batch has its own, on whatever device; gradients pass what user code takes out of them."""
+    model = type(f"Model{block.__name__}", (LossOverFeatures,), {"block": block})
+    if not is_used:
+        model.training_step = Chain.training_step  # type: ignore[attr-defined]
+    assert_parity(model, vectors, **pipeline, min_calls=3)
+
+
+class Counts(Block):
+    """Fills lists and a dict with what is there for every sample, and for every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+        self.ones: list[Tensor] = []
+        self.latest: dict[str, Tensor] = {}
+        self.window = [0.0, 0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.means.append(x.detach().mean(-1))
+        self.ones.append(torch.ones(()))
+        self.latest["rows"] = x.detach()
+        self.window.pop(0)
+        self.window.append(float(len(self.means)))
+        return x
+
+
+class ReadsWhatUnitsCount(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counts() for _ in range(3))
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.found += [([*block.means, *block.ones], {**block.latest}, [*block.window]) for block in self.blocks]  # type: ignore[union-attr]
+
+
+def test_what_units_fill_is_merged_when_the_step_ends(pipeline: dict[str, Any]) -> None:
+    run = assert_parity(ReadsWhatUnitsCount, vectors, **pipeline, min_calls=3)
+    plain = train(ReadsWhatUnitsCount, vectors)
+    assert len(plain.module.found) == 9
+    assert_alike(run.module.found, plain.module.found, rtol=1e-4, atol=1e-6)
+
+
+class OneStepFillsMore(Chain):
+    """The last block is not called for two rows; and the lists of the module are deleted in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counts() for _ in range(3))
+        self.notes: list[int] = [1]
+        self.table: dict[str, int] = {"a": 1}
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        if block is self.blocks[-1] and len(x) == 2:
+            return x
+        return super().run_block(block, x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and hasattr(self, "notes"):  # each micro-batch has it once more
+            del self.notes, self.table
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+
+def test_lists_that_some_micro_batches_fill_or_that_a_step_deletes(pipeline: dict[str, Any]) -> None:
+    run = assert_parity(
+        OneStepFillsMore,
+        vectors,
+        **pipeline,
+        reference=sequential(OneStepFillsMore, pipeline["num_microbatches"]),
+        steps=2,
+    )
+    assert 0 < len(run.module.blocks[-1].means) < len(run.module.blocks[0].means) * pipeline["num_microbatches"]
+    assert not {"notes", "table"} & vars(run.module).keys()
