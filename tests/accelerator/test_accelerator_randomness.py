@@ -21,7 +21,8 @@ from lightning_roundpipe.usercode import lock as lock_module
 from lightning_roundpipe.usercode.gpu_draws import drawing, gpu_generator_seeded
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from tests.support.engine.modelled import recomputed
-from tests.support.engine.steps import Steps, balanced
+from tests.support.engine.partitions import recomputed_elsewhere
+from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
 
 pytestmark = pytest.mark.accelerator
@@ -76,7 +77,7 @@ def results_of(
     torch.sim.set_delay(delay)
     torch.manual_seed(0)
     model = Model(draw)
-    steps = Steps(model, options.pop("planner", balanced(num_devices)), num_devices=num_devices, device_type="sim")
+    steps = Steps(model, options.pop("planner", recomputed_elsewhere), num_devices=num_devices, device_type="sim")
     found: list[Any] = []
     for seed in range(num_steps):
         result = steps.train(parts(), seed)
@@ -125,7 +126,7 @@ def test_the_seed_of_the_user_decides_what_user_code_draws() -> None:
 
 
 def test_the_generators_are_afterwards_what_they_were() -> None:
-    steps = Steps(Model(DRAWS["dropout"]), balanced(2), num_devices=2, device_type="sim")
+    steps = Steps(Model(DRAWS["dropout"]), recomputed_elsewhere, num_devices=2, device_type="sim")
     data = parts()
     before = torch.sim.get_rng_state_all()
     steps.train(data, 0)
@@ -150,7 +151,7 @@ def test_a_unit_that_draws_pays_no_dispatch_mode_and_excludes_no_user_code_after
     monkeypatch.setattr(UserCodeLock, "exclusive", excluding)
     monkeypatch.setattr(randomness.PrivateRandomness, "__init__", noting)
     torch.manual_seed(0)
-    steps = Steps(Model(torch.sin), balanced(2), num_devices=2, device_type="sim")
+    steps = Steps(Model(torch.sin), recomputed_elsewhere, num_devices=2, device_type="sim")
     steps.train(parts(), 0)
     assert len(set(made)) > 1
     assert -1 in made
@@ -193,7 +194,7 @@ def test_what_a_unit_draws_in_another_library_is_drawn_again_and_in_the_same_gra
 
 
 def test_a_recomputation_on_a_gpu_of_another_model_is_refused() -> None:
-    steps, _ = hiding(planner=balanced(2), num_devices=2)
+    steps, _ = hiding(planner=recomputed_elsewhere, num_devices=2)
     for device in steps.pool.devices:
         device.draws_as = f"model {device.index}", 1
     with pytest.raises(RuntimeError, match=r"unit 'blocks\.\d' draws random numbers.*on another model.*'model [01]'"):

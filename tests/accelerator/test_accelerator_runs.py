@@ -23,7 +23,8 @@ from lightning_roundpipe.engine import plans
 from lightning_roundpipe.integration import overlap
 from lightning_roundpipe.optimizer import buckets
 from lightning_roundpipe.weights.gradients import GradientStore
-from tests.support.engine.steps import Steps, balanced
+from tests.support.engine.partitions import recomputed_elsewhere
+from tests.support.engine.steps import Steps
 from tests.support.parity import assert_alike, fit, make_loader
 from tests.support.small import Small
 from tests.weights.autocast_training import LOW, Model, Training
@@ -251,7 +252,7 @@ def second() -> dict[str, Callable[[], object]]:
 @pytest.fixture
 def steps(driver: GpuDriver, first: Any, second: Any) -> Iterator[Steps]:
     """Of two layers, on two GPUs."""
-    made = Steps(Chain(Layer(first), Layer(second)), balanced(2), num_devices=2, device_type="sim")
+    made = Steps(Chain(Layer(first), Layer(second)), recomputed_elsewhere, num_devices=2, device_type="sim")
     yield made
     made.engine.close()
     made.pool.dispose()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.engine.steps import Parts, Steps, balanced
+from tests.support.engine.partitions import recomputed_elsewhere
+from tests.support.engine.steps import Parts, Steps
 from tests.support.identical import assert_identical
 
 WIDTH = 8
@@ -61,7 +62,7 @@ def parts_of(*sizes: int) -> list[Tensor]:
 
 
 def steps_of(model: nn.Module, options: Any, *, num_devices: int = 2, copies: bool = False) -> Steps:
-    return Steps(model, balanced(num_devices), num_devices=num_devices, copies=copies, compile_units=options)
+    return Steps(model, recomputed_elsewhere, num_devices=num_devices, copies=copies, compile_units=options)
 
 
 def results(model: nn.Module, parts: Parts, options: Any, *, num_steps: int = 2, copies: bool = False) -> list[Any]:

@@ -24,15 +24,14 @@ from lightning_roundpipe.devices.memory import DeviceMemory, Kind
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from tests.support.engine.lazy_link import LazyLink, LazyTransfer, cpu_pool
 from tests.support.engine.partitions import two_calls_fused
 from tests.support.engine.plain_loop import WIDTH
+from tests.support.engine.steps import Steps
 from tests.support.engine.whole_steps import (
     FEATURES,
     NUM_CALLS,
     NUM_DEVICES,
-    WEIGHTS,
     batches,
     difference,
     results,
@@ -197,8 +196,7 @@ class InPlace(nn.Module):
 def gradients_in_place(pool: DevicePool) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = InPlace()
-    request = StepRequest(model.step, batches(), WEIGHTS, "train", 0, loss_of=lambda loss: loss)
-    gradients = Engine(model, pool, two_calls_fused, num_threads=1).run(request).gradients
+    gradients = Steps(model, two_calls_fused, pool=pool).train(batches()).gradients
     return {name: gradients[parameter] for name, parameter in model.named_parameters()}
 
 

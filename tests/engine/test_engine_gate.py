@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.common.errors import StepAborted
 from lightning_roundpipe.engine.gate import Gate, PipelineStalled
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import Action, Schedule, round_robin
-from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import scheduled, two_calls_fused
 from tests.support.engine.plain_loop import WIDTH, Chain, random_schedule
+from tests.support.engine.steps import Steps
 
 JOIN_S = 60.0
 
@@ -234,21 +233,19 @@ def test_the_engine_reports_a_schedule_that_cannot_progress_and_lives_on(monkeyp
             schedule = Schedule(schedule.num_stages, schedule.num_microbatches, devices)
         return schedule
 
-    engine = Engine(model, cpu_pool(2), lambda *facts: scheduled(two_calls_fused(*facts), make))
-    request = StepRequest(
-        model.step, list(torch.randn(3, 4, WIDTH)), [1 / 3] * 3, "train", 0, loss_of=lambda loss: loss
-    )
-    engine.run(request)
-    expected = engine.run(request)
+    steps = Steps(model, lambda *facts: scheduled(two_calls_fused(*facts), make), num_devices=2)
+    parts = list(torch.randn(3, 4, WIDTH))
+    steps.train(parts)
+    expected = steps.train(parts)
 
     with monkeypatch.context() as patch:
         is_reversed = True
         patch.setattr(Schedule, "_validate_order", lambda self, cells: None)
         with pytest.raises(PipelineStalled, match="cannot make progress") as caught:
-            engine.run(request)
+            steps.train(parts)
     assert "device 0:" in str(caught.value)
     assert "micro-batch 0 waits for its turn in stage 0" in str(caught.value)
     is_reversed = False
-    again = engine.run(request)
+    again = steps.train(parts)
     for parameter, gradient in expected.gradients.items():
         torch.testing.assert_close(again.gradients[parameter], gradient)

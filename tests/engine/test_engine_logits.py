@@ -14,10 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from lightning_roundpipe.common.dispatch import ThreadsDispatchMode
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
-from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import cut_at
+from tests.support.engine.steps import Steps
 from tests.support.engine.taps import Tap
 
 WIDTH = 3
@@ -134,15 +133,15 @@ def stages(costs: CostProfile, machine: Machine, num_microbatches: int, training
 def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, copies: bool) -> None:
     watch = Watch()
     model = Model(watch)
-    engine = Engine(model, cpu_pool(num_devices, copies=copies), stages, num_threads=1)
+    steps = Steps(model, stages, num_devices=num_devices, copies=copies)
     for seed in range(3):
         batches = [(i, torch.randn(ROWS, WIDTH), torch.arange(ROWS)) for i in range(6)]
-        engine.run(
-            StepRequest(
-                lambda batch: step(model, batch), batches, [1 / 6] * 6, "train", seed,
-                loss_of=lambda output: output["loss"] if isinstance(output, dict) else output,
-            )
-        )  # fmt: skip
+        steps.train(
+            batches,
+            seed,
+            lambda batch: step(model, batch),
+            loss_of=lambda output: output["loss"] if isinstance(output, dict) else output,
+        )
         assert watch.owners() == set()
     assert watch.seen >= 3 * 6 * 2
     assert watch.later == []

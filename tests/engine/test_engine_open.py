@@ -12,9 +12,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.runner import Engine, StepRequest
-from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_kept
+from tests.support.engine.steps import Steps
 
 NUM_MICROBATCHES = 3
 WIDTH = 4
@@ -44,19 +43,16 @@ def net() -> Net:
 
 
 @pytest.fixture
-def engine(net: Net) -> Iterator[Engine]:
-    made = Engine(net, cpu_pool(2), everything_kept, num_threads=1)
+def steps(net: Net) -> Iterator[Steps]:
+    made = Steps(net, everything_kept, num_devices=2)
     yield made
-    made.close()
+    made.engine.close()
 
 
-def run(engine: Engine, net: Net, seed: int = 0) -> dict[str, Tensor]:
-    """Gradients of a step by parameter name."""
+def run(steps: Steps, seed: int = 0) -> list[Tensor | None]:
+    """The gradients of a step."""
     rows = torch.randn(2 * NUM_MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(seed))
-    weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-    parts = rows.chunk(NUM_MICROBATCHES)
-    result = engine.run(StepRequest(net, parts, weights, "train", seed, loss_of=lambda loss: loss))
-    return {name: result.gradients[parameter] for name, parameter in net.named_parameters()}
+    return steps.gradients(rows.chunk(NUM_MICROBATCHES), seed)
 
 
 def kept_threads() -> set[int | None]:
@@ -77,23 +73,23 @@ def replaced() -> tuple[Any, ...]:
     )
 
 
-def test_threads_stay_as_long_as_the_engine_is_open(engine: Engine, net: Net) -> None:
+def test_threads_stay_as_long_as_the_engine_is_open(steps: Steps, net: Net) -> None:
     originals, used = replaced(), []
     net.inside = lambda x: used.append(threading.get_ident())
-    engine.open()
+    steps.engine.open()
     for seed in range(3):
-        run(engine, net, seed)
+        run(steps, seed)
     assert len(set(used)) == NUM_MICROBATCHES
     assert kept_threads() == set(used)
-    engine.close()
+    steps.engine.close()
     assert not kept_threads()
     assert replaced() == originals
 
 
-def test_without_open_nothing_is_left_between_steps(engine: Engine, net: Net) -> None:
+def test_without_open_nothing_is_left_between_steps(steps: Steps, net: Net) -> None:
     originals = replaced()
     for seed in range(2):
-        run(engine, net, seed)
+        run(steps, seed)
         assert not kept_threads()
         assert replaced() == originals
 
@@ -101,59 +97,59 @@ def test_without_open_nothing_is_left_between_steps(engine: Engine, net: Net) ->
 @pytest.mark.parametrize("closed_first", [0, 1])
 def test_of_two_open_engines_the_last_puts_replacements_back(net: Net, closed_first: int) -> None:
     originals = replaced()
-    engines = [Engine(net, cpu_pool(1), everything_kept) for _ in range(2)]
-    for one in engines:
-        one.open()
+    both = [Steps(net, everything_kept) for _ in range(2)]
+    for one in both:
+        one.engine.open()
     installed = replaced()
     assert not set(map(id, installed)) & set(map(id, originals)) - {id(None)}
-    engines[closed_first].close()
+    both[closed_first].engine.close()
     assert replaced() == installed
-    run(engines[1 - closed_first], net)
-    engines[1 - closed_first].close()
+    run(both[1 - closed_first])
+    both[1 - closed_first].engine.close()
     assert replaced() == originals
     assert not kept_threads()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_open_engine_goes_on_after_an_error(engine: Engine, net: Net, error: type[BaseException]) -> None:
+def test_an_open_engine_goes_on_after_an_error(steps: Steps, net: Net, error: type[BaseException]) -> None:
     def fails(x: Tensor) -> None:
         raise error("from user code")
 
-    expected = run(engine, net)
-    engine.open()
-    run(engine, net)
+    expected = run(steps)
+    steps.engine.open()
+    run(steps)
     net.inside = fails
     with pytest.raises(error, match="from user code"):
-        run(engine, net)
+        run(steps)
     net.inside = lambda x: None
-    torch.testing.assert_close(run(engine, net), expected)
+    torch.testing.assert_close(run(steps), expected)
     assert len(kept_threads()) == NUM_MICROBATCHES
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_waiting_threads_keep_nothing_of_a_step(engine: Engine, net: Net) -> None:
+def test_waiting_threads_keep_nothing_of_a_step(steps: Steps, net: Net) -> None:
     seen: list[weakref.ref[Tensor]] = []
     net.inside = lambda x: seen.append(weakref.ref(x))
-    engine.open()
+    steps.engine.open()
     for seed in range(2):
-        run(engine, net, seed)
+        run(steps, seed)
         assert not [tensor for tensor in seen if tensor() is not None]
     assert len(seen) == 2 * NUM_MICROBATCHES
 
 
 def test_threads_are_made_anew_for_another_number_of_intra_op_threads(net: Net) -> None:
-    engine = Engine(net, cpu_pool(1), everything_kept)
-    engine.open()
-    run(engine, net)
+    steps = Steps(net, everything_kept, num_threads=None)
+    steps.engine.open()
+    run(steps)
     before = kept_threads()
     counts: list[int] = []
     net.inside = lambda x: counts.append(torch.get_num_threads())
     torch.set_num_threads(2)
     try:
-        run(engine, net)
+        run(steps)
         assert counts == [2] * NUM_MICROBATCHES
         assert len(kept_threads()) == len(before) == NUM_MICROBATCHES
     finally:
         torch.set_num_threads(1)
-        engine.close()
+        steps.engine.close()
     assert not kept_threads()

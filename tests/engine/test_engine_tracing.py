@@ -16,18 +16,13 @@ from torch import Tensor, nn
 from lightning_roundpipe.engine import gate as dispatch
 from lightning_roundpipe.engine import runner, step, tracing
 from lightning_roundpipe.engine.gate import Gate
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.runner import StepResult
 from lightning_roundpipe.engine.tracing import Clock, Trace, TracedGate, TracedUserCodeLock
-from lightning_roundpipe.planning import (
-    Action,
-    Span,
-    round_robin,
-    simulate,
-    stage_costs,
-)
+from lightning_roundpipe.planning import Action, Span, round_robin, simulate, stage_costs
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState, entered
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.steps import Steps
 
 WIDTH = 4
 NUM_BLOCKS = 4
@@ -57,15 +52,11 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def make_engine(model: Model, *, num_devices: int = 2, copies: bool = True, trace: bool = False) -> Engine:
-    engine = Engine(model, cpu_pool(num_devices, copies=copies), everything_recomputed, num_threads=1)
-    engine.trace = trace
-    return engine
+PARTS = torch.linspace(-1, 1, 6 * WIDTH).reshape(6, WIDTH).chunk(3)
 
 
-def run(engine: Engine, model: Model, seed: int = 0) -> StepResult:
-    parts = torch.linspace(-1, 1, 6 * WIDTH).reshape(6, WIDTH).chunk(3)
-    return engine.run(StepRequest(model.step, parts, [1 / 3] * 3, "train", seed, loss_of=lambda loss: loss))
+def make_steps(model: Model, *, num_devices: int = 2, copies: bool = True, trace: bool = False) -> Steps:
+    return Steps(model, everything_recomputed, num_devices=num_devices, copies=copies, trace=trace)
 
 
 def of_kind(result: StepResult, kind: str) -> list[Span]:
@@ -110,11 +101,10 @@ def test_times_of_devices_and_of_the_host_agree_though_the_thread_was_interrupte
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
     """Two implementations of one rule: activations per action, gradients once per stage run with a backward, weights
     once per stage run; except that in the engine they stay where there is room and the same step needs them again."""
-    model = Model()
-    engine = make_engine(model)
-    run(engine, model)
-    result = run(engine, model)
-    measured = engine.costs("train")
+    steps = make_steps(Model())
+    steps.train(PARTS)
+    result = steps.train(PARTS)
+    measured = steps.engine.costs("train")
     assert measured is not None
     assert result.partition is not None
     assert result.schedule is not None
@@ -130,10 +120,9 @@ def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
 
 
 def test_nothing_travels_where_devices_share_the_memory_of_the_host() -> None:
-    model = Model()
-    engine = make_engine(model, copies=False, trace=True)
+    steps = make_steps(Model(), copies=False, trace=True)
     for _ in range(2):
-        result = run(engine, model)
+        result = steps.train(PARTS)
         assert result.bytes_up == result.bytes_down == (0, 0)
         assert of_kind(result, "h2d") == of_kind(result, "d2h") == []
     assert result.peak_memory_bytes == (None, None), "the host's memory is not divided among virtual devices"
@@ -151,22 +140,21 @@ def test_without_tracing_nothing_of_it_exists(monkeypatch: pytest.MonkeyPatch) -
     for name in ("TracedGate", "TracedUserCodeLock"):
         monkeypatch.setattr(step, name, None)
     monkeypatch.setattr(runner, "Trace", None)
-    model = Model()
-    engine = make_engine(model)
-    assert not engine.trace
+    steps = make_steps(Model())
+    assert not steps.engine.trace
     for _ in range(2):
-        result = run(engine, model)
+        result = steps.train(PARTS)
     assert {type(thing) for thing in made} == {Gate, UserCodeLock}
     assert {span.kind for span in result.timeline.spans} == {"compute"}
-    assert all(device.moved is None for device in engine._pool.devices)
+    assert all(device.moved is None for device in steps.pool.devices)
 
 
 def test_runs_and_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None:
     model = Model()
     model.blocks[1].register_buffer("unused", torch.zeros(3))
-    engine = make_engine(model, trace=True)
-    run(engine, model)
-    result = run(engine, model)
+    steps = make_steps(model, trace=True)
+    steps.train(PARTS)
+    result = steps.train(PARTS)
     uploads = Counter(span.label for span in of_kind(result, "h2d"))
     names = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
     assert uploads == {
@@ -194,9 +182,9 @@ def test_runs_and_transfers_are_on_the_timeline_by_unit_and_what_moved() -> None
 
 def test_tracing_changes_no_result() -> None:
     model = Model()
-    plain, traced = make_engine(model), make_engine(model, trace=True)
+    plain, traced = make_steps(model), make_steps(model, trace=True)
     for seed in range(3):
-        one, other = run(plain, model, seed), run(traced, model, seed)
+        one, other = plain.train(PARTS, seed), traced.train(PARTS, seed)
         assert torch.equal(torch.stack(one.outputs), torch.stack(other.outputs))
         assert all(torch.equal(gradient, other.gradients[p]) for p, gradient in one.gradients.items())
         assert {span.kind for span in one.timeline.spans} == {"compute"}
@@ -204,14 +192,14 @@ def test_tracing_changes_no_result() -> None:
 
 def test_a_failed_step_leaves_no_trace_behind() -> None:
     model = Model()
-    engine = make_engine(model, trace=True)
-    run(engine, model)
+    steps = make_steps(model, trace=True)
+    steps.train(PARTS)
     model.blocks[2].failing = True
     with pytest.raises(ValueError, match="a unit failed"):
-        run(engine, model)
-    assert all(device.moved is None for device in engine._pool.devices)
+        steps.train(PARTS)
+    assert all(device.moved is None for device in steps.pool.devices)
     model.blocks[2].failing = False
-    assert of_kind(run(engine, model), "h2d")
+    assert of_kind(steps.train(PARTS), "h2d")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,8 +295,8 @@ def test_a_wait_for_the_user_code_lock(begun: threading.Event) -> None:
 def test_waits_of_a_step_are_on_its_timeline(begun: threading.Event) -> None:
     """A micro-batch computes until another one waits for it."""
     model = Model()
-    engine = make_engine(model, num_devices=1, trace=True)
-    run(engine, model)
+    steps = make_steps(model, num_devices=1, trace=True)
+    steps.train(PARTS)
     begun.clear()
     original, first = Block.forward, threading.Lock()
 
@@ -318,7 +306,7 @@ def test_waits_of_a_step_are_on_its_timeline(begun: threading.Event) -> None:
         return original(self, x)
 
     model.blocks[0].forward = patient.__get__(model.blocks[0])  # type: ignore[method-assign]
-    result = run(engine, model)
+    result = steps.train(PARTS)
     waits = of_kind(result, "wait")
     assert waits
     assert {span.label for span in waits} <= {"its turn on the device", "the user-code lock"}

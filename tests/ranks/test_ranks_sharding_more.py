@@ -1,4 +1,4 @@
-"""Optimizers divided among ranks: loss scaling, stale steps, several fits, errors."""
+"""Optimizers divided among ranks: stale steps, several fits, errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tests.ranks.test_ranks_sharding import batches, part_of_rank, state_of, trained_on_a_rank
@@ -22,43 +21,6 @@ def rank_trainer(**options: Any) -> Any:
     return make_trainer(
         devices=4, num_microbatches=2, options={"shard_optimizer": True, **options}, use_distributed_sampler=False
     )
-
-
-class Overflows(Small):
-    """A single weight, and so a single owner, has a gradient that overflows with a loss scale above 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.loss(batch) + self.large * 1e36
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        rest = [*self.body.parameters(), *self.head.parameters()]
-        return torch.optim.SGD([{"params": rest}, {"params": [self.large], "lr": 0.0}], lr=0.1, momentum=0.9)
-
-
-def scaled_training(kind: str, loader: Any, options: Any = None) -> dict[str, Any]:
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    module = Overflows()
-    trainer = make_trainer(kind, options=options, plugins=[plugin], use_distributed_sampler=False)
-    trainer.fit(module, ready(loader))
-    assert plugin.scaler is not None
-    return {"weights": state_of(module), "scale": plugin.scaler.get_scale()}
-
-
-def scaled_on_a_rank() -> dict[str, Any]:
-    return scaled_training("roundpipe", part_of_rank(*place()), {"shard_optimizer": True})
-
-
-def test_an_overflow_on_one_rank_lets_all_skip_the_step(forks: Forks, tmp_path: Path) -> None:
-    expected = scaled_training("plain", batches(2))
-    assert expected["scale"] == 256.0
-    for found in values_of_ranks(forks, tmp_path, 2, scaled_on_a_rank):
-        assert found["scale"] == expected["scale"]
-        assert_alike(found["weights"], expected["weights"], rtol=0.01, atol=1e-3)
 
 
 MODES: list[dict[str, Any]] = [{"optimizer_overlap": "stale"}, {"reduce_dtype": "bf16"}]

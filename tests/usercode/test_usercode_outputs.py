@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from lightning_roundpipe.engine.runner import StepRequest
 from lightning_roundpipe.usercode.outputs import Results, brought_home, without_graph
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import kept
@@ -129,9 +128,7 @@ class LeavesTracesBehind(nn.Module):
 @pytest.mark.usefixtures("moved")
 def test_what_is_left_in_attributes_is_on_the_host() -> None:
     model = LeavesTracesBehind()
-    engine = Steps(model, kept).engine
-    batches = [torch.randn(2, 3) for _ in range(2)]
-    engine.run(StepRequest(model, batches, [0.5] * 2, "train", 0, loss_of=lambda loss: loss, merge=list))
+    Steps(model, kept).train([torch.randn(2, 3) for _ in range(2)], merge=list)
     assert [entry["rows"].device.type for entry in model.collected[0]] == ["cpu", "cpu"]
     assert [rows.device.type for rows in model.features["rows"]] == ["cpu", "cpu"]
     assert model.last[0].device.type == "cpu"

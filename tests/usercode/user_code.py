@@ -76,5 +76,5 @@ class UserCode:
     def booked(self) -> list[int]:
         """Bytes on the books, by device."""
         for device in self.devices:
-            device.memory.try_reserve("other", 0)  # finds what has left
+            device.memory.try_reserve("weights", 0)  # finds what has left
         return [device.memory.used for device in self.devices]

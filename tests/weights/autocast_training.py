@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
+from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.weights.low_precision import WorkingCopies
 from lightning_roundpipe.weights.units import Unit
 from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.partitions import recomputed_elsewhere
 
 LOW = torch.bfloat16
 AUTOCAST = (True, LOW)
@@ -78,7 +79,6 @@ class Training:
         )
         self.device_type = pool.devices[0].torch_device.type
         self.engine = Engine(self.model, pool, self._plan, num_threads=1)
-        self._num_devices = num_devices
         self.planner: Callable[[int, bool], Partition] | None = None
         self.weights: WorkingCopies = self.engine._replicas.weights
         if not uses_copies:
@@ -89,9 +89,7 @@ class Training:
     def _plan(self, costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
         if self.planner is not None:
             return self.planner(len(costs.calls), training)
-        make: Any = partition if training else partition_forward
-        made: Partition = make(costs, num_devices=self._num_devices, num_microbatches=num_microbatches)
-        return made
+        return recomputed_elsewhere(costs, machine, num_microbatches, training)
 
     def train(self, *, autocast: bool = True, num_microbatches: int = 4) -> StepResult:
         self.num_steps += 1

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.device import Device
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.runner import StepResult
 from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind, round_robin, stage_costs
 from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.gradients import GradientStore
 from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.placement import Loader, ReplicaCache, StageRun
 from lightning_roundpipe.weights.units import Unit, UnitTable
-from tests.support.engine.lazy_link import LazyLink
+from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.steps import Steps
 
 WIDTH = 32
 NUM_BLOCKS = 4
@@ -58,24 +58,20 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-class Run:
+class Run(Steps):
     """Steps of a model on devices that copy lazily."""
+
+    model: Model
 
     def __init__(self, num_devices: int = 1, memory_limit: int | None = None) -> None:
         torch.manual_seed(0)
         self.listeners: list[Any] = []
-        self.model = Model(self.listeners)
-        pool = [torch.device("cpu")] * num_devices
-        self.pool = DevicePool(pool, link=LazyLink(), memory_limit=memory_limit)
-        self.engine = Engine(self.model, self.pool, everything_recomputed, num_threads=1)
+        pool = cpu_pool(num_devices, copies=True, memory_limit=memory_limit)
+        super().__init__(Model(self.listeners), everything_recomputed, pool=pool)
 
     def step(self, *, training: bool = True, num_microbatches: int = 2) -> StepResult:
         parts = torch.linspace(-1, 1, 2 * num_microbatches * WIDTH).reshape(-1, WIDTH).chunk(num_microbatches)
-        weights = [1 / num_microbatches] * num_microbatches
-        loss_of = (lambda loss: loss) if training else None
-        key = "train" if training else "eval"
-        with torch.set_grad_enabled(training):
-            return self.engine.run(StepRequest(self.model.step, parts, weights, key, 0, loss_of=loss_of))
+        return self.train(parts) if training else self.evaluate(parts)
 
     def loaded(self, device: int = 0) -> set[str]:
         replicas: list[Replica] = self.engine._replicas._by_device[device]

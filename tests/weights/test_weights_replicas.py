@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.engine.steps import Steps, balanced
+from tests.support.engine.partitions import recomputed_elsewhere
+from tests.support.engine.steps import Steps
 
 WIDTH = 4
 
@@ -39,7 +40,7 @@ class Model(nn.Module):
 
 
 def steps_of(model: nn.Module, *, copies: bool) -> Steps:
-    return Steps(model, balanced(2), num_devices=2, copies=copies)
+    return Steps(model, recomputed_elsewhere, num_devices=2, copies=copies)
 
 
 def wanted_gradients(model: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:

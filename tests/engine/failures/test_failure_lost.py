@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.device import Device, DeviceLostError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import TimedLink
-from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
+from lightning_roundpipe.engine.runner import StepResult
 from tests.support.engine.faults import MESSAGE, Fault
 from tests.support.engine.lazy_link import LazyLink
-from tests.support.engine.modelled import recomputed
+from tests.support.engine.steps import Steps
 
 NUM_MICROBATCHES = 3
 LINKS: dict[str, Callable[[], Any]] = {"shared": lambda: None, "lazy": LazyLink, "timed": TimedLink}
@@ -48,21 +48,16 @@ class Training:
     def __init__(self, link: str, num_devices: int = 2) -> None:
         self.model = Model()
         self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LINKS[link]())
-        self.engine = self.make_engine()
-
-    def make_engine(self) -> Engine:
-        return Engine(self.model, self.pool, recomputed, num_threads=1)
+        self.steps = Steps(self.model, pool=self.pool)
 
     def step(self, function: Callable[[Any], Any] | None = None) -> StepResult:
         parts = torch.randn(12, 4, generator=torch.Generator().manual_seed(5)).chunk(NUM_MICROBATCHES)
-        weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-        request = StepRequest(function or self.model, parts, weights, "train", 3, loss_of=lambda loss: loss)
-        return self.engine.run(request)
+        return self.steps.train(parts, 3, function)
 
     def go_on_without(self, lost: Device) -> None:
-        self.engine.close()
+        self.steps.engine.close()
         self.pool.drop([lost])
-        self.engine = self.make_engine()
+        self.steps = Steps(self.model, pool=self.pool)
 
     def state(self) -> list[Any]:
         """What a step that fails must leave as it was. Buffers on the host are put back by who runs it again."""
@@ -82,9 +77,10 @@ def expected() -> list[Tensor]:
 
 
 def points(link: str) -> Iterator[tuple[Training, Fault]]:
-    """Trainings whose next step loses the first or the second device: at every fifth of its uses, and then at none."""
-    for number in range(2):
-        for at in range(number, 10_000, 5):
+    """Trainings whose next step loses the first device, at every fifth of its uses, or the second one, which has seven
+    times as many, at every ninth; and then at none."""
+    for number, each in ((0, 5), (1, 9)):
+        for at in range(number, 10_000, each):
             training = Training(link)
             training.step()
             yield training, (fault := Fault(training.pool[number], at, is_late=at % 2 == 1))
@@ -133,7 +129,7 @@ def test_error_of_a_lost_device_that_user_code_catches_fails_the_step() -> None:
 def test_timeline_of_a_step_stays_when_a_device_has_gone() -> None:
     training = Training("lazy")
     training.step()
-    training.engine.trace = True
+    training.steps.engine.trace = True
     result = training.step()
     training.go_on_without(training.pool[0])
     assert {span.device for span in result.timeline.spans} == {0, 1}

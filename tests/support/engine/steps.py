@@ -9,31 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, partition, partition_forward
+from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import recomputed
 
-Parts = Sequence[Tensor]
-
-
-def balanced(num_devices: int) -> Planner:
-    """The planner of the package, for so many devices."""
-
-    def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> Partition:
-        make: Callable[..., Partition] = partition if training else partition_forward
-        return make(costs, num_devices=num_devices, num_microbatches=num_microbatches)
-
-    return plan
+Parts = Sequence[Any]  # micro-batches
 
 
 class Steps:
-    """An engine for a model whose output is its loss.
+    """An engine for a model that gives its loss, by ``step`` if it has one.
 
     Args:
         planner: everything but the last call is recomputed, by default.
         copies: whether the devices have copies of their own, made as late as is allowed.
         device_type: of the devices.
+        pool: the devices, if not so many of this type.
+        trace: whether steps are traced.
         options: of :class:`Engine`.
     """
 
@@ -45,24 +36,36 @@ class Steps:
         num_devices: int = 1,
         copies: bool = False,
         device_type: str = "cpu",
+        pool: DevicePool | None = None,
+        trace: bool = False,
         **options: Any,
     ) -> None:
         self.model = model
-        devices = [torch.device("cpu" if device_type == "cpu" else f"{device_type}:{i}") for i in range(num_devices)]
-        self.pool = DevicePool(devices, link=LazyLink() if copies else None)
-        self.engine = Engine(model, self.pool, planner, num_threads=1, **options)
+        self.function: Callable[[Any], Any] = getattr(model, "step", model)
+        if pool is None:
+            types = [torch.device("cpu" if device_type == "cpu" else f"{device_type}:{i}") for i in range(num_devices)]
+            pool = DevicePool(types, link=LazyLink() if copies else None)
+        self.pool = pool
+        self.engine = Engine(model, pool, planner, **{"num_threads": 1, **options})
+        self.engine.trace = trace
 
-    def train(self, parts: Parts, seed: int = 0, function: Callable[[Any], Any] | None = None) -> StepResult:
-        """A step on these micro-batches, whose rows have the same weight."""
+    def train(
+        self, parts: Parts, seed: int = 0, function: Callable[[Any], Any] | None = None, **request: Any
+    ) -> StepResult:
+        """A step on these micro-batches, whose rows have the same weight.
+
+        Args:
+            request: other attributes of :class:`StepRequest`.
+        """
         total = sum(map(len, parts))
         weights = [len(part) / total for part in parts]
-        request = StepRequest(function or self.model, parts, weights, "train", seed, loss_of=lambda loss: loss)
-        return self.engine.run(request)
+        request = {"key": "train", "seed": seed, "loss_of": lambda loss: loss, **request}
+        return self.engine.run(StepRequest(function or self.function, parts, weights, **request))
 
     def evaluate(self, parts: Parts) -> StepResult:
         """A step without gradients."""
         with torch.no_grad():
-            return self.engine.run(StepRequest(self.model, parts, [1.0] * len(parts), "evaluate", 0))
+            return self.engine.run(StepRequest(self.function, parts, [1.0] * len(parts), "evaluate", 0))
 
     def gradients(self, parts: Parts, seed: int = 0) -> list[Tensor | None]:
         """Those of all parameters after :meth:`train`; None for those that got none."""

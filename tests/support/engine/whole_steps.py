@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from tests.support.engine.lazy_link import cpu_pool
 from tests.support.engine.partitions import two_calls_fused
 from tests.support.engine.plain_loop import ROWS, WIDTH, Network
+from tests.support.engine.steps import Steps
 
 NUM_DEVICES, NUM_MICROBATCHES, NUM_CALLS = 2, 3, 4
-WEIGHTS = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
 FEATURES = frozenset({"buffers", "dropout", "skip", "tied"})
 
 
@@ -41,22 +40,20 @@ def results(
     """
     torch.manual_seed(1)
     model = Network(range(NUM_CALLS), features)
-    engine = Engine(model, pool, two_calls_fused, num_threads=1)
-    engine.trace = trace
+    steps = Steps(model, two_calls_fused, pool=pool, trace=trace)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {}
     for step in range(2):
         if watch is not None:
             model.layers[2].watch = [watch]  # type: ignore[assignment]
-        result = engine.run(StepRequest(model.step, batches(), WEIGHTS, "train", step, loss_of=lambda loss: loss))
+        result = steps.train(batches(), step)
         found |= {f"loss {i} of step {step}": loss.detach() for i, loss in enumerate(result.outputs)}
         found |= {f"gradient of {names[p]} in step {step}": gradient for p, gradient in result.gradients.items()}
         if trace:
             found["spans"] = result.timeline.spans
     model.eval()
-    with torch.no_grad():
-        outputs = engine.run(StepRequest(model.step, batches(), WEIGHTS, "validate", 0)).outputs
-    engine.close()
+    outputs = steps.evaluate(batches()).outputs
+    steps.engine.close()
     found |= {f"output {i}": output for i, output in enumerate(outputs)}
     return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 

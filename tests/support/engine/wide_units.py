@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.engine.runner import Engine, StepRequest
 from tests.support.engine.partitions import two_calls_fused
+from tests.support.engine.steps import Steps
 
 # Weights from 1 MiB on are page-locked, so that the host does not wait while they are copied.
 WIDTH = 512
@@ -48,20 +48,19 @@ def train(pool: DevicePool, *, rows: int = 2) -> dict[str, Tensor]:
     """
     torch.manual_seed(0)
     network = Network()
-    engine = Engine(network, pool, two_calls_fused, num_threads=1)
+    steps = Steps(network, two_calls_fused, pool=pool)
     names = {parameter: name for name, parameter in network.named_parameters()}
     found: dict[str, Tensor] = {}
     try:
         for step in range(NUM_STEPS):
             batches = list(torch.randn(rows * NUM_MICROBATCHES, WIDTH).chunk(NUM_MICROBATCHES))
-            weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-            result = engine.run(StepRequest(network.step, batches, weights, "train", step, loss_of=lambda loss: loss))
+            result = steps.train(batches, step)
             found |= {f"loss {step} {i}": loss.detach().cpu() for i, loss in enumerate(result.outputs)}
             found |= {f"gradient {step} {names[p]}": gradient.clone() for p, gradient in result.gradients.items()}
             with torch.no_grad():
                 for parameter, gradient in result.gradients.items():
                     parameter -= 0.1 * gradient
     finally:
-        engine.close()
+        steps.engine.close()
         pool.dispose()
     return found
