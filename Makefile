@@ -50,8 +50,10 @@ test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their o
 
 ON_ACCELERATOR := SIM_DEVICES=4 $(PYTEST) -n $(WORKERS) --dist loadfile --accelerator
 
+# The tests of places are about what only a device that is not the host shows.
 test-simulated: $(STAMP)  ## Run the tests of devices on simulated GPUs (skipped without a C++ compiler)
 	$(ON_ACCELERATOR) tests/accelerator --ignore=tests/accelerator/simulation $(ARGS)
+	$(ON_ACCELERATOR) tests/parity/test_parity_places.py --devices=accelerator $(ARGS)
 
 test-accelerator: test-simulated  ## Also run the tests of the simulation, and the parity tests on it
 	$(ON_ACCELERATOR) tests/accelerator/simulation $(ARGS)

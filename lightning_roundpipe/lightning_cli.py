@@ -59,7 +59,3 @@ def _make_current_folder_importable() -> None:
     folder = os.getcwd()
     if folder not in sys.path and not getattr(sys.flags, "safe_path", False):  # python -P, since 3.11
         sys.path.insert(0, folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from tests.support.forks import Forks
 
 PACKAGE = "lightning_roundpipe"
@@ -207,56 +205,6 @@ def test_the_docstring_of_a_folder_names_what_is_in_it() -> None:
     folders = {path.parent for path in FILES} - {ROOT / PACKAGE}
     found = {str(folder.relative_to(ROOT)): unnamed_or_gone(folder) for folder in folders}
     assert {folder: names for folder, names in found.items() if names} == {}
-
-
-def test_a_module_that_is_left_out_or_gone_is_found(tmp_path: Path) -> None:
-    (tmp_path / "__init__.py").write_text('"""- :mod:`gate`, :mod:`walk`: what they are; ``books`` and plans."""')
-    for name in ("gate", "books", "plans", "__main__"):
-        (tmp_path / f"{name}.py").touch()
-    assert unnamed_or_gone(tmp_path) == {"walk", "plans"}
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "is_allowed"),
-    [
-        ("planning.costs", "import math\nfrom lightning_roundpipe.planning import schedule", True),
-        ("planning.costs", "import torch", False),
-        ("planning.costs", "from ..engine import units", False),
-        ("planning.costs", "from ..common import sizes", False),
-        ("common.sizes", "import torch\nfrom .errors import StepAborted", True),
-        ("common.sizes", "import lightning", False),
-        ("common.sizes", "from ..engine import units", False),
-        ("engine.gate", "import torch.nn\nfrom ..planning.schedule import Schedule\nfrom ..usercode import lock", True),
-        ("engine.gate", "def f():\n    import lightning.pytorch", False),
-        ("engine.gate", "from pytorch_lightning import Trainer", False),
-        ("engine.gate", "import torchmetrics", False),
-        ("engine.gate", "from lightning_roundpipe.integration import loss", False),
-        ("engine.gate", "import lightning_roundpipe", False),
-        ("weights.units", "if TYPE_CHECKING:\n    from ..engine.gate import Gate", False),
-        ("weights.units", "if TYPE_CHECKING:\n    from .casts import Casts", False),
-        ("weights.units", "if typing.TYPE_CHECKING:\n    from ..devices.pool import DevicePool", False),
-        ("weights.units", "if TYPE_CHECKING:\n    from torch import Tensor", True),
-        ("weights.units", "from ..optimizer.updates import Updates", False),
-        ("devices.memory", "from ..weights.units import Unit", False),
-        ("usercode.lock", "from ..autograd.recompute import Call", False),
-        ("options", "import dataclasses", True),
-        ("options", "import torch", False),
-        ("reporting.pictures", "def draw():\n    from matplotlib.figure import Figure", True),
-        ("reporting.timeline_callback", "from ..strategy import RoundPipeStrategy", False),
-        ("cli.plan", "from lightning_roundpipe.planning import Machine\nfrom .output import show", True),
-        ("cli.plan", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
-        ("cli.plan", "from lightning_roundpipe import RoundPipeStrategy", False),
-        ("cli.plan", "def run():\n    import torch", False),
-        ("cli.machine_facts", "def gpus():\n    import torch\n    from lightning_roundpipe.devices import links", True),
-        ("cli.machine_facts", "def gpus():\n    import lightning", False),
-        ("accelerator", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
-        ("integration.loss", "import lightning\nfrom lightning_roundpipe.engine import gate", True),
-        ("integration.loss", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
-        ("strategy", "from lightning_roundpipe.engine import gate", True),
-    ],
-)
-def test_the_rules_themselves(module: str, source: str, is_allowed: bool) -> None:
-    assert (violations(source, f"{PACKAGE}.{module}") == []) is is_allowed
 
 
 IMPORT = f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -31,6 +32,12 @@ def python_of(page: str) -> list[str]:
     """The blocks of Python of a page, but for those that are files of their own, with a title."""
     found = [block for block in BLOCK.finditer(text_of(page)) if block["language"] == "python" and not block["title"]]
     return [re.sub(rf"^{block['indent']}", "", block["text"], flags=re.MULTILINE) for block in found]
+
+
+def run_block(page: str, mark: str, names: dict[str, Any]) -> None:
+    """Runs the one block that has ``mark`` in it, which changes ``names``."""
+    (code,) = (block for block in python_of(page) if mark in block)
+    exec(compile(code, f"{page}: {mark}", "exec"), names)
 
 
 def links_of(page: str) -> list[str]:

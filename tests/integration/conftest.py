@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.late_updates import compare_modes, late, small_updates  # noqa: F401
+from tests.support.late_updates import late, small_updates  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -47,18 +47,6 @@ def assert_equal(ours: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(weight.grad, other.grad), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_weights_and_gradients_are_those_without_overlap(
-    factors: list[Tensor | None], max_norm: float, accumulate: int
-) -> None:
-    settings = {"gradient_clip_val": max_norm, "accumulate_grad_batches": accumulate}
-    ours = fit(Small(), "exact", **settings)
-    assert len(factors) == (3 if accumulate == 1 else 2)
-    assert all(factor is not None and (factor < 1.0) == (max_norm < 1.0) for factor in factors)
-    assert_equal(ours, fit(Small(), "off", **settings))
-
-
 def test_code_of_the_user_after_the_clipping_sees_clipped_gradients(factors: list[Tensor | None]) -> None:
     class Own(Small):
         def __init__(self) -> None:

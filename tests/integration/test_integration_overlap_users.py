@@ -3,21 +3,17 @@ callbacks. The updates are late, see :class:`Late`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from lightning_roundpipe.planning import CallCost, CostProfile
 from lightning_roundpipe.weights.futures import PendingParameter
 from tests.support.late_updates import Late, copied
-from tests.support.parity import make_loader, make_trainer
+from tests.support.parity import Run, compare, make_loader, make_trainer
 from tests.support.small import Small
 
 
@@ -25,12 +21,12 @@ def num_pending(module: nn.Module) -> int:
     return sum(type(parameter) is PendingParameter for parameter in module.parameters())
 
 
-# --- clipping, autocast ----------------------------------------------------------------------------------------------
+def seen(run: Run) -> Any:
+    """What the callback of a run has noted."""
+    return run.trainer.callbacks[0].seen  # type: ignore[attr-defined]
 
 
-def _clip(module: Any, optimizer: Any) -> Any:
-    module.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-    return copied([parameter.grad for parameter in module.parameters()])
+# --- clipping --------------------------------------------------------------------------------------------------------
 
 
 class Clips(cb.Callback):
@@ -40,23 +36,14 @@ class Clips(cb.Callback):
         self.seen: list[Any] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        self.seen.append(_clip(pl_module, optimizer))
+        pl_module.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        self.seen.append(copied([parameter.grad for parameter in pl_module.parameters()]))
 
 
-# With Trainer(gradient_clip_val=0.05), gradients are clipped that have this norm already.
-@pytest.mark.parametrize("clip_val", [None, 0.05])
-@pytest.mark.parametrize("where", ["module", "callback"])
-def test_clipping_in_a_hook(compare_modes: Any, clip_val: float | None, where: str) -> None:
-    class Learns(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if where == "module":
-                self.seen.append(_clip(self, optimizer))
-
-    compare_modes(Learns, (lambda: [Clips()]) if where == "callback" else list, gradient_clip_val=clip_val)
+def test_clipping_in_a_hook(late: Late) -> None:
+    """The Trainer clips gradients that have this norm already."""
+    compare(Small, make_loader(40), callbacks=lambda: [Clips()], also=seen, gradient_clip_val=0.05)
+    assert late.num_buckets > 0
 
 
 # --- weights in the same memory --------------------------------------------------------------------------------------
@@ -64,9 +51,7 @@ def test_clipping_in_a_hook(compare_modes: Any, clip_val: float | None, where: s
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])
-def test_updates_of_weights_in_the_same_memory_do_not_overlap(
-    compare_modes: Any, is_part: bool, is_frozen: bool
-) -> None:
+def test_updates_of_weights_in_the_same_memory_do_not_overlap(late: Late, is_part: bool, is_frozen: bool) -> None:
     """Tied by ``data``, or in parts, and a frozen alias of a trained weight."""
 
     class Learns(Small):
@@ -79,98 +64,15 @@ def test_updates_of_weights_in_the_same_memory_do_not_overlap(
                 first.data, last.data = memory[: len(first)], memory[2 : 2 + len(last)]
             last.requires_grad_(not is_frozen)
 
-    compare_modes(Learns, overlaps=False)
-
-
-# --- weights that are not used by one call of one unit alone ----------------------------------------------------------
-
-
-CALLS = (*(f"body.{i}.0" for i in range(4)), "head")
-
-
-def tied(module: Any) -> None:
-    module.body[2][0].weight = module.body[1][0].weight
-
-
-def with_batch_norms(module: Any) -> None:
-    for block in module.body:
-        block[1] = nn.BatchNorm1d(6)
-
-
-def twice(module: Any, x: Tensor) -> Tensor:
-    return module.head(module.body[3](module.body[3](module.body[2](module.body[1](module.body[0](x))))))
-
-
-def used_outside_units(module: Any, x: Tensor) -> Tensor:
-    return module.head(module.body(x * module.head.weight.mean()))
-
-
-def used_detached(module: Any, x: Tensor) -> Tensor:
-    return module.head(module.body(nn.functional.linear(x, module.body[3][0].weight.detach())))
-
-
-def checkpointed(module: Any, x: Tensor) -> Tensor:
-    x = module.body[2](checkpoint(module.body[1], module.body[0](x), use_reentrant=False))
-    return module.head(checkpoint(module.body[3], x, use_reentrant=False))
-
-
-def penalised_later(module: Any, loss: Tensor, batch_idx: int) -> Tensor:
-    return loss + 0.1 * sum(w.square().sum() for w in module.parameters()) if batch_idx >= 2 else loss
-
-
-@dataclass(frozen=True)
-class Form:
-    """What differs from the small model."""
-
-    change: Callable[[Any], None] = lambda module: None
-    forward: Callable[[Any, Tensor], Tensor] = lambda module, x: module.head(module.body(x))
-    loss: Callable[[Any, Tensor, int], Tensor] = lambda module, loss, batch_idx: loss
-    thaws: bool = False
-    calls: tuple[str, ...] = CALLS
-
-
-FORMS = {
-    "tied": Form(change=tied),
-    "batch norms": Form(change=with_batch_norms, calls=(*(f"body.{i}.{j}" for i in range(4) for j in (0, 1)), "head")),
-    "called twice": Form(forward=twice, calls=(*CALLS[:4], "body.3.0", "head")),
-    "outside units": Form(forward=used_outside_units),
-    "outside units, later": Form(loss=penalised_later),
-    "outside units, detached": Form(forward=used_detached),
-    "checkpointed": Form(forward=checkpointed),
-    "trained later": Form(thaws=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "has_copies"), [*((name, True) for name in FORMS), ("tied", False), ("outside units", False)]
-)
-def test_every_use_of_a_weight_waits_for_its_update(compare_modes: Any, name: str, has_copies: bool) -> None:
-    form = FORMS[name]
-
-    class Learns(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            form.change(self)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if form.thaws:
-                self.body[1].requires_grad_(batch_idx >= 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return form.forward(self, x)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return form.loss(self, self.loss(batch), batch_idx)
-
-    # A plan that is given is the same in both runs, and so is the order in which gradients are added up.
-    costs = CostProfile(tuple(CallCost(call, 1.0, 2.0) for call in form.calls))
-    compare_modes(Learns, options={"virtual_copies": has_copies, "cost_profile": costs})
+    compare(Learns, make_loader(40))
+    assert late.num_buckets == 0
 
 
 # --- trainers, references, ends --------------------------------------------------------------------------------------
 
 
-def test_another_trainer_in_a_callback(compare_modes: Any) -> None:
+@pytest.mark.usefixtures("late")
+def test_another_trainer_in_a_callback() -> None:
     pending: list[bool] = []
 
     class Validates(cb.Callback):
@@ -187,12 +89,12 @@ def test_another_trainer_in_a_callback(compare_modes: Any) -> None:
             pending.append(num_pending(judge) > 0)
             self.seen.append(make_trainer().validate(judge, make_loader(16), verbose=False))
 
-    compare_modes(Small, lambda: [Validates()])
-    assert pending[-5:] == [False, True, True, True, False]  # of the run with overlap
+    compare(Small, make_loader(40), callbacks=lambda: [Validates()], also=seen)
+    assert pending[-5:] == [False, True, True, True, False]  # of the pipelined run
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_batch_start"])
-def test_a_reference_to_the_state_sees_all_of_it(compare_modes: Any, hook: str) -> None:
+def test_a_reference_to_the_state_sees_all_of_it(late: Late, hook: str) -> None:
     """Taken before the first step of the optimizer."""
 
     class Watches(cb.Callback):
@@ -208,7 +110,8 @@ def test_a_reference_to_the_state_sees_all_of_it(compare_modes: Any, hook: str) 
         def on_train_batch_end(self, *args: Any) -> None:
             self.seen.append(copied([self.state[parameter] for parameter in args[1].parameters()]))
 
-    compare_modes(Small, lambda: [Watches()])
+    compare(Small, make_loader(40), callbacks=lambda: [Watches()], also=seen)
+    assert late.num_buckets > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
 because the other one is what other tests of the same code run in; and for tests on several pipelines each of these in
 one way, see ``_PIPELINES``.
+
+The optimizer overlaps in all of them, as it does for users, and no update begins before something waits for it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
 from tests.parity import driver
 from tests.support.engine.lazy_link import LazyLink
+from tests.support.late_updates import late, late_updates, small_updates  # noqa: F401
 
 # See [Note: ways to copy]. 25 GB/s and 10 microseconds are what PCIe 4.0 x16 gives.
 _LINKS: dict[str, Callable[[], Link | None]] = {
@@ -36,8 +39,8 @@ _LINKS: dict[str, Callable[[], Link | None]] = {
     "accelerator": lambda: None,
 }
 _BY_DEFAULT = ("aliases", "lazy")
-# Devices and micro-batches that every kind of model is tried on, and the way by default. All of them in all ways is
-# what test_parity_matrix.py and --devices are for.
+# Devices and micro-batches that every kind of model is tried on, and the way by default. More of them are in
+# test_parity_training.py, and all of them in all ways with --devices.
 _PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
     "2x3": ({"devices": 2, "num_microbatches": 3}, "lazy"),
     "4x5": ({"devices": 4, "num_microbatches": 5}, "aliases"),

@@ -30,13 +30,12 @@ from tests.support.huggingface import (
 )
 from tests.support.rows import compat
 
-ROWS = (5, 5, 3)
 # AdamW of Task, whose eps is larger than that of the other parity tests.
 own_optimizer = {"optimizer": None}
 
 
-def data_of(make: Callable[[int], Any], rows: tuple[int, ...] = ROWS) -> Callable[[], list[Any]]:
-    return partial(batches, make, rows)
+def data_of(make: Callable[[int], Any]) -> Callable[[], list[Any]]:
+    return partial(batches, make, (5, 5, 3))
 
 
 def adapted_qwen3(**options: Any) -> nn.Module:
@@ -129,26 +128,6 @@ def test_mixture_of_experts_with_auxiliary_loss(name: str) -> None:
         )
 
 
-@compat(
-    "Library",
-    "transformers ResNet (batch norm)",
-    "differs",
-    "Statistics are those of a micro-batch, with a warning: `num_microbatches=1` takes the whole batch.",
-)
-@pytest.mark.ways("aliases")
-def test_batch_norm() -> None:
-    """Statistics are those of a micro-batch; the running ones see the micro-batches one after another."""
-    data = data_of(partial(images, size=24), (7, 7, 6))
-
-    def make() -> Task:
-        return Unlogged(build("resnet"))
-
-    for devices, num_microbatches in ((2, 1), (4, 3)):
-        reference = sequential(make, num_microbatches)
-        options = {"devices": devices, "num_microbatches": num_microbatches, "reference": reference, **own_optimizer}
-        assert_parity(make, data, **options)
-
-
 class LateRecording(Task):
     """In the second step the model is called twice, and asked to record for the first time by the second call."""
 
@@ -225,23 +204,6 @@ def test_dropout_does_not_depend_on_the_number_of_devices(
     with torch.no_grad():
         undisturbed = make().eval()(**data_of(batch)()[0]).loss
     assert (one.watch.losses[0]["loss"] - undisturbed).abs() > 1e-4
-
-
-@pytest.mark.ways("lazy")
-def test_skipped_layers_do_not_depend_on_the_number_of_devices() -> None:
-    """LayerDrop: every micro-batch skips other layers, so that most calls are not where the plan expects them."""
-    options = {"round_size": 4, "loss_weight": "label_tokens"}
-    data = data_of(padded_pairs, (8, 8, 8))
-
-    def make(layerdrop: float = 0.5) -> Task:
-        return Task(build("bart", encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop))
-
-    one, four = (
-        train(make, data, devices=n, num_microbatches=4, strategy_options=options, **own_optimizer) for n in (1, 4)
-    )
-    assert_same(four, one)
-    whole = train(partial(make, 0.0), data, **own_optimizer)
-    assert (one.watch.losses[0]["loss"] - whole.watch.losses[0]["loss"]).abs() > 1e-4
 
 
 @pytest.fixture

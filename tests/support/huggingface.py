@@ -83,10 +83,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         },
     ),
-    "resnet": (
-        "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 3},
-    ),
 }
 
 
@@ -175,8 +171,8 @@ def classified(rows: int) -> dict[str, Tensor]:
     return {**padded(rows), "labels": torch.randint(0, 3, (rows,))}
 
 
-def images(rows: int, size: int = 8) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(rows, 3, size, size), "labels": torch.randint(0, 3, (rows,))}
+def images(rows: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(rows, 3, 8, 8), "labels": torch.randint(0, 3, (rows,))}
 
 
 def batches(make: Callable[[int], Any] = text, rows: Iterable[int] = (5, 4)) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Updates that begin only when something waits for them, and trainings with them that are compared with plain ones."""
+"""Updates that begin only when something waits for them: who does not wait sees old weights, in every run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import nn
 
 from lightning_roundpipe.integration import overlap
@@ -18,8 +17,6 @@ from lightning_roundpipe.optimizer.buckets import Bucket
 from lightning_roundpipe.optimizer.state import GuardedState
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights.futures import ParameterFuture, PendingParameter, State
-from tests.support.identical import assert_identical
-from tests.support.parity import make_loader, make_trainer
 
 _TIMEOUT_S = 60.0
 
@@ -95,46 +92,6 @@ def late(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Late:
     return Late(monkeypatch)
 
 
-@pytest.fixture
-def compare_modes(late: Late) -> Callable[..., tuple[Any, Any]]:
-    """Trains the same twice, without overlap and with it, and compares every bit of weights, optimizer state, metrics
-    and of what modules and callbacks have noted in ``seen``. Gives both modules."""
-
-    def run(
-        make_module: Callable[[], Any],
-        callbacks: Callable[[], list[Any]] = list,
-        *,
-        options: dict[str, Any] | None = None,
-        plugins: Callable[[], list[Any]] = list,
-        overlaps: bool = True,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
-        modules, found = [], []
-        for mode in ("off", "exact"):
-            torch.manual_seed(3)
-            module, own = make_module(), callbacks()
-            before = late.num_buckets
-            trainer = make_trainer(
-                options={**(options or {}), "optimizer_overlap": mode}, callbacks=own, plugins=plugins(), **kwargs
-            )
-            has_validation = getattr(type(module), "validation_step", None) is not L.LightningModule.validation_step
-            trainer.fit(module, make_loader(40), make_loader(10, 4) if has_validation else None)
-            assert (late.num_buckets > before) == (mode == "exact" and overlaps)
-            assert_finished(trainer, module)
-            seen = [x.seen for x in (module, *own) if hasattr(x, "seen")]
-            modules.append(module)
-            found.append(
-                {
-                    "weights": module.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-                    "metrics": dict(trainer.callback_metrics),
-                    "seen": seen,
-                    "step": trainer.global_step,
-                }
-            )
-        assert_identical(found[1], found[0])
-        start = dict(make_module().state_dict())
-        assert any(not torch.equal(value, start[key]) for key, value in found[0]["weights"].items() if key in start)
-        return modules[0], modules[1]
-
-    return run
+@pytest.fixture(autouse=True)
+def late_updates(late: Late) -> None:
+    """In all tests of the folder whose conftest imports it: small models, too, overlap as they do by default."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from tests.support.models import Logs
-from tests.support.parity import COPIES, assert_alike, both, compare, make_loader, make_trainer
+from tests.support.parity import COPIES, assert_alike, compare, make_loader
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -70,7 +70,7 @@ class Freezing(Callback):
 
 
 class Replacing(Callback):
-    """Reads and writes weights in many hooks, by many ways."""
+    """Reads and writes weights and optimizers in many hooks, by many ways."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -83,16 +83,18 @@ class Replacing(Callback):
         self.norms.append(float(sum(p.detach().norm() for p in pl_module.parameters())))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        norms = {f"norm_{name}": p.grad.norm() for name, p in pl_module.named_parameters()}
-        pl_module.log_dict(norms)
+        pl_module.log_dict(grad_norm(pl_module, norm_type=2))
         pl_module.body[2][0].weight.grad.mul_(0.1)
         pl_module.head.bias.grad = torch.ones_like(pl_module.head.bias)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2:
+            trainer.optimizers[0].state.clear()
+        if trainer.global_step == 4:
             pl_module.load_state_dict(self.first)
-        if trainer.global_step == 3:
+        if trainer.global_step == 5:
             pl_module.body[3][0].weight.data = torch.eye(6)
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.05)]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         with torch.no_grad():
@@ -114,6 +116,7 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @compat("Callback", "Callback")
+@compat("Library", "grad_norm")
 def test_weights_and_gradients_in_hooks(name: str) -> None:
     """With copies on the devices, which must not be older than what the callback has written."""
     plain, ours = compare(
@@ -122,7 +125,7 @@ def test_weights_and_gradients_in_hooks(name: str) -> None:
     logged = plain.trainer.callback_metrics
     assert "val" in logged
     if name == "replacing":
-        assert len(logged) == 2 + 10
+        assert len(logged) == 2 + 10 + 1
         assert_alike(ours.trainer.callbacks[0].norms, plain.trainer.callbacks[0].norms)
 
 
@@ -162,25 +165,3 @@ def test_a_teacher_that_follows(how: str) -> None:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
     compare(Taught, max_epochs=2, callbacks=lambda: [Following(how)], ours=COPIES)
-
-
-@compat("Callback", "LambdaCallback")
-def test_functions_as_hooks() -> None:
-    names = ("on_fit_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_validation_end")
-    names += ("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_fit_end")
-
-    def act(kind: str) -> Any:
-        seen: list[Any] = []
-
-        def noting(name: str) -> Callable[..., None]:
-            def hook(trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-                gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
-                seen.append([name, trainer.global_step, pl_module.training, len(args), gradients])
-
-            return hook
-
-        callback = LambdaCallback(**{name: noting(name) for name in names})
-        make_trainer(kind, callbacks=[callback]).fit(Logs(), make_loader(), make_loader(10, 4))
-        return seen
-
-    assert [call[0] for call in both(act)].count("on_after_backward") == 3

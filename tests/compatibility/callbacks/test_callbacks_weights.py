@@ -161,7 +161,7 @@ class BlockByBlock(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone[-epoch], optimizer, lr=0.02)
 
 
-@compat("Callback", "BaseFinetuning")
+@compat("Callback", "BaseFinetuning; LambdaCallback")
 def test_block_by_block(tmp_path: Path) -> None:
     """Also when the run is resumed after a block was unfrozen (plain Lightning loses momentum there, and so do we)."""
     plain, _ = compared(WithoutNorm, BlockByBlock, saves_once(tmp_path, 1), max_epochs=3)

@@ -9,10 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
-from tests.support.models import Logs
 from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
@@ -145,23 +143,6 @@ def test_the_old_name_of_configure_model() -> None:
 
     with pytest.warns(DeprecationWarning, match="configure_sharded_model"):
         compare(Late)
-
-
-@compat("LightningModule hook", "configure_callbacks")
-def test_callbacks_of_the_module() -> None:
-    """They join those of the trainer, and take the place of one of the same class."""
-
-    class Stops(Logs):
-        def configure_callbacks(self) -> Any:
-            # No loss is above 100, which counts as better: training stops after the second epoch.
-            return [EarlyStopping("val", mode="max", min_delta=100.0, patience=1)]
-
-    def act(kind: str) -> Any:
-        trainer = make_trainer(kind, max_epochs=6, callbacks=[EarlyStopping("val", patience=50), L.Callback()])
-        trainer.fit(Stops(), make_loader(), make_loader(10))
-        return trainer.current_epoch, [type(callback).__name__ for callback in trainer.callbacks]
-
-    assert both(act)[0] == 2
 
 
 # --- hooks that are no methods of the class ----------------------------------------------------------------------

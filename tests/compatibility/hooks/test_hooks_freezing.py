@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from tests.support.parity import compare
 from tests.support.rows import compat
@@ -99,30 +96,3 @@ def test_freezing_by_hand_in_manual_optimization(pipeline: dict[str, int]) -> No
             return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.body, self.head)]
 
     compare(Turns, max_epochs=2, ours=pipeline)
-
-
-class WithReference(L.LightningModule):
-    """Compares itself with itself without its adapters, which peft freezes meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3))
-            config = LoraConfig(r=2, target_modules=r"[0-3]\.0", init_lora_weights=False)
-            self.net = get_peft_model(body, config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        with torch.no_grad(), self.net.disable_adapter():
-            reference = self.net(x)
-        return F.cross_entropy(self.net(x) - reference, y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize("pipeline", [*PIPELINES, {"devices": 4, "num_microbatches": 8}], ids=["one", "three", "eight"])
-@compat("Library", "PEFT disable_adapter (in a step)")
-def test_adapters_disabled_for_a_while(pipeline: dict[str, int]) -> None:
-    compare(WithReference, max_epochs=2, ours=pipeline)

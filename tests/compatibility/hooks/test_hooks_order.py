@@ -1,4 +1,4 @@
-"""Every hook of module, callback and datamodule: its place among the others, its arguments, and what it sees.
+"""Every hook of module, callback and datamodule: its place among the others, its arguments, what it sees and is told.
 
 Whole runs with plain Lightning and here are recorded, hook by hook (see [Note: recorded hooks]), and compared.
 """
@@ -12,10 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
+from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.hooks.hook_recording import (
     CALLBACK_HOOKS,
     DATAMODULE_HOOKS,
@@ -25,7 +27,7 @@ from tests.compatibility.hooks.hook_recording import (
 )
 from tests.support.parity import assert_alike, make_loader, make_trainer
 from tests.support.rows import compat
-from tests.support.small import Small
+from tests.support.small import WIDTH, Small
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in both"),
@@ -56,9 +58,14 @@ class Everything(Loaders, Small):
 
     interval = "epoch"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"rate": 0.1})
+        self.example_input_array = torch.ones(2, WIDTH)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         return {"loss": loss, "logits": self(batch[0]).detach()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -80,6 +87,14 @@ class Everything(Loaders, Small):
 
     def configure_callbacks(self) -> Any:
         return [L.Callback()]
+
+
+class Quiet(TQDMProgressBar):
+    """A progress bar that shows nothing."""
+
+    @property
+    def is_disabled(self) -> bool:
+        return True
 
 
 class Stateful(L.Callback):
@@ -118,7 +133,15 @@ class Session:
 def fit_save_and_resume(session: Session) -> None:
     """With a datamodule, gradient clipping, checkpoints at the end of each epoch, and a second trainer that goes on."""
     saves = ModelCheckpoint(session.folder, filename="{epoch}", save_top_k=-1, monitor="val")
-    trainer = session.trainer(saves, max_epochs=2, num_sanity_val_steps=1, gradient_clip_val=0.2)
+    trainer = session.trainer(
+        *(saves, EarlyStopping("val"), Quiet()),
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        gradient_clip_val=0.2,
+        enable_progress_bar=True,
+        logger=CSVLogger(session.folder, version=0),
+        log_every_n_steps=1,
+    )
     trainer.fit(session.module(), session.datamodule())
     trainer = session.trainer(max_epochs=2)
     trainer.fit(session.module(), session.datamodule(), ckpt_path=session.folder / "epoch=0.ckpt")
@@ -255,8 +278,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any],
     return found
 
 
+@compat(
+    "Trainer attribute",
+    "accelerator; precision_plugin; global_rank; local_rank; node_rank; world_size; num_nodes; lightning_module; "
+    "optimizers; lr_scheduler_configs; precision; scaler; model; log_dir; is_global_zero; distributed_sampler_kwargs; "
+    "enable_validation; default_root_dir; early_stopping_callback; early_stopping_callbacks; checkpoint_callback; "
+    "checkpoint_callbacks; progress_bar_callback; ckpt_path; interrupted; training; testing; predicting; validating; "
+    "evaluating; sanity_checking; received_sigterm; global_step; current_epoch; max_epochs; min_epochs; max_steps; "
+    "min_steps; is_last_batch; train_dataloader; val_dataloaders; test_dataloaders; predict_dataloaders; "
+    "num_training_batches; num_sanity_val_batches; num_val_batches; num_test_batches; num_predict_batches; logger; "
+    "loggers; callback_metrics; logged_metrics; progress_bar_metrics; estimated_stepping_batches",
+)
+@compat(
+    "LightningModule attribute",
+    "trainer; fabric; example_input_array; current_epoch; global_step; global_rank; local_rank; on_gpu; "
+    "automatic_optimization; strict_loading; logger; loggers; device_mesh; hparams; hparams_initial; dtype; device",
+)
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
 def test_hooks_of_all_owners_in_order(runs: Any, scenario: str) -> None:
+    """And what the attributes say in them."""
     ours, plain = runs[scenario]
     assert names_of(ours) == names_of(plain)
     assert_alike(ours, plain)
@@ -295,7 +335,39 @@ def test_hooks_of_all_owners_in_order(runs: Any, scenario: str) -> None:
     "on_exception",
 )
 def test_every_hook_is_called_in_some_run(runs: Any) -> None:
-    """So that the comparison of whole runs is one of every hook, those of a newer Lightning included."""
+    """So that the comparison of whole runs is one of every hook, those of a newer Lightning included, with answers."""
     called = {name for _, plain in runs.values() for name in names_of(plain)}
     owners = {"module": MODULE_HOOKS, "callback": CALLBACK_HOOKS, "datamodule": DATAMODULE_HOOKS}
     assert {f"{owner}.{name}" for owner, names in owners.items() for name in names} - called == set()
+    told = next(
+        e["told"]["trainer"] for e in runs["fit_save_and_resume"][1] if e["hook"] == "module.on_train_epoch_end"
+    )
+    for name in ("callback_metrics", "progress_bar_metrics", "optimizers", "lr_scheduler_configs", "loggers"):
+        assert told[name], name
+    assert (told["training"], told["log_dir"]) == (True, "FOLDER/lightning_logs/version_0")
+    assert [told[f"{name}_callback"] for name in ("early_stopping", "progress_bar")] == ["EarlyStopping", "Quiet"]
+
+
+@compat(
+    "Trainer attribute",
+    "strategy",
+    status="differs",
+    note="A `ParallelStrategy`, also with one process.",
+)
+@compat(
+    "Trainer attribute",
+    "num_devices",
+    status="differs",
+    note="The devices of this machine: no number of processes.",
+)
+@compat(
+    "Trainer attribute",
+    "device_ids",
+    status="differs",
+    note="Those of this machine, as in `trainer.strategy.parallel_devices`.",
+)
+def test_attributes_that_follow_from_the_strategy() -> None:
+    trainer = make_trainer()
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert (trainer.num_devices, trainer.device_ids, trainer.world_size) == (2, [0, 1], 1)
+    assert len(trainer.strategy.pool) == len(trainer.strategy.parallel_devices) == 2

@@ -117,15 +117,14 @@ class Pulls(ByHand):
 
 
 @compat("LightningModule method", "manual_backward (and `loss.backward()`)")
-@pytest.mark.parametrize("options", [{}, {"virtual_copies": True}], ids=["aliases", "copies"])
-@pytest.mark.parametrize("step", BACKWARDS)
-def test_backwards_of_losses(step: Any, options: dict[str, Any]) -> None:
-    compare(lambda: ByHand(step), max_epochs=2, ours={"options": options})
+@pytest.mark.parametrize(("step", "ours"), [*((step, {}) for step in BACKWARDS), (plainly, COPIES)])
+def test_backwards_of_losses(step: Any, ours: dict[str, Any]) -> None:
+    compare(lambda: ByHand(step), max_epochs=2, ours=ours)
     assert torch.Tensor.backward.__module__ == "torch._tensor"
 
 
 @compat("LightningModule hook", "training_step (dataloader_iter)")
-@pytest.mark.parametrize("step", [*BACKWARDS, automatically])
+@pytest.mark.parametrize("step", [plainly, in_a_closure, automatically])
 def test_steps_that_pull_from_the_loader(step: Any) -> None:
     """Batches are taken by the step itself: each is a single micro-batch."""
     plain, ours = compare(lambda: Pulls(step), make_loader(24), max_epochs=2, ours=COPIES)
@@ -176,11 +175,12 @@ def with_graph(self: Any, batch: Any) -> None:
     self.loss(batch).backward(create_graph=True)
 
 
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (of_the_call_before, RuntimeError, "an attribute of the module holds is when a step ends"),
-    (of_the_call_before_elsewhere, GradientCutError, "after the training_step that called it.* that has made it"),
-    (by_autograd, GradientCutError, r"went through unit '[\w.]+', whose graph is cut there.*manual_backward\(loss\)"),
-    (with_graph, MisconfigurationException, r"create_graph=True\) needs the graph of the whole model"),
+REFUSED: list[tuple[type[ByHand], Any, type[Exception], str]] = [
+    (ByHand, of_the_call_before, RuntimeError, "an attribute of the module holds is when a step ends"),
+    (ByHand, of_the_call_before_elsewhere, GradientCutError, "after the training_step that called it.* has made it"),
+    (Pulls, of_the_call_before_elsewhere, GradientCutError, "after the training_step that called it.* has made it"),
+    (ByHand, by_autograd, GradientCutError, r"unit '[\w.]+', whose graph is cut there.*manual_backward\(loss\)"),
+    (ByHand, with_graph, MisconfigurationException, r"create_graph=True\) needs the graph of the whole model"),
 ]
 
 
@@ -190,8 +190,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     status="refused",
     note="Run the backward in the same step.",
 )
-@pytest.mark.parametrize("module", [ByHand, Pulls])
-@pytest.mark.parametrize(("step", "error", "match"), REFUSED, ids=[step.__name__ for step, *_ in REFUSED])
+@pytest.mark.parametrize(("module", "step", "error", "match"), REFUSED)
 def test_backwards_that_need_the_whole_graph_are_refused(
     module: Any, step: Any, error: type[Exception], match: str
 ) -> None:

@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -120,29 +119,6 @@ def test_freeze_and_unfreeze() -> None:
     first, second = plain.module.weights
     assert torch.equal(first, Small().head.weight)
     assert not torch.equal(second, first)
-
-
-@compat("Library", "grad_norm; rank_zero_only")
-def test_utilities_in_hooks() -> None:
-    """The norms that Lightning's guide logs before the optimizer step, and what only the first process writes."""
-
-    class Norms(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.written: list[int] = []
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-            self.write()
-
-        @rank_zero_only
-        def write(self) -> None:
-            self.written.append(self.global_step)
-
-    plain, ours = compare(Norms, accumulate_grad_batches=2)
-    assert len(plain.trainer.callback_metrics) == 11
-    assert all(norm > 0 for norm in plain.trainer.callback_metrics.values())
-    assert ours.module.written == plain.module.written == [0, 1]
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {

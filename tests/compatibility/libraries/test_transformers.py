@@ -26,7 +26,7 @@ from tests.support.rows import compat
 # Settings of models --------------------------------------------------------------------------------------------------
 
 
-@compat("Library", "transformers gradient_checkpointing_enable")
+@compat("Library", "transformers gradient_checkpointing_enable; transformers enable_input_require_grads")
 def test_checkpoints_are_not_recomputed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """That they train alike: tests/parity/test_parity_huggingface.py."""
     calls: list[bool] = []
@@ -274,12 +274,6 @@ GENERATIONS: dict[str, Callable[[], Generating]] = {
 def test_generation_in_evaluation(name: str) -> None:
     expected = both(lambda kind: generated(kind, GENERATIONS[name]()))
     assert [len(tokens) for tokens in expected] == [5, 4]
-
-
-@compat("Trainer argument", "inference_mode")
-def test_generation_without_inference_mode() -> None:
-    expected = both(lambda kind: generated(kind, Generating(causal()), inference_mode=False))
-    assert not expected[0].is_inference()
 
 
 @compat(

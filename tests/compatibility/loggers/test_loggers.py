@@ -6,7 +6,6 @@ What a logger makes of its calls is its own: so one that records them stands for
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,13 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from tests.compatibility.hooks.hook_recording import described
 from tests.compatibility.versions import need
 from tests.support.parity import KINDS, assert_alike, both, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
 Calls = list[tuple[str, Any]]
-
-
-def plain_of(value: Any, root: Path) -> Any:
-    """Something that can be compared between two runs."""
-    if isinstance(value, dict):
-        return {str(key): plain_of(entry, root) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_of(entry, root) for entry in value]
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, float):
-        return value
-    if isinstance(value, (str, os.PathLike)):
-        text = os.fspath(value).replace(str(root), "<root>")
-        return "<folder>" if os.path.isabs(text) else text
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    return f"<{type(value).__name__}>"
 
 
 class Recording(loggers.Logger):
@@ -54,7 +36,7 @@ class Recording(loggers.Logger):
         self.images: list[float] = []
 
     def _note(self, what: str, *details: Any) -> None:
-        self.calls.append((what, plain_of(details, self._root)))
+        self.calls.append((what, described(list(details), str(self._root))))
 
     @property
     def name(self) -> str:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.compatibility.migration.page_blocks import blocks_of, run_block, text_of
+from tests.docs.pages import python_of, run_block, text_of
 from tests.support.huggingface import adapted, batches, causal
 from tests.support.parity import fit, make_trainer, ready
 
-PAGE = "trainers.md"
+PAGE, TRL = "docs/migration/trainers.md", "docs/migration/trl.md"
 OURS: dict[str, Callable[..., Any]] = {
     "Trainer": L.Trainer,
     "RoundPipeStrategy": RoundPipeStrategy,
@@ -41,7 +41,7 @@ def calls_on(page: str) -> list[ast.Call]:
     return [call for call in calls if isinstance(call, ast.Call)]
 
 
-@pytest.mark.parametrize(("page", "least"), [("trl.md", 7), (PAGE, 9)])
+@pytest.mark.parametrize(("page", "least"), [(TRL, 7), (PAGE, 9)])
 def test_arguments_of_ours_exist(page: str, least: int) -> None:
     calls = calls_on(page)
     assert len(calls) >= least
@@ -55,7 +55,7 @@ def test_arguments_of_ours_exist(page: str, least: int) -> None:
 
 def test_values_for_ours_are_taken() -> None:
     """What the tables write in full is made as it is written."""
-    for page in ("trl.md", PAGE):
+    for page in (TRL, PAGE):
         for code in map(ast.unparse, calls_on(page)):
             if "..." not in code and not code.startswith(("fit(", "DataLoader(")):
                 eval(code, dict(OURS))
@@ -63,7 +63,7 @@ def test_values_for_ours_are_taken() -> None:
 
 def test_options_of_transformers_exist() -> None:
     """Those for all trainers of TRL, which inherits them."""
-    table = text_of("trl.md").split("## ")[0]
+    table = text_of(TRL).split("## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     own = {"activation_offloading", "peft_config"}
@@ -87,9 +87,9 @@ def logits(model: nn.Module) -> Tensor:
 @pytest.fixture(scope="module")
 def page_of_trl() -> dict[str, Any]:
     """The class of the module that is exported, without the training that follows it on the page."""
-    (code,) = (block for block in blocks_of("trl.md") if "class PackedSFT" in block)
+    (code,) = (block for block in python_of(TRL) if "class PackedSFT" in block)
     names: dict[str, Any] = {}
-    exec(compile(code.split("loader = ")[0], "trl.md", "exec"), names)
+    exec(compile(code.split("loader = ")[0], TRL, "exec"), names)
     return names
 
 
@@ -116,13 +116,6 @@ def test_merged_model_and_adapter_can_be_loaded(
     again = {**page_of_trl, "model": adapted()}
     run_block(PAGE, "load_from_checkpoint", again)
     torch.testing.assert_close(logits(again["model"]), trained)
-
-
-def test_model_that_was_trained_in_full_can_be_loaded(page_of_trl: dict[str, Any], tmp_path: Path) -> None:
-    run = fit("roundpipe", lambda: page_of_trl["PackedSFT"](causal()), batches())
-    run.module.model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(loaded), logits(run.module.model), rtol=0, atol=0)
 
 
 def test_adapters_on_a_base_in_bfloat16_are_trained_in_float32(page_of_trl: dict[str, Any]) -> None:

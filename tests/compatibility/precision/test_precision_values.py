@@ -5,7 +5,7 @@ What mixed precision is equal to is shown in tests/parity/test_parity_precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import (
     DoublePrecision,
-    HalfPrecision,
     MixedPrecision,
 )
 from lightning.pytorch.plugins.precision import Precision
@@ -79,36 +78,21 @@ VALUES: dict[str, str] = {value: value for value in TOLERANCES} | {"16-mixed": "
 
 @compat("Trainer argument", "precision")
 @compat("Precision", "32-true; 64-true; 16-true; bf16-true; bf16-mixed; 16-mixed")
+@compat("Plugin", "HalfPrecision")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize("value", VALUES)
 def test_values_of_precision(value: str) -> None:
     compared(VALUES[value], precision=value)
 
 
-@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons but its usage is discouraged")
-@pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
-@pytest.mark.parametrize("value", [16, "16", 32, "32", 64, "64", "bf16", None])
-def test_old_values_of_precision_mean_the_same(value: Any) -> None:
-    plain, ours = (make_trainer(kind, precision=value) for kind in KINDS)
-    assert ours.precision == plain.precision
-    assert type(ours.precision_plugin) is type(plain.precision_plugin)
-
-
-PLUGINS: dict[str, Callable[[], Precision]] = {
-    "32-true": Precision,
-    "64-true": DoublePrecision,
-    "bf16-true": lambda: HalfPrecision("bf16-true"),
-    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
-}
-
-
 @compat("Trainer argument", "plugins")
-@compat("Plugin", "Precision; DoublePrecision; HalfPrecision; MixedPrecision")
-@pytest.mark.parametrize("precision", PLUGINS)
-def test_plugins_given_as_objects(precision: str) -> None:
-    compared(precision, plain={"plugins": PLUGINS[precision]()}, ours={"plugins": PLUGINS[precision]()})
+@compat("Plugin", "MixedPrecision")
+def test_a_plugin_given_as_an_object() -> None:
+    plain, ours = ({"plugins": MixedPrecision("bf16-mixed", "cpu")} for _ in KINDS)
+    compared("bf16-mixed", plain=plain, ours=ours)
 
 
+@compat("Plugin", "DoublePrecision")
 def test_a_plugin_given_to_the_strategy() -> None:
     ours = {"options": {"precision_plugin": DoublePrecision()}}
     compared("64-true", plain={"precision": "64-true"}, ours=ours)

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import os
 import re
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,18 +249,11 @@ def test_classes_without_options(config: Any, project: str, tmp_path: Path, path
     assert type(instantiate(file, *arguments).trainer.strategy) is RoundPipeStrategy
 
 
+# What the parser refuses; the strategy refuses values by itself.
 WRONG = {
-    "threads_per_device=100000": ("threads_per_device=100000: use at most",),
     "num_microbatches=four": ("num_microbatches", "<class 'int'>", "'auto'", "four"),
-    "num_microbatches=0": ("num_microbatches=0: use a positive integer",),
-    "round_size=1.5": ("round_size", "<class 'int'>", "1.5"),
     "loss_weight=tokens": ("loss_weight", "'causal_label_tokens'", "tokens"),
-    "device_memory_limit=24XiB": ("'24XiB' is not a size: write one like 24GiB",),
-    "device_memory_limit=12": ("12 bytes, on which nothing can run",),
-    "virtual_copies.gb_per_s=0": ("VirtualLink(gb_per_s=0.0): pass a number of GB/s > 0",),
     "split_batch=no.such.function": ("split_batch", "no.such.function"),
-    "units=Linear": ("units", "<class 'list'>", "Linear"),
-    "save_profile=no-such-folder/a.json": ("there is no folder 'no-such-folder'",),
     "num_microbatch=3": ("num_microbatch",),
 }
 
@@ -271,12 +263,10 @@ def test_wrong_options(config: Any, project: str, capsys: pytest.CaptureFixture[
     sys.path.insert(0, os.getcwd())
     path = config({"strategy": BY_CLASS})
     for argument, words in WRONG.items():
-        # The parser refuses types, the strategy values: both before anything runs.
-        with pytest.raises((SystemExit, ValueError)) as stopped:
+        with pytest.raises(SystemExit) as stopped:
             instantiate(path, f"--trainer.strategy.{argument}")
-        if isinstance(stopped.value, SystemExit):
-            assert stopped.value.code == 2
-        shown = f"{capsys.readouterr().err}{stopped.value}"
+        assert stopped.value.code == 2
+        shown = capsys.readouterr().err
         for word in words:
             assert word in shown, argument
 
@@ -403,25 +393,8 @@ def test_options_on_the_page_of_the_docs(project: str, tmp_path: Path, config: A
     assert made.compile_arguments == {"mode": "default"}
 
 
-def test_the_script_is_declared() -> None:
-    scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.scripts]")[2]
-    (module, function) = re.findall(r'^roundpipe-lightning = "(.+):(.+)"$', scripts, flags=re.MULTILINE)[0]
-    assert getattr(importlib.import_module(module), function) is lightning_cli.main
-
-
 @compat("LightningCLI", "jsonargparse is not installed", "refused", "The error says what to install.")
 def test_missing_parser(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lightning_cli, "_PARSER", RequirementCache("jsonargparse>=999"))
     assert lightning_cli.main(["fit"]) == 2
     assert "pip install 'lightning-roundpipe[cli]'" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package")
-def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """``python -m lightning_roundpipe.lightning_cli --version``."""
-    monkeypatch.setattr(sys, "argv", ["lightning_cli", "--version"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("lightning_roundpipe.lightning_cli", run_name="__main__")
-    assert stopped.value.code == 0
-    assert re.fullmatch(r"roundpipe-lightning \d+\.\d+\S*\n", capsys.readouterr().out)

@@ -301,6 +301,7 @@ def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     note="The processes train together, as with DDP.",
 )
 @compat("Plugin", "LightningEnvironment")
+@compat("Library", "rank_zero_only")
 def test_launched_processes_are_ranks(launched: Any, rank_kept: None, name: str) -> None:
     """The trainings themselves are in ``tests/ranks``."""
     variables, environment, place = SEVERAL[name]

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.versions import need
 from tests.support.models import Logs
-from tests.support.parity import KINDS, both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.parity import both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -139,8 +139,7 @@ def test_steps_see_the_switches_of_torch(deterministic: Any, benchmark: bool) ->
 
 
 @compat("Trainer argument", "deterministic")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_nondeterministic_operator_in_a_unit_is_an_error(kind: str) -> None:
+def test_a_nondeterministic_operator_in_a_unit_is_an_error() -> None:
     class Puts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.put(torch.tensor([0]), x.new_zeros(1))
@@ -148,7 +147,7 @@ def test_a_nondeterministic_operator_in_a_unit_is_an_error(kind: str) -> None:
     module = Small()
     module.body[1][1] = Puts()
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
-        make_trainer(kind, deterministic=True).fit(module, make_loader())
+        make_trainer(deterministic=True).fit(module, make_loader())
 
 
 # --- finding what is wrong --------------------------------------------------------------------------------------------
@@ -162,9 +161,8 @@ class Root(nn.Module):
 
 
 @compat("Trainer argument", "detect_anomaly")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["first unit", "last unit", "user code"])
-def test_the_operator_and_the_line_of_a_nan_are_named(kind: str, place: str) -> None:
+def test_the_operator_and_the_line_of_a_nan_are_named(place: str) -> None:
     """Also where a unit is run again for the backward: the first unit is far in front of the fused stage."""
     seen: set[bool] = set()
 
@@ -181,7 +179,7 @@ def test_the_operator_and_the_line_of_a_nan_are_named(kind: str, place: str) -> 
         pytest.warns(UserWarning, match=r"Error detected in SqrtBackward0") as caught,
         pytest.raises(RuntimeError, match=r"'SqrtBackward0' returned nan values in its 0th output"),
     ):
-        make_trainer(kind, detect_anomaly=True).fit(module, make_loader())
+        make_trainer(detect_anomaly=True).fit(module, make_loader())
     assert any("# the line that is to be named" in str(warning.message) for warning in caught)
     assert seen == {True}
     assert not torch.is_anomaly_enabled()

@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from tests.support.loaders import Loader
 from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
-from tests.support.rows import compat
 from tests.support.small import Small
 
 
@@ -31,27 +30,10 @@ def _samples(loader: Any) -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for xs, ys in loader for x, y in zip(xs, ys, strict=True)][:5]
 
 
-class Samples(Dataset[Any]):
-    """Gives what is in a list."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
 # name: (makes a loader of samples or of batches that were made before, micro-batches of each)
 PREMADE: dict[str, tuple[Callable[[Any], Any], int]] = {
     "samples": (lambda loader: Loader(_samples(loader)), 1),
-    "a data set of samples": (lambda loader: DataLoader(Samples(_samples(loader)), batch_size=None), 1),
-    "dicts of a sample": (lambda loader: Loader([{"x": x, "y": y} for x, y in _samples(loader)]), 1),
-    "rows of one sample": (lambda loader: DataLoader(Samples(_samples(loader))), 1),
-    "batches": (lambda loader: Loader(list(loader)), 3),
-    "a data set of batches": (lambda loader: DataLoader(Samples(list(loader)), batch_size=None), 3),
+    "rows of one sample": (lambda loader: DataLoader(_samples(loader)), 1),  # type: ignore[arg-type]
     "a sampler of batches": (
         lambda loader: DataLoader(
             TensorDataset(*loader.dataset.tensors),
@@ -71,8 +53,7 @@ def test_samples_and_batches_that_the_loader_does_not_make(name: str) -> None:
 
     class Takes(Small):
         def take(self, batch: Any) -> Tensor:
-            x, y = batch.values() if isinstance(batch, dict) else batch
-            return F.cross_entropy(self(x), y)
+            return F.cross_entropy(self(batch[0]), batch[1])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.take(batch)
@@ -89,9 +70,8 @@ def test_samples_and_batches_that_the_loader_does_not_make(name: str) -> None:
     assert {step.num_microbatches for step in counts if step is not None} == {num_microbatches}
 
 
-@pytest.mark.parametrize("run", ["validate", "test", "predict"])
-@pytest.mark.parametrize("sequence", [tuple, list], ids=["tuple", "list"])
-def test_loaders_of_single_rows_after_each_other(sequence: Callable[[Any], Any], run: str) -> None:
+@pytest.mark.parametrize(("run", "sequence"), [("validate", tuple), ("test", list), ("predict", tuple)])
+def test_loaders_of_single_rows_after_each_other(run: str, sequence: Callable[[Any], Any]) -> None:
     class Takes(Small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
             assert batch[0].shape == ((6,) if dataloader_idx == 2 else (1, 6))
@@ -182,32 +162,6 @@ def test_rows_that_cannot_be_told_are_warned_of() -> None:
 
 
 # --- what training_step returns ----------------------------------------------------------------------------------
-
-
-@compat("LightningModule hook", "training_step")
-def test_dict_with_more_than_the_loss() -> None:
-    class Returns(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.given: list[Any] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            logits = self(batch[0])
-            loss = F.cross_entropy(logits, batch[1])
-            names = [str(k) for k in batch[1].tolist()]
-            return {
-                "loss": loss,
-                "logits": logits.detach(),
-                "names": names,
-                "index": batch_idx,
-                "double": 2 * loss.detach(),
-            }
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.given.append({name: outputs[name] for name in sorted(outputs)})
-
-    plain, _ = compare(Returns, also=lambda run: run.module.given)
-    assert plain.module.given[0]["logits"].shape == (8, 3)
 
 
 WRONG_RETURNS: dict[str, Callable[[Tensor], Any]] = {

@@ -21,6 +21,7 @@ from lightning_roundpipe.common.trees import children_of
 from lightning_roundpipe.integration.batches.microbatches import MicrobatchSplit, batch_rows, split_batch
 from lightning_roundpipe.integration.batches.reading import BatchSplitError
 from tests.support.identical import assert_identical
+from tests.support.rows import compat
 
 
 class Pair(NamedTuple):
@@ -108,6 +109,7 @@ def test_zero_rows_and_one_row_are_one_microbatch() -> None:
     assert split_batch({"x": rows(1, 3), "classes": ["a", "b", "c"]}, 4).sizes == (1,)
 
 
+@compat("Misuse", "batches without rows (text, a number)")
 @pytest.mark.parametrize("batch", [None, 3, 2.5, "text", torch.tensor(1.0), iter([1]), {}, {"a": 1, "b": None}, (1, 2)])
 def test_batches_without_rows_are_one_untouched_microbatch(batch: Any) -> None:
     split = split_batch(batch, 4)
@@ -339,6 +341,7 @@ def test_a_tuple_of_equal_tensors_is_a_container() -> None:
         ({"a": ["x", "y", "z"], "b": ["x", "y"]}, ["can be read as 3 rows", "or 2 rows"]),
     ],
 )
+@compat("Misuse", "a batch of an unknown kind", "refused", "Use `split_batch` or `num_microbatches=1`.")
 def test_what_cannot_be_split_is_refused_with_the_leaf_and_the_ways_out(batch: Any, words: list[str]) -> None:
     with pytest.raises(BatchSplitError) as caught:
         split_batch(batch, 4)

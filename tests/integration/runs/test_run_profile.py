@@ -149,13 +149,3 @@ def test_evaluation_saves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     make_trainer(options={"save_profile": path}).validate(Validates(), make_loader(), verbose=False)
     assert not path.exists()
-
-
-def test_a_file_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    trainer = make_trainer(options={"save_profile": folder / "costs.json"})
-    folder.rmdir()
-    with pytest.warns(UserWarning, match=r"could not be written: .*costs\.json"):
-        trainer.fit(Small(), make_loader())
-    assert trainer.global_step == 3

@@ -8,9 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_roundpipe import RoundPipeAccelerator, RoundPipeStrategy
@@ -26,12 +24,6 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "max_epochs": 1,
 }
-
-
-def test_registered() -> None:
-    assert "roundpipe" in StrategyRegistry.available_strategies()
-    assert "roundpipe" in AcceleratorRegistry.available_accelerators()
-    assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
 
 
 def test_accelerator_alone_is_rejected() -> None:

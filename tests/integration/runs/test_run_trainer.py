@@ -1,4 +1,4 @@
-"""The trainer and the module around a run: flags, several runs, copies, pickles, and what is left untouched."""
+"""The trainer and the module around a run: several runs, copies, pickles, and what is left untouched."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_roundpipe import RoundPipeStrategy, VirtualLink
-from tests.support.parity import assert_alike, both, compare, make_loader, make_trainer
+from lightning_roundpipe import VirtualLink
+from tests.support.parity import both, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -100,30 +100,6 @@ def test_a_forward_set_on_an_instance_survives() -> None:
     _, ours = compare(make)
     layer = ours.module.body[1][0]
     assert layer.forward is layer.kept
-
-
-class EMA(L.Callback):
-    """A moving average in a deep copy of the module, made while training."""
-
-    def __init__(self) -> None:
-        self.copy: Any = None
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        if self.copy is None:
-            self.copy = copy.deepcopy(module)
-        with torch.no_grad():
-            for mean, value in zip(self.copy.parameters(), module.parameters(), strict=True):
-                mean.lerp_(value, 0.3)
-
-
-@compat("Callback", "Callback")
-def test_deepcopy_while_training() -> None:
-    runs = compare(Small, callbacks=lambda: [EMA()], max_epochs=2)
-    plain, ours = (next(c for c in run.trainer.callbacks if isinstance(c, EMA)).copy for run in runs)
-    assert_alike(dict(ours.state_dict()), dict(plain.state_dict()))
-    x, _ = next(iter(make_loader()))
-    torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-6)
-    assert not torch.equal(ours.head.weight, runs[1].module.head.weight)
 
 
 class Snapshot(Small):
@@ -210,12 +186,6 @@ def test_trainers_modules_and_callbacks_are_copied(tmp_path: Path, take_copy: Ca
             assert [type(one) for one in copies] == [L.Trainer, Validates, Validates, Keeps]
             assert copies[1].head.weight is not module.head.weight
         assert torch.equal(keeps.copies["after"][2].head.weight, module.head.weight)
-
-
-def test_strategy_pickles_and_copies() -> None:
-    strategy = RoundPipeStrategy(num_microbatches=5, loss_weight="label_tokens", units=["Linear"])
-    for other in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
-        assert other.options == strategy.options
 
 
 def _no_clock(*args: Any) -> float:
