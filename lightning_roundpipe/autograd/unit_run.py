@@ -138,7 +138,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         active.run = None
         active.streams = _NOT_REDIRECTED
         if fills is not None:
-            filled = fills.end(inside.written)
+            filled = fills.end()
         for module, name, value in previous:
             assign(module, name, value)
     written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]

@@ -230,7 +230,8 @@ class TravellingActivations:
             self._leaving += [self.save(x, what) for x in values if isinstance(x, Tensor) and x.dim()]
 
     def send(self, values: Iterable[Any], what: str) -> None:
-        """Starts to bring what ``values`` (tensors and :class:`Offloaded` among them) need, as far as there is room."""
+        """Starts to bring what ``values`` (tensors and :class:`Offloaded` among them) need, where there is room for
+        what comes early: see [Note: device memory] in :mod:`devices.memory`."""
         for value in values:
             if isinstance(value, (Tensor, Offloaded)) and not self._is_local(value) and self._found(value) is None:
                 self._start(value, what, ahead=True)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.fills import num_arguments
+from ..autograd.fills import settled
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
@@ -230,10 +230,11 @@ class Microbatch:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
         self._homes.append(device)
+        given = settled(call, leaves)
         kind = (
-            self._training, records, torch.is_grad_enabled(), is_training, num_arguments(call, leaves),
+            self._training, records, torch.is_grad_enabled(), is_training, len(given),
             tuple(call.differentiable), call.trained, call.autocast,
-            tuple([x for x in leaves if x is None or type(x) in (bool, str)]),
+            tuple([x for x in given if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
         key = position, kind
         facts = unit.facts.get(key)

@@ -54,6 +54,7 @@ _NUM_VARIED = 16
 _NUM_VARIATIONS = 200
 _NUM_NEIGHBOURS = 2_000
 _NUM_SIMULATED = 4
+_NUM_SIMULATED_ACTIONS = 4_000
 _NUM_FAILURES = 60
 _NUM_EVENED = 6
 _NUM_SPLIT = 3
@@ -244,10 +245,12 @@ class Score:
         if math.isinf(machine.host_bytes_per_ms) and not machine.shared_links and machine.num_ranks == 1:
             return ranked[0], self._tried[ranked[0]][0]
         best, best_ms = ranked[0], self._simulated_ms(ranked[0])
-        fastest: dict[int, Candidate] = {}  # of those with as many stage runs, which use what is shared alike
+        num_actions = len(self._costs(best)) * self.num_microbatches
+        num_simulated = min(_NUM_SIMULATED, max(2, _NUM_SIMULATED_ACTIONS // num_actions))
+        fastest: dict[int, Candidate] = {}  # of those with as many stage runs
         for candidate in ranked:
             fastest.setdefault(self._tried[candidate][1], candidate)
-        for candidate in list(fastest.values())[1:_NUM_SIMULATED]:
+        for candidate in list(fastest.values())[1:num_simulated]:
             # With what is shared it takes at least as long as without.
             if self._tried[candidate][0] < best_ms and (ms := self._simulated_ms(candidate)) < best_ms:
                 best, best_ms = candidate, ms

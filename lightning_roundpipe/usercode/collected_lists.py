@@ -176,15 +176,6 @@ def is_unchanged(now: Any, before: Any) -> bool:
     return isinstance(now, dict) and _are_same(now, before) and _are_same(now.values(), before.values())
 
 
-def refill(container: Any, before: Any) -> None:
-    """The list or dict holds again what it held."""
-    container.clear()
-    if isinstance(container, list):
-        container.extend(before)
-    else:
-        container.update(before)
-
-
 def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
     return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
 

@@ -99,11 +99,12 @@ class Unit:
 
     def _look_at_settings(self) -> None:
         """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability;
-        and hooks inside, as what they are shown is a result of the unit."""
+        hooks inside, as what they are shown is a result of the unit; lists and dicts there are, which it may fill."""
         plain: list[Any] = [len(module._forward_hooks) for module in self.members[1:]]
         flags: list[bool] = []
         for module in self.members:
             plain.extend([value for value in module.__dict__.values() if type(value) in _PLAIN])
+            plain.extend([name for name, value in module.__dict__.items() if type(value) in (list, dict)])
             flags.extend([p.requires_grad for p in module._parameters.values() if p is not None])
         settings = [plain, flags]
         if settings != self._settings:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_roundpipe.engine import execution
 from tests.parity.driver import assert_parity, sequential, train
 from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 from tests.support.parity import assert_alike
@@ -200,6 +201,7 @@ class Counts(Block):
     def __init__(self) -> None:
         super().__init__()
         self.means: list[Tensor] = []
+        self.notes: list[str] = []
         self.ones: list[Tensor] = []
         self.latest: dict[str, Tensor] = {}
         self.window = [0.0, 0.0]
@@ -207,6 +209,7 @@ class Counts(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         self.means.append(x.detach().mean(-1))
+        self.notes.append("called")
         self.ones.append(torch.ones(()))
         self.latest["rows"] = x.detach()
         self.window.pop(0)
@@ -261,3 +264,21 @@ def test_lists_that_some_micro_batches_fill_or_that_a_step_deletes(pipeline: dic
     )
     assert 0 < len(run.module.blocks[-1].means) < len(run.module.blocks[0].means) * pipeline["num_microbatches"]
     assert not {"notes", "table"} & vars(run.module).keys()
+
+
+def test_lists_that_grow_are_learned_once(pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every step, in which the unit would run with its graph, and with copies of its buffers."""
+    learned: list[str] = []
+    learn = execution._learn
+
+    def noted(replica: Any, *args: Any) -> Any:
+        learned.append(replica.unit.name)
+        return learn(replica, *args)
+
+    monkeypatch.setattr(execution, "_learn", noted)
+    counts = []
+    for steps in (3, 6):
+        learned.clear()
+        assert_parity(ReadsWhatUnitsCount, vectors, **pipeline, steps=steps)
+        counts.append(len(learned))
+    assert counts[0] == counts[1] > 0
