@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from tests.support.forks import Forks
 
 PACKAGE = "lightning_roundpipe"
@@ -205,6 +207,26 @@ def test_the_docstring_of_a_folder_names_what_is_in_it() -> None:
     folders = {path.parent for path in FILES} - {ROOT / PACKAGE}
     found = {str(folder.relative_to(ROOT)): unnamed_or_gone(folder) for folder in folders}
     assert {folder: names for folder, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_allowed"),
+    [
+        ("engine.gate", "import torch.nn\nfrom ..planning.schedule import Schedule\nfrom ..usercode import lock", True),
+        ("engine.gate", "def f():\n    import lightning.pytorch", False),
+        ("engine.gate", "import lightning_roundpipe", False),
+        ("weights.units", "if TYPE_CHECKING:\n    from .casts import Casts", False),
+        ("weights.units", "if TYPE_CHECKING:\n    from torch import Tensor", True),
+        ("weights.units", "from ..optimizer.updates import Updates", False),
+        ("options", "import dataclasses", True),
+        ("options", "import torch", False),
+        ("cli.plan", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
+        ("cli.machine_facts", "def gpus():\n    import torch\n    from lightning_roundpipe.devices import links", True),
+        ("integration.loss", "from lightning_roundpipe.strategy import RoundPipeStrategy", False),
+    ],
+)
+def test_the_rules_themselves(module: str, source: str, is_allowed: bool) -> None:
+    assert (violations(source, f"{PACKAGE}.{module}") == []) is is_allowed
 
 
 IMPORT = f"""

@@ -7,6 +7,7 @@ Lightning is shown by all of tests/parity and tests/compatibility.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,25 @@ from tests.support.small import Small
 pytestmark = pytest.mark.usefixtures("late")
 
 
-def test_weights_that_are_frozen_before_their_update_has_begun(late: Late) -> None:
-    """Under mixed precision the update makes low copies as well, which for frozen weights are told by their values."""
+def frozen(module: Any) -> None:
+    module.head.requires_grad_(module.global_step % 3 != 1)
+
+
+def clamped(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("change", [frozen, clamped])
+def test_weights_that_are_changed_before_their_update_has_begun(late: Late, change: Callable[[Any], None]) -> None:
+    """Under mixed precision the update makes low copies as well, which for frozen weights are told by their values.
+
+    A write by ``data`` leaves no trace.
+    """
 
     class Learns(Small):
         def on_train_batch_end(self, *args: Any) -> None:
-            self.head.requires_grad_(self.global_step % 3 != 1)
+            change(self)
 
     own = {"num_microbatches": 1, **COPIES}  # autocast rounds every micro-batch by itself
     plain, ours = compare(Learns, make_loader(40), precision="bf16-mixed", ours=own)
@@ -76,17 +90,44 @@ def test_scripted_modules_do_not_meet_weights_that_are_under_way(late: Late, mon
 # --- ways out ---------------------------------------------------------------------------------------------------------
 
 
-def test_fit_twice() -> None:
+class Groups(Small):
+    """Parameter groups, and a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.head.parameters(), "lr": 0.05},
+            {"params": self.body.parameters(), "weight_decay": 0.1},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "num_steps"),
+    [
+        (Small, {}, 10),
+        (Groups, {"options": {"virtual_copies": True}, "gradient_clip_val": 0.05}, 10),
+        (Groups, {"accumulate_grad_batches": 3}, 4),
+        (Groups, {"precision": "bf16-true"}, 10),
+        (Groups, {"precision": "64-true"}, 10),
+    ],
+    ids=["SGD", "copies, clip norm", "accumulate", "bf16-true", "64-true"],
+)
+def test_fit_twice(late: Late, make: type[Small], settings: dict[str, Any], num_steps: int) -> None:
+    """To the last bit as without overlap."""
     ends = []
     for mode in ("off", "exact"):
-        module, trainer = Small(), make_trainer(options={"optimizer_overlap": mode})
+        options = {**settings.get("options", {}), "optimizer_overlap": mode}
+        module, trainer = make(), make_trainer(**{**settings, "options": options})
         trainer.fit(module, make_loader(40))
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, make_loader(40))
         assert_finished(trainer, module)
-        ends.append([copied(module.state_dict()), trainer.global_step])
+        assert (late.num_buckets > 0) == (mode == "exact")
+        ends.append([copied(module.state_dict()), trainer.optimizers[0].state_dict(), trainer.global_step])
     assert_identical(ends[1], ends[0])
-    assert ends[0][1] == 10
+    assert ends[0][-1] == num_steps
 
 
 # --- who does not pay -------------------------------------------------------------------------------------------------

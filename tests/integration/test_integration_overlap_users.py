@@ -40,9 +40,10 @@ class Clips(cb.Callback):
         self.seen.append(copied([parameter.grad for parameter in pl_module.parameters()]))
 
 
-def test_clipping_in_a_hook(late: Late) -> None:
-    """The Trainer clips gradients that have this norm already."""
-    compare(Small, make_loader(40), callbacks=lambda: [Clips()], also=seen, gradient_clip_val=0.05)
+@pytest.mark.parametrize("clip_val", [None, 0.05])
+def test_clipping_in_a_hook(late: Late, clip_val: float | None) -> None:
+    """The Trainer clips nothing, or gradients that have this norm already."""
+    compare(Small, make_loader(40), callbacks=lambda: [Clips()], also=seen, gradient_clip_val=clip_val)
     assert late.num_buckets > 0
 
 

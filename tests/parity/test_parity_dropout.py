@@ -45,6 +45,8 @@ class Block(nn.Module):
 
 
 class DropoutInAndOutsideUnits(L.LightningModule):
+    """With LayerDrop."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(4, WIDTH)
@@ -57,7 +59,7 @@ class DropoutInAndOutsideUnits(L.LightningModule):
         share = np.random.beta(1.0, 1.0)
         x = share * x + (1 - share) * x[torch.as_tensor(np.random.permutation(len(x)))]
         for block in self.blocks:
-            if torch.rand(()) < 0.8:
+            if torch.rand(()) < 0.6:
                 x = block(x) + 0.1 * random.random() * torch.randn(WIDTH)
         return F.mse_loss(self.head(F.dropout(x, 0.1)), y)
 

@@ -122,6 +122,14 @@ class WeightUsedInAndOutsideUnits(TiedWeights):
         return super().training_step(batch, batch_idx) + 1e-2 * penalty
 
 
+class WeightUsedOutsideUnitsLater(TiedWeights):
+    """The weight of a block enters the loss by itself from the second batch on; another one in all, detached."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * self.blocks[3].inner.weight.detach().norm()
+        return loss + 1e-2 * self.blocks[1].inner.weight.square().sum() if batch_idx >= 1 else loss
+
+
 class RawParameters(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -337,6 +345,7 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (Siamese, vectors),
     (TiedWeights, tokens),
     (WeightUsedInAndOutsideUnits, tokens),
+    (WeightUsedOutsideUnitsLater, tokens),
     (RawParameters, vectors),
     (Recurrent, sequences),
     (RecurrentInALoop, sequences),

@@ -85,6 +85,27 @@ def test_close_to_the_best_of_all_partitions(
     assert step_ms(plan, profile, machine, microbatches) <= 1.02 * min(best)
 
 
+@pytest.mark.parametrize("times", [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 4], [3, 1, 2, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 6), (3, 9)])
+@pytest.mark.parametrize("may_split", [True, False])
+def test_close_to_the_best_of_all_forward_partitions(
+    times: list[int], devices: int, microbatches: int, may_split: bool
+) -> None:
+    """Where the devices divide the micro-batches: no other numbers let splits be on all of them."""
+    profile, machine = profile_of(times), Machine(devices)
+    end = len(times)
+    cuts = [c for n in range(end) for c in itertools.combinations(range(1, end), n)]
+    made = [stage_costs(assemble(end, [0, *cut, end], []), profile) for cut in cuts]
+    counts = [*range(1, devices + 1)] if may_split else [1]
+    best = min(
+        dispatch_ms(costs, machine, splits=[count] * len(costs), num_microbatches=microbatches)
+        for costs in made
+        for count in counts
+    )
+    plan = plan_evaluation(profile, machine, num_microbatches=microbatches, may_split=may_split)
+    assert step_ms(plan, profile, machine, microbatches) <= 1.02 * best
+
+
 def test_a_shared_host_memory_decides_between_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are ranked by `simulate` where only it knows the machine; the result is no worse than without."""
     profile = profile_of([1 + i % 3 for i in range(20)], weight_bytes=200)

@@ -79,11 +79,15 @@ def assert_finished(trainer: L.Trainer, module: nn.Module) -> None:
     assert not any(thread.name == "roundpipe-optimizer" for thread in threading.enumerate())
 
 
+def overlap_small_weights(patch: pytest.MonkeyPatch) -> None:
+    """Updates of small weights overlap as well, unit by unit."""
+    patch.setattr(overlap, "MIN_BYTES", 0)
+    patch.setattr(buckets, "BUCKET_BYTES", 1)
+
+
 @pytest.fixture
 def small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates of small weights overlap as well, unit by unit."""
-    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    overlap_small_weights(monkeypatch)
 
 
 @pytest.fixture
@@ -94,4 +98,7 @@ def late(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Late:
 
 @pytest.fixture(autouse=True)
 def late_updates(late: Late) -> None:
-    """In all tests of the folder whose conftest imports it: small models, too, overlap as they do by default."""
+    """In all tests of the folder whose conftest imports it: small models, too, overlap as they do by default.
+
+    Not in fixtures of a module, which are made before it.
+    """

@@ -25,6 +25,7 @@ from tests.compatibility.hooks.hook_recording import (
     Recording,
     names_of,
 )
+from tests.support.late_updates import Late, overlap_small_weights
 from tests.support.parity import assert_alike, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import WIDTH, Small
@@ -271,7 +272,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any],
         for kind in ("roundpipe", "plain"):
             session = Session(kind, tmp_path_factory.mktemp(f"{scenario.__name__}_{kind}"))
             torch.manual_seed(0)
-            scenario(session)
+            with pytest.MonkeyPatch.context() as patch:
+                overlap_small_weights(patch)
+                late = Late(patch)
+                scenario(session)
+            assert (late.num_buckets > 0) == (kind == "roundpipe" and scenario is not evaluate), scenario
             entries.append(session.recording.entries)
         found[scenario.__name__] = (entries[0], entries[1])
     torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
+from tests.support.late_updates import Late, overlap_small_weights
 from tests.support.models import AllSteps
 from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
@@ -169,7 +170,10 @@ def test_a_module_that_was_on_a_gpu_comes_back(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Run]:
     """By kind, what was trained."""
-    return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
+    with pytest.MonkeyPatch.context() as patch:
+        overlap_small_weights(patch)
+        Late(patch)
+        return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
 
 
 @compat("LightningModule method", "to_torchscript; to_onnx; to_tensorrt")

@@ -20,6 +20,14 @@ LM = "CAUSAL_LM"
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
+def checkpointed() -> nn.Module:
+    """The usual recipe: a hook on the embedding, so that reentrant checkpoints have a gradient."""
+    model = adapted()
+    model.enable_input_require_grads()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": True})
+    return model
+
+
 def on_query(kind: str, **options: Any) -> nn.Module:
     return adapted(getattr(peft, kind)(task_type=LM, target_modules=["q_proj"], **options))
 
@@ -46,6 +54,7 @@ METHODS = {
         lora(target_modules=["embed_tokens", "q_proj"], trainable_token_indices={"lm_head": [3, 4]})
     ),
     "LoRA, fan_in_fan_out": lambda: adapted(lora(target_modules=["c_attn"], fan_in_fan_out=True), causal("GPT2")),
+    "LoRA, reentrant checkpoints": checkpointed,
     "prompt tuning": lambda: prompted("PromptTuningConfig"),
     "p-tuning": lambda: prompted("PromptEncoderConfig", encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
     "prefix tuning": lambda: prompted("PrefixTuningConfig"),
