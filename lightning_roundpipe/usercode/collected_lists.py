@@ -80,11 +80,12 @@ class CollectedLists:
             is_replaced = any(type(c) not in (type(original), _Filled) for c in copies)
             if not is_replaced and isinstance(original, dict):
                 _collect_dict(original, copies, merge)
-            elif not is_replaced:
-                if not all(_starts_with(c, original) for c in copies):
-                    original[:] = _still_there(original, copies)
+            elif not is_replaced and all(_starts_with(c, original) for c in copies):
                 _collect_list(original, copies, merge)
-            else:  # the last micro-batch counts
+            elif all(type(c) is _Filled for c in copies):
+                original[:] = _still_there(original, copies)
+                _collect_list(original, copies, merge)
+            else:  # another one was assigned: the last micro-batch counts
                 assign(module, name, list(copies[-1]) if isinstance(copies[-1], _Filled) else copies[-1])
 
 
