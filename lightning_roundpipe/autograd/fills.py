@@ -33,6 +33,34 @@ from .recompute import Call
 _learning = threading.Lock()
 
 
+def _noting(base: type, names: tuple[str, ...]) -> Any:
+    """A class of lists or dicts that note whether they were changed, also if they hold the same in the end."""
+
+    def noted(name: str) -> Any:
+        method = getattr(base, name)
+
+        def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.was_changed = True
+            return method(self, *args, **kwargs)
+
+        return change
+
+    return type(f"Noting{base.__name__}", (base,), {"was_changed": False, **{name: noted(name) for name in names}})
+
+
+_OF_BOTH = ("pop", "clear", "__setitem__", "__delitem__")
+_List = _noting(list, (*_OF_BOTH, "append", "extend", "__iadd__", "insert", "remove", "sort", "reverse"))
+_Dict = _noting(dict, (*_OF_BOTH, "update", "setdefault", "popitem", "__ior__"))
+_NOTING: dict[type, Any] = {list: _List, dict: _Dict}
+_PLAIN: dict[type, Any] = {_List: list, _Dict: dict}
+
+
+def plain(value: Any) -> Any:
+    """A value for user code, which sees lists and dicts as they were made."""
+    base = _PLAIN.get(type(value))
+    return value if base is None else base(value)
+
+
 def settled(call: Call, leaves: list[Any]) -> list[Any]:
     """What a call is given, besides what is in the lists that its unit fills, of which there may be more in each step.
 
@@ -58,6 +86,7 @@ class Fills:
 
     def __init__(self, replica: Replica, *, learns: bool) -> None:
         self._replica = replica
+        self._learns = learns
         self._originals: list[tuple[Attribute, Any]] = []  # and what is in them
         known = [(replica.copy_of(master), name) for master, name in replica.unit.fills]
         found = [(module, name, read(module, name)) for module, name in known if module is not None]
@@ -70,17 +99,21 @@ class Fills:
         for module, name, value in found:
             if (before := content(value)) is not None:  # not something else that user code has put in its place
                 self._originals.append(((module, name, value), before))
-                assign(module, name, copy.copy(value))
+                make = _NOTING.get(type(value), copy.copy) if learns else copy.copy
+                assign(module, name, make(value))
 
     def end(self) -> list[Attribute]:
         """Puts the originals back; what the run has filled."""
-        filled = []
+        filled, places = [], []
         for (module, name, value), before in self._originals:
             now = read(module, name)
             assign(module, name, value)
-            if not is_unchanged(now, before):
-                filled.append((module, name, now))
-        masters = [(self._replica.master_of(module), name) for module, name, _ in filled]
+            is_same = is_unchanged(now, before)
+            if not is_same:
+                filled.append((module, name, plain(now)))
+            if not is_same or (self._learns and getattr(now, "was_changed", False)):
+                places.append((module, name))
+        masters = [(self._replica.master_of(module), name) for module, name in places]
         new = {(master, name): None for master, name in masters if master is not None}
         unit = self._replica.unit
         if not new.keys() <= unit.fills.keys():

@@ -22,7 +22,7 @@ from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..weights.parameters import Replica
 from .compiling import without_flags
-from .fills import Fills
+from .fills import Fills, plain
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
 from .relays import active
@@ -44,6 +44,8 @@ class WrittenAttribute:
     module: nn.Module
     name: str
     value: Any
+    _leaves: list[Any] = field(default_factory=list)
+    _structure: Any = None
     _slots: dict[int, Slot] = field(default_factory=dict)  # index of a leaf of the value -> of the call
     _passed: dict[int, int] = field(default_factory=dict)  # index of a leaf -> of the argument that it is
 
@@ -55,7 +57,8 @@ class WrittenAttribute:
             arguments: id of a tensor that the unit was given -> its index.
         """
         found: dict[Slot, Tensor] = {}
-        for i, leaf in enumerate(trees.leaves_of(self.value)):
+        self._structure = trees.flatten(self.value, self._leaves)
+        for i, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor):
                 if id(leaf) in arguments:
                     self._passed[i] = arguments[id(leaf)]
@@ -68,13 +71,12 @@ class WrittenAttribute:
         """The value for user code, given the outputs of the call and its arguments there."""
         if not (self._slots or self._passed):
             return self.value
-        leaves: list[Any] = []
-        structure = trees.flatten(self.value, leaves)
+        leaves = list(self._leaves)
         for i, slot in self._slots.items():
             leaves[i] = outputs[slot]
         for i, j in self._passed.items():
             leaves[i] = arguments[j]
-        return trees.unflatten(structure, leaves)
+        return trees.unflatten(self._structure, leaves)
 
 
 @dataclass(slots=True)
@@ -186,7 +188,7 @@ def _of_master(
     master = replica.master_of(copy) or copy
     if (is_persistent := context.inside.registered.get((id(copy), name))) is not None:
         context.lock.registered[id(master), name] = is_persistent
-    return master, name, value
+    return master, name, plain(value)
 
 
 def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[Any]:
