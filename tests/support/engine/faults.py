@@ -24,16 +24,20 @@ class Fault:
 
     Args:
         at: number of that use, from 0; None for never.
+        kind: count only uses of this name; None for all.
         is_late: whether a copy fails when it is waited for, and not when it is submitted.
 
     Attributes:
-        uses: "run", and the names of lanes, with " bulk" for weights and gradients.
+        uses: those that were counted: "run", and the names of lanes, with " bulk" for weights and gradients.
     """
 
-    def __init__(self, device: Device, at: int | None = None, *, is_late: bool = False) -> None:
+    def __init__(
+        self, device: Device, at: int | None = None, *, kind: str | None = None, is_late: bool = False
+    ) -> None:
         self.device = device
         self.uses: list[str] = []
         self._at = at
+        self._kind = kind
         self._is_late = is_late
         self._lock = threading.Lock()
         changed: Any = device
@@ -50,8 +54,10 @@ class Fault:
     def _use(self, what: str) -> bool:
         """Whether it is the one."""
         with self._lock:
-            self.uses.append(what)
-            is_the_one = self.device.lost is None and len(self.uses) - 1 == self._at
+            is_counted = self._kind in (None, what)
+            if is_counted:
+                self.uses.append(what)
+            is_the_one = is_counted and self.device.lost is None and len(self.uses) - 1 == self._at
             if is_the_one:
                 self.device.lost = MESSAGE
         if self.device.lost is not None and not (is_the_one and self._is_late):
