@@ -81,7 +81,7 @@ def _stage(name: str) -> str:
 
 
 def supervise(stage: str, args: argparse.Namespace, limit_s: float) -> None:
-    """Runs a stage in a process of its own, and ends it, with all that it has started, when its time is over."""
+    """Runs a stage in a process of its own, and ends it, with all that it has started, when its time is up."""
     command = [sys.executable, "-m", "benchmarks.gpu", stage, "--inside", *(["--again"] if args.again else [])]
     for name in (*(field.name for field in fields(Options)), "folder", "minutes"):
         if (value := getattr(args, name)) is not None:

@@ -292,7 +292,7 @@ class Microbatch:
             roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
             retain_graph: whether it may be walked again, in another segment.
         """
-        # The forward is over, also for calls at the end that this micro-batch has skipped.
+        # The forward has ended, also for calls at the end that this micro-batch has skipped.
         self._gate.pass_position(self.schedule_index, _ALL_POSITIONS)
         stages = self._segment.plan.partition.stages
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)

@@ -192,7 +192,7 @@ class MicrobatchThread(Microbatch):
         try:
             value = closure()
         except BaseException as error:
-            self._step.failure.note(error)  # the barrier is over as well
+            self._step.failure.note(error)  # the barrier ends as well
             raise
         return self._stop_at(closure_end(value))
 

@@ -343,7 +343,7 @@ class ManyRanks(RankGroup):
 
     def _late(self, what: str) -> RankError:
         self._send_wait(what)
-        time.sleep(_LATE_S)  # others whose time is over at the same moment tell it as well
+        time.sleep(_LATE_S)  # others whose time ends at the same moment tell it as well
         here = {self.rank} if self._mailbox is None else {self.rank, *self._mailbox.waiting_for(what)}
         missing = [rank for rank in range(self.size) if rank not in here]
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(which one is not known)'}"

@@ -10,7 +10,7 @@ had set one. Then it is what such attributes are anyhow (see [Note: attribute wr
 micro-batch has it for itself, and for a unit it is an input that gets a gradient::
 
     module._parameters   weight: the master             all micro-batches
-    module.__dict__      weight: made                   this one, until the call is over
+    module.__dict__      weight: made                   this one, until the call ends
     replica.__dict__     weight: made, on its device    in the unit, and again when it is recomputed
 """
 

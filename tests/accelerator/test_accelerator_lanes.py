@@ -243,7 +243,7 @@ def test_sources_are_let_go_when_they_have_been_copied(device: GpuDevice, sim: M
     assert not other.pairs, "the source was held although the copy had been made"
 
 
-def test_callbacks_are_called_once_by_whoever_ends_a_transfer(device: GpuDevice) -> None:
+def test_callbacks_are_called_once_by_the_thread_that_ends_a_transfer(device: GpuDevice) -> None:
     called: list[str] = []
     waited = device.download([there(1)], "y")
     waited.when_done(Edge.FREED, functools.partial(called.append, "by the one who waits"))

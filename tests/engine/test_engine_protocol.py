@@ -15,7 +15,7 @@ from tests.support.engine.protocol_checker import RULES, Event, Ordering, Protoc
 
 
 class Held(Transfer):
-    """A transfer that is over when the test says so."""
+    """A transfer that ends when the test says so."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(list(tensors))

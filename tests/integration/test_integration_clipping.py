@@ -1,4 +1,4 @@
-"""Clipping by norm, whose multiplication the update does: plain numbers, and nobody sees the difference."""
+"""Clipping by norm, whose multiplication the update does: plain numbers, and no code sees the difference."""
 
 from __future__ import annotations
 

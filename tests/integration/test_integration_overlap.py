@@ -72,7 +72,7 @@ def test_coupled_optimizers_are_not_taken_apart(late: Late, monkeypatch: pytest.
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated:DeprecationWarning")
 def test_scripted_modules_do_not_meet_weights_that_are_under_way(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read weights in C++, where nobody would wait."""
+    """They read weights in C++, where no read can wait."""
 
     class Learns(Small):
         def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Watches(cb.Callback):
 
 
 def test_what_only_watches_losses_does_not_wait(late: Late, tmp_path: Path) -> None:
-    """The next step has begun, with everything between the steps done, and nobody has waited for the update."""
+    """The next step has begun, with everything between the steps done, and no thread has waited for the update."""
     demands_at_start: list[int] = []
     demands_after_step: list[int] = []
 

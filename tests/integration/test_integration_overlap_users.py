@@ -118,7 +118,7 @@ def test_a_reference_to_the_state_sees_all_of_it(late: Late, hook: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, [0, 1, 1, 1, 0]),  # the first update makes the state, and is over at once
+        ({}, [0, 1, 1, 1, 0]),  # the first update makes the state, and ends at once
         ({"max_epochs": 2}, [0, 1, 1, 1, 0, 1, 1, 1, 1, 0]),
         ({"limit_train_batches": 3}, [0, 1, 0]),
         ({"max_steps": 4}, [0, 1, 1, 0]),

@@ -180,7 +180,7 @@ def test_a_resumed_run_begins_with_the_newest_weights(tmp_path: Any) -> None:
     """And does not warm up again: ``stale_after_steps`` counts all steps."""
     path = tmp_path / "half.ckpt"
     options = {**STALE, "stale_after_steps": 3}
-    batches: list[Any] = []  # Lightning resumes with the first one of an epoch that is over
+    batches: list[Any] = []  # Lightning resumes with the first one of an epoch that has ended
 
     class Notes(Delayed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

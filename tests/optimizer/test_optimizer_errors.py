@@ -103,7 +103,7 @@ def test_the_tear_down_after_an_error_does_not_raise_it_again() -> None:
 
 
 @pytest.mark.parametrize("asks", ["wait", "start", "state", "weight"])
-def test_an_error_is_raised_by_whoever_asks_first(asks: str) -> None:
+def test_an_error_is_raised_by_the_first_that_asks(asks: str) -> None:
     weights = make_weights()
     optimizer, updates = break_update(weights)
 
@@ -161,7 +161,7 @@ def test_nothing_is_updated_behind_an_error_that_has_been_told(monkeypatch: pyte
     assert not is_pending(weights)
 
 
-def test_without_a_thread_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_no_update_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = make_weights()
     fill_gradients(weights, 0)
     updates = Updates(1)

@@ -140,7 +140,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_whoever_reads_a_weight_waits(spy: WaitSpy, held: Held, name: str) -> None:
+def test_code_that_reads_a_weight_waits(spy: WaitSpy, held: Held, name: str) -> None:
     weight = held.weights[0]
     thread, found = outcome_of(lambda: READS[name](weight))
     assert spy.waits.wait(TIMEOUT_S)
@@ -269,7 +269,7 @@ STATE_READS: dict[str, Callable[[Held], Any]] = {
 
 
 @pytest.mark.parametrize("name", STATE_READS)
-def test_whoever_looks_at_the_state_waits(spy: WaitSpy, held: Held, name: str) -> None:
+def test_code_that_looks_at_the_state_waits(spy: WaitSpy, held: Held, name: str) -> None:
     """Before the first update there is no state at all: who did not wait would find nothing."""
     thread, found = outcome_of(lambda: STATE_READS[name](held))
     assert spy.waits.wait(TIMEOUT_S)

@@ -196,7 +196,7 @@ def test_a_loss_scaler_may_change_its_scale_at_once() -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 continue
-            if step:  # the first update is over at once
+            if step:  # the first update ends at once
                 gate.clear()
                 updates.start(blocker, [])
             with updates.overlapping(optimizer, lambda: []):

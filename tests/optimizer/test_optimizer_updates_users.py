@@ -317,7 +317,7 @@ class SlowTable(dict[int, ParameterFuture]):
 
 
 def test_a_late_reader_does_not_unmark_the_next_update(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread finds that the update of a weight is over, and sets its class when the next one has begun."""
+    """A thread finds that the update of a weight has ended, and sets its class when the next one has begun."""
     table = SlowTable(futures._futures)
     monkeypatch.setattr(futures, "_futures", table)
     weight, moved = held.weights[0], threading.Event()

@@ -93,7 +93,7 @@ def test_the_busiest_link_and_both_ends_of_the_ring_count() -> None:
     result = simulate(schedule, costs, Machine(2, h2d_bytes_per_ms=10.0))
     assert result.h2d_bytes == (10, 70)
     assert result.lower_bounds_ms["h2d"] == 7
-    # Device 0 waits at the end alone, and nobody inside.
+    # Device 0 waits at the end alone, and no device inside.
     drained = simulate(round_robin(2, 1, 2), [StageCost(1.0), StageCost(1.0)])
     assert drained.timeline.bubble_parts == {"fill": 0.25, "drain": 0.25, "inside": 0.0}
     late = simulate(
@@ -360,7 +360,7 @@ def test_recompute_does_not_run_before_its_input_is_there() -> None:
     text = "schedule stages=3 microbatches=1 devices=2\ndevice 0: 0:0 1:0\ndevice 1: 2:0\n"
     early = simulate(parse_schedule(text), [StageCost(2.0), StageCost(1.0), StageCost(4.0, 9.0)], recompute_ahead=True)
     span = next(x for x in early.timeline.spans if x.stage_index == 2)
-    assert span.start_ms == 2, "the fused stage has started, so the forward of the calls before it is over"
+    assert span.start_ms == 2, "the fused stage has started, so the forward of the calls before it has ended"
     assert early.step_ms == 2 + 9 + 4
 
 

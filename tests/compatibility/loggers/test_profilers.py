@@ -174,7 +174,7 @@ def test_the_profiler_of_torch_sees_all_micro_batches(tmp_path: Path, record_mod
         assert bool(list(folder.glob("*.json"))) == record_module_names
     plain, ours = found
     assert_alike(weights[1], weights[0])
-    # Recording begins when the first of the 3 training steps is over: in plain Lightning its backward comes after that.
+    # Recording begins at the end of the first of 3 training steps: in plain Lightning its backward comes after that.
     assert plain["AddmmBackward0"] == 3 * LAYERS
     assert ours["AddmmBackward0"] == 2 * MICROBATCHES * LAYERS
     modules = {name for name in plain if name.startswith("[pl][module]")}

@@ -61,7 +61,7 @@ class Training:
         self.steps = Steps(self.model, pool=self.pool)
 
     def state(self) -> list[Any]:
-        """What a step that fails must leave as it was. Buffers on the host are put back by who runs it again."""
+        """What a step that fails must leave as it was. Not the buffers: the strategy puts those back."""
         return [
             {name: value.detach().clone() for name, value in self.model.named_parameters()},
             [p.grad for p in self.model.parameters()],

@@ -172,7 +172,7 @@ def _saved(value: Any) -> Any:
 
 @pytest.mark.parametrize("take_copy", [_saved, copy.deepcopy], ids=["save", "deepcopy"])
 def test_trainers_modules_and_callbacks_are_copied(tmp_path: Path, take_copy: Callable[[Any], Any]) -> None:
-    """While a run is going on, and when it is over: everything that plain Lightning lets users copy."""
+    """While a run is going on, and when it has ended: everything that plain Lightning lets users copy."""
     for kind in ("plain", "roundpipe"):
         module, keeps = Validates(), Keeps(take_copy)
         callbacks = [keeps, ModelCheckpoint(tmp_path / kind)]
