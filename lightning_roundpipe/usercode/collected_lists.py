@@ -31,8 +31,8 @@ from .outputs import brought_home
 
 Attribute = tuple[nn.Module, str, Any]  # module, name, value
 Merge = Callable[[list[Any]], Any]
-# Module, name of an attribute, one value per micro-batch.
-NumbersLeft = tuple[nn.Module, str, list[Any]]
+# Module, name of an attribute, its value before the step, one value per micro-batch.
+NumbersLeft = tuple[nn.Module, str, Any, list[Any]]
 # Of torch and Lightning, which look after them.
 _NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
 
@@ -97,12 +97,13 @@ def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
     found = []
     for key, (module, _) in overlays[0].items():
         values = [overlay[key][1] for overlay in overlays if key in overlay]
-        if len(values) == len(overlays) > 1 and all(map(_is_number, values)):
-            found.append((module, key[1], values))
+        if len(values) == len(overlays) > 1 and all(map(is_number, values)):
+            found.append((module, key[1], read(module, key[1]), values))
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, or a tensor of one."""
     if not isinstance(value, Tensor):
         return type(value) in (int, float)
     return value.layout is torch.strided and value.numel() == 1 and not (value.is_complex() or value.is_meta)

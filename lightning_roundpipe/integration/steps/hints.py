@@ -7,20 +7,22 @@ Most of what couples the samples of a batch cannot be noticed: a loss that ranks
 
 - **batch norms** in training mode, which take their statistics from each micro-batch, and
 - **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label.
-- **a number on the LightningModule that differs between micro-batches**, as a count of rows does: the last one stays.
+- **a number on the LightningModule that differs between micro-batches**, or to which each has added its number of rows:
+  the last one stays.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...devices.pool import DevicePool
-from ...usercode.collected_lists import NumbersLeft
+from ...usercode.collected_lists import NumbersLeft, is_number
 from ..batches.splitting import Batches
 from .modules import ModuleScan
 from .notices import Notices
@@ -85,22 +87,29 @@ class BatchHints:
                 "micro-batches out; with num_microbatches=1 the step sees the whole batch",
             )
 
-    def look_at_numbers(self, kind: str, numbers: Iterable[NumbersLeft]) -> None:
+    def look_at_numbers(self, kind: str, numbers: Iterable[NumbersLeft], sizes: Sequence[int]) -> None:
         """After a step: what its micro-batches have left. Looks at the first steps only, as a GPU is waited for."""
         looked = self._num_looked.get(kind, 0)
         self._num_looked[kind] = looked + 1
         if looked >= _NUM_LOOKS:
             return
         roots = {id(module) for _, module in self._scan.lightning_modules}
-        for module, name, values in numbers:
+        for module, name, before, values in numbers:
             shown = [float(value) for value in values] if id(module) in roots else []
-            if any(value != shown[0] for value in shown):
+            if any(value != shown[0] for value in shown) or (shown and _counts_rows(before, shown, sizes)):
                 self._notices.warn(
                     "numbers",
-                    f"{kind} leaves another number in self.{name} for each micro-batch ("
+                    f"{kind} leaves a number in self.{name} that depends on the micro-batch ("
                     f"{', '.join(f'{value:g}' for value in shown)}), and the last one stays. For sums and counts over "
                     "the batch use self.log, a metric object of torchmetrics, or a list that is appended to.",
                 )
+
+
+def _counts_rows(before: Any, values: Sequence[float], sizes: Sequence[int]) -> bool:
+    """Whether each micro-batch has added its number of rows, if that is not 1: steps are counted like this as well."""
+    if not is_number(before) or min(sizes) == 1:
+        return False
+    return all(value - float(before) == size for value, size in zip(values, sizes, strict=True))
 
 
 def note_sizes(error: Exception, batches: Batches) -> None:

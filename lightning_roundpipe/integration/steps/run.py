@@ -192,7 +192,7 @@ class Steps:
             )
             with self._final_if_sent(reduction):
                 result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
-            self._guard.hints.look_at_numbers(name, result.numbers_left)
+            self._guard.hints.look_at_numbers(name, result.numbers_left, batches.sizes)
             result.numbers_left.clear()  # tensors, with what has made them
             if request.loss_of is not None:
                 self._guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)

@@ -20,7 +20,7 @@ from tests.support.small import CLASSES, WIDTH, Small
 WORDS = {
     "norms": "the batch norm ",
     "losses": "the loss of micro-batch ",
-    "numbers": "training_step leaves another number ",
+    "numbers": "training_step leaves a number in self.seen ",
 }
 
 
@@ -50,6 +50,8 @@ class Counts(Small):
 
 NUMBERS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], int]] = {
     "rows": (len, {}, 1),
+    "rows, as many in each": (len, {"num_microbatches": 4}, 1),
+    "one row in each": (len, {"num_microbatches": 8}, 0),
     "a sum": (lambda x: x.sum(), {}, 1),
     "one micro-batch": (len, {"num_microbatches": 1}, 0),
     "the same for all": (lambda x: 1, {}, 0),
@@ -66,7 +68,7 @@ def test_numbers_of_which_only_the_last_stays_are_named_once(case: str) -> None:
     )
     assert len(found) == expected
     if found:
-        assert "in self.seen for each micro-batch (" in found[0]
+        assert "that depends on the micro-batch (" in found[0]
         assert "a list that is appended to" in found[0]
 
 
