@@ -145,9 +145,10 @@ class ParameterFuture:
 
     def turn(self, state: State) -> None:
         """Takes another state; threads that wait go on, unless it is UNSEEN."""
-        if state is self.state:
+        before = self.state  # at the same time, another thread may turn it to the same
+        if state is before:
             return
-        assert (self.state, state) in _LEGAL, f"from {self.state} to {state}"
+        assert (before, state) in _LEGAL, f"from {before} to {state}"
         self.state = state
         if state is State.FAILED:
             self.show()
