@@ -48,7 +48,7 @@ test: $(STAMP)  ## Run the tests (ARGS='-k name' passes options to pytest, WORKE
 test-copies: $(STAMP)  ## Run the parity tests on devices with copies of their own, made by threads
 	$(PYTEST) -n $(WORKERS) --dist loadfile tests/parity --devices=copies $(ARGS)
 
-ON_ACCELERATOR := SIM_DEVICES=4 $(PYTEST) -n $(WORKERS) --dist loadfile --accelerator
+ON_ACCELERATOR := $(PYTEST) -n $(WORKERS) --dist loadfile --accelerator
 
 # The tests of places are about what only a device that is not the host shows.
 test-simulated: $(STAMP)  ## Run the tests of devices on simulated GPUs (skipped without a C++ compiler)

@@ -64,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Installs what must be there before test modules are imported and before the first backward of the process."""
     if config.getoption("--accelerator") and accelerator.why_not() is None:
+        os.environ.setdefault("SIM_DEVICES", "4")  # as many as the tests use at most
         accelerator.install()
     # Hypothesis also tries constants of the modules that are loaded: examples would depend on which tests ran before.
     if hasattr(providers, "_get_local_constants"):
