@@ -22,7 +22,7 @@ from benchmarks.gpu.table import table
 from tests.gpu.conftest import make_late
 
 OPTIONS = Options(scale="tiny")
-LIMIT_S = 500.0
+LIMIT_S = 800.0
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from benchmarks.gpu.models import FULL, LORA, Size, make_model
 from benchmarks.gpu.results import MEASURED, NOT_RUN, Options, Progress, Results, Step
 
 TINY = Options(scale="tiny", steps=2)
-LIMIT_S = 500.0
+LIMIT_S = 800.0
 
 
 def figures_of(steps: list[Step], folder: Path, not_run: frozenset[str] = frozenset()) -> dict[str, Any]:

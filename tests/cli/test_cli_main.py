@@ -118,7 +118,7 @@ def test_a_reader_that_stops_reading_leaves_no_error(llama_file: str) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=pipe,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=600,
             check=False,
         )
     assert result.returncode == 141
@@ -164,7 +164,7 @@ def test_commands_import_no_torch(llama_file: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=600,
         check=True,
     )
     printed = iter(result.stderr.splitlines())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def test_small_buffers_share_page_locks(driver: PageLocks, memory: PageLockedMem
     assert len(driver.locked) == 1
 
 
-@settings(derandomize=True)
+@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 2**40))
 def test_buffers_are_at_most_an_eighth_too_large(num_bytes: int) -> None:
     size = _bucket(num_bytes)
@@ -119,7 +118,7 @@ def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:
     with memory._buffers._lock:
         thread = threading.Thread(target=drop)
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     total = memory.own_bytes
     kept = [memory.empty_like(torch.ones(MIB))[0] for _ in range(4)]
@@ -127,7 +126,9 @@ def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:
     assert memory.own_bytes == total
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the kernel has no transparent huge pages"
+)
 @pytest.mark.parametrize(("num_bytes", "is_huge"), [(MIB, False), (2 * MIB, True), (5 * MIB + 77, True)])
 def test_large_buffers_are_in_huge_pages_before_they_are_locked(num_bytes: int, is_huge: bool) -> None:
     advised: list[bool] = []

@@ -379,7 +379,7 @@ print(in_child(touch(weights)), in_child(touch(buffer)))
 def test_children_of_a_fork_do_not_get_what_is_locked() -> None:
     """Linux would copy it at once. They may free it, though, and get what was shared before."""
     program = _FORK.format(path=str(Path(pinned.__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     fine, crashed, after = done.stdout.splitlines()
     assert fine == "0 0 0"
     assert all(status != "0" for status in crashed.split()), crashed

@@ -38,7 +38,7 @@ def sums() -> list[Tensor]:
 def test_sums_over_nccl_are_exact_for_small_integers(forks: Forks, tmp_path: Path, size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    for found in values_of_ranks(forks, tmp_path, size, sums, limit_s=120.0):
+    for found in values_of_ranks(forks, tmp_path, size, sums):
         for total in found:
             assert total.device.type == "cpu"
             assert torch.equal(total, torch.full_like(total, float(size * (size + 1) // 2)))

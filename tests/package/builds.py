@@ -29,7 +29,7 @@ def build(what: str, source: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     program = f"import sys; from setuptools import build_meta; print(build_meta.build_{what}(sys.argv[1]))"
     command = [sys.executable, "-c", program, str(folder)]
-    result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, timeout=600)
     if result.returncode:
         raise RuntimeError(f"the {what} of {source} cannot be built:\n{result.stderr}")
     return folder / result.stdout.splitlines()[-1]

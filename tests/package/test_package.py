@@ -234,7 +234,7 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     scripts = folder / "bin"
     install = ["-m", "pip", "--python", str(scripts / "python"), "install", "--no-deps", "--no-index", "--no-compile"]
-    subprocess.run([sys.executable, *install, "--quiet", str(built.wheel)], check=True, timeout=300)
+    subprocess.run([sys.executable, *install, "--quiet", str(built.wheel)], check=True, timeout=600)
     (packages_of_venv,) = (folder / "lib").glob("python*/site-packages")
     # A line of such a file is a folder to look into. Files of this kind that lie there are not read: an editable
     # installation of this package stays out.
@@ -252,7 +252,7 @@ def run_outside(folder: Path, *command: str | Path) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
 
 

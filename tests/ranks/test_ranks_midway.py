@@ -18,7 +18,7 @@ from tests.support.rank_runs.launch import place, run_ranks, values_of_ranks
 from tests.support.rank_runs.paused import Paused, one_by_one
 from tests.support.small import CLASSES, WIDTH, Small
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 120.0
 
 
 def failing(folder: str) -> None:

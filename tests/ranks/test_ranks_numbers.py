@@ -275,10 +275,7 @@ def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> OfRanks:
     """By number of ranks and by rank, what came of each case."""
     folder = tmp_path_factory.mktemp("ranks")
     names = {2: list(CASES_OF_RANKS), 3: ON_THREE}
-    return {
-        size: values_of_ranks(forks, folder / str(size), size, all_trained, names[size], limit_s=120.0)
-        for size in names
-    }
+    return {size: values_of_ranks(forks, folder / str(size), size, all_trained, names[size]) for size in names}
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in CASES), *((name, 3) for name in ON_THREE)])

@@ -202,7 +202,7 @@ def of_ranks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> OfRanks:
     found = {}
     for size, names in ON.items():
         place = folder / str(size)
-        ranks = values_of_ranks(forks, place, size, all_trained, str(place), names, limit_s=120.0)
+        ranks = values_of_ranks(forks, place, size, all_trained, str(place), names)
         found[size] = place, ranks
     return found
 

@@ -25,7 +25,8 @@ class PageLocks:
     def page_lock(self, address: int, num_bytes: int) -> int:
         if self.refuses:
             return self.refuses
-        assert not any(address < other + size and other < address + num_bytes for other, size in self.locked.items()), (
+        locked = list(self.locked.items())  # threads lock at the same time
+        assert not any(address < other + size and other < address + num_bytes for other, size in locked), (
             "page-locked twice"
         )
         self.locked[address] = num_bytes
@@ -36,7 +37,7 @@ class PageLocks:
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         at = tensor.data_ptr()
-        return any(address <= at < address + size for address, size in self.locked.items())
+        return any(address <= at < address + size for address, size in list(self.locked.items()))
 
 
 def travel(memory: PageLockedMemory, *sources: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class Hub:

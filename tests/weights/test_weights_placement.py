@@ -293,13 +293,15 @@ def test_what_is_needed_last_goes_first() -> None:
     for _ in range(2):
         run.step(training=False)
     activations = run.pool[0].memory.peaks["activations"]
-    run = Run(memory_limit=3 * BLOCK_BYTES + activations)
+    # A micro-batch that moves on may still have its two rows there when the next one begins.
+    limit = 3 * BLOCK_BYTES + activations + 2 * 4 * WIDTH
+    run = Run(memory_limit=limit)
     for _ in range(2):
         run.step(training=False)
     moved = [bytes_of_weights(run, training=False) // BLOCK_BYTES for _ in range(3)]
     assert all(n < NUM_BLOCKS for n in moved), "with the oldest given up first, all of them would travel each time"
     assert run.loaded() == {"blocks.0", "blocks.2", "blocks.3"}, "the next batch begins at once"
-    assert run.pool[0].memory.peak <= 3 * BLOCK_BYTES + activations
+    assert run.pool[0].memory.peak <= limit
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

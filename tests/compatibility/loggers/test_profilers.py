@@ -125,7 +125,8 @@ def test_simple_profiler(given: str) -> None:
     "Functions of a step: those of the first micro-batch, under actions that the step itself profiles.",
 )
 @compat("Trainer argument", "profiler")
-def test_advanced_profiler(tmp_path: Path) -> None:
+def test_advanced_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the profiler makes folders there for a while
     found = []
     for kind in KINDS:
         folder = tmp_path / kind

@@ -102,7 +102,7 @@ class Late(TorchCheckpointIO):
         self.may_write = threading.Event()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(120)
         super().save_checkpoint(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from tests.support.forks import Forks
 from tests.support.rank_runs.hosts import Host
 
 # Far above what ranks take to notice that another one has failed, far below any time limit of a wait.
-SOON_S = 15.0
+SOON_S = 60.0
 _SCRIPT = Path(__file__).with_name("script.py")
 # What ranks would import one by one, each for as long as it trains.
 _IMPORTED = ("transformers.modeling_utils", "tests.support.parity")
@@ -55,7 +55,7 @@ def run_ranks(
     *arguments: Any,
     per_node: int | None = None,
     hosts: Sequence[Host] = (),
-    limit_s: float = 60.0,
+    limit_s: float = 200.0,
 ) -> list[RankEnd]:
     """Runs ``function(*arguments)`` on each of ``size`` ranks.
 
@@ -95,7 +95,7 @@ def values_of_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     hosts: Sequence[Host] = (),
-    limit_s: float = 60.0,
+    limit_s: float = 200.0,
 ) -> list[Any]:
     """What the function has returned on each of ``size`` ranks, all of which must end well."""
     ends = run_ranks(forks, folder, size, function, *arguments, hosts=hosts, limit_s=limit_s)

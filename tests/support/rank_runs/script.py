@@ -6,10 +6,12 @@ ends; should that fail, it is killed.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -29,9 +31,13 @@ _RECHECK_S = 0.01
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, below those that a system gives to sockets which ask for any: until it is used,
+    no connection of another test can get it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def variables(rank: int, size: int, per_node: int, address: str, port: int) -> dict[str, str]:
