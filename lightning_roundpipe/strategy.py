@@ -310,7 +310,8 @@ class RoundPipeStrategy(HostStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The user's transfer hooks, on the host; what they are given tells how the batch is read."""
-        if self._steps is not None:
+        # The Trainer calls it for each batch; hooks of the user may call it as well.
+        if self._steps is not None and self._module._current_fx_name == "batch_to_device":
             self._steps.arrives(batch)
             if self._module.trainer.training:
                 self._loaders.arrives()
@@ -322,6 +323,7 @@ class RoundPipeStrategy(HostStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         self.share_buffers()
+        self._loaders.check(args[0] if args else None)
         self.steps.ranks.has_data = self._loaders.has_data
         num_batches = self._module.trainer.accumulate_grad_batches
         scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ..ranks.group import RankGroup
 
-_OWN = frozenset({"_loader", "_group", "_name", "_length", "has_data"})
+_OWN = frozenset({"unwrapped", "_group", "_name", "_length", "has_data"})
 
 
 class UnevenLoaders:
@@ -57,6 +58,19 @@ class UnevenLoaders:
         self._loaders.append(UnevenLoader(loader, group, name, None if min(lengths) < 0 else max(lengths)))
         return self._loaders[-1]
 
+    def check(self, batch: object) -> None:
+        """Before a training step.
+
+        Raises:
+            MisconfigurationException: for a step that takes its batches itself: it would train with the copies.
+        """
+        if self._loaders and isinstance(batch, Iterator):
+            raise MisconfigurationException(
+                "training_step(self, dataloader_iter) takes batches itself, and ranks have different numbers of "
+                "batches: which ones have no weight would not be known. Take the batch as the argument, or give all "
+                "ranks as many batches (drop_last=True of the sampler, or limit_train_batches)"
+            )
+
     def arrives(self) -> None:
         """A batch that was taken from all loaders is about to be trained with."""
         flags = [loader.has_data.popleft() for loader in self._loaders if loader.has_data]
@@ -67,6 +81,7 @@ class UnevenLoader:
     """A loader that goes on until those of all ranks have ended; otherwise it is the loader that it is made from.
 
     Args:
+        loader: that it is made from; ``unwrapped``.
         length: the largest of all ranks; None if ranks must ask each other.
 
     Attributes:
@@ -74,7 +89,7 @@ class UnevenLoader:
     """
 
     def __init__(self, loader: Any, group: RankGroup, name: str, length: int | None) -> None:
-        self._loader = loader
+        self.unwrapped = loader
         self._group = group
         self._name = name
         self._length = length
@@ -82,7 +97,7 @@ class UnevenLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.has_data.clear()
-        batches, last, index = iter(self._loader), None, 0
+        batches, last, index = iter(self.unwrapped), None, 0
         has_data, is_copy = True, False
         while self._length is None or index < self._length:
             batch = next(batches, self) if has_data else self
@@ -112,10 +127,10 @@ class UnevenLoader:
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.unwrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             super().__setattr__(name, value)
         else:
-            setattr(self._loader, name, value)
+            setattr(self.unwrapped, name, value)

@@ -53,6 +53,7 @@ class Collecting(Small):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.gathered.append(self.all_gather(batch[0].sum()).reshape(-1).tolist())
+        self.trainer.strategy.batch_to_device(batch)  # as the Trainer does it, but for no step
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = self.loss(batch)
@@ -120,6 +121,46 @@ def test_ranks_without_batches_go_on_without_weight(
         assert one["num_steps"] == EPOCHS * max(NUMBERS[size])
         assert one["gathered"] == found[0]["gathered"]
         assert_alike(one["seen"], expected, rtol=1e-3, atol=1e-5)
+
+
+def takes_batches_itself() -> None:
+    class Takes(Small):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+            loss: Tensor = self.loss(next(dataloader_iter)[0])
+            return loss
+
+    rank, size = place()
+    make_trainer(use_distributed_sampler=False).fit(Takes(), ready(batches_of(rank, size)))
+
+
+def test_steps_that_take_their_batches_are_refused(forks: Forks, tmp_path: Path) -> None:
+    for end in run_ranks(forks, tmp_path, 2, takes_batches_itself):
+        assert end.status == 1
+        assert "training_step(self, dataloader_iter) takes batches itself, and ranks have different" in end.output
+
+
+def named(folder: str) -> list[int]:
+    """How many names each micro-batch has."""
+    found = []
+
+    class Named(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            found.append(len(batch["classes"]))
+            loss: Tensor = self.loss((batch["x"], batch["y"]))
+            return loss
+
+    rank, size = place()
+    rows = [
+        {"x": x, "y": y, "classes": ("a", "b", "c")} for b in batches_of(rank, size) for x, y in zip(*b, strict=True)
+    ]
+    make_trainer(use_distributed_sampler=False, max_steps=2).fit(Named(), DataLoader(rows, batch_size=3))
+    return found
+
+
+def test_the_layout_of_batches_is_known_as_without_other_ranks(forks: Forks, tmp_path: Path) -> None:
+    """A list of three columns is not one of three samples."""
+    for found in values_of_ranks(forks, tmp_path, 2, named, str(tmp_path)):
+        assert set(found) == {3}
 
 
 def has_nothing() -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, default_collate
 
 from ...common.trees import children_of
+from ..uneven_loaders import UnevenLoader
 from .reading import UNKNOWN, BatchSource, Role
 
 
@@ -87,6 +88,8 @@ class Readings:
         return likely[:1] if known.is_placed else likely
 
     def _source(self, loader: Any) -> BatchSource:
+        if isinstance(loader, UnevenLoader):  # the place of a batch in it does not tell its size
+            return replace(self._source(loader.unwrapped), sizes=())
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is None:
             return BatchSource(is_item=getattr(loader, "batch_size", None) is None)
