@@ -2,15 +2,16 @@
 
 [Note: fills]
 All replicas share the lists and dicts of the master. Those that a unit fills are found when facts about it are learned;
-a run has copies of all of them then, and later of those. What is in a copy when the run ends is written like an
-attribute: user code of the micro-batch sees it, later calls are given it, and the step merges it into the original (see
+a run has copies of all of them then, and later of those. What is in a copy when the run ends is put into that of the
+micro-batch (:func:`fill`), which all attributes have that held the original, also those of user code and of other
+units. User code of the micro-batch sees it, later calls are given it, and the step merges it into the original (see
 [Note: collected lists] in :mod:`usercode.collected_lists`)::
 
     first call     master.skips []   copied to -->  copy.skips []  -- forward -->  [x]   found, and written
                    master.table {}   copied to -->  copy.table {}                  {}    as before
     later calls    master.skips []   copied to -->  copy.skips []  -- forward -->  [x]   written
 
-A list that several modules of a unit share stays shared by all replicas, and so do those of metrics.
+Lists of metrics stay shared by all replicas.
 
 Used by the thread that holds the compute lane of the replica's device.
 """
@@ -19,16 +20,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from ..common import trees
-from ..common.attributes import assign, read
-from ..usercode.collected_lists import Attribute, containers_of, content, is_unchanged
+from ..common.attributes import assign, is_container, read
+from ..usercode.collected_lists import Attribute, containers_of, is_unchanged, nested_copy, refill
+from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.parameters import Replica
+from ..weights.units import Unit
 from .recompute import Call
+
+Place = tuple[nn.Module, str]  # module, name of an attribute
 
 _learning = threading.Lock()
 
@@ -72,7 +76,7 @@ def settled(call: Call, leaves: list[Any]) -> list[Any]:
         return leaves
     arguments, side = trees.unflatten_call(call.structure, leaves)
     return trees.leaves_of(
-        (arguments, [v for place, v in zip(call.side, side, strict=True) if place not in unit.fills])
+        (arguments, [v for places, v in zip(call.side, side, strict=True) if places[0] not in unit.fills])
     )
 
 
@@ -93,24 +97,28 @@ class Fills:
         if learns:
             places = {(id(module), name) for module, name, _ in found}
             modules = [m for m in replica.module.modules() if type(m).__hash__ is nn.Module.__hash__]  # not metrics
-            others = [one for one in containers_of(modules) if (id(one[0]), one[1]) not in places]
-            times = Counter(id(value) for _, _, value in others)
-            found += [one for one in others if times[id(one[2])] == 1]
+            found += [one for one in containers_of(modules) if (id(one[0]), one[1]) not in places]
+        copies: dict[int, Any] = {}  # several modules may hold the same
         for module, name, value in found:
-            if (before := content(value)) is not None:  # not something else that user code has put in its place
-                self._originals.append(((module, name, value), before))
-                make = _NOTING.get(type(value), copy.copy) if learns else copy.copy
-                assign(module, name, make(value))
+            if is_container(value):  # and not something else that user code has put in its place
+                self._originals.append(((module, name, value), nested_copy(value)))
+                if id(value) not in copies:
+                    made = nested_copy(value, _NOTING.get(type(value), copy.copy) if learns else copy.copy)
+                    if learns and type(made) in _PLAIN:
+                        made.was_changed = False
+                    copies[id(value)] = made
+                assign(module, name, copies[id(value)])
 
     def end(self) -> list[Attribute]:
         """Puts the originals back; what the run has filled."""
-        filled, places = [], []
+        filled: dict[int, Attribute] = {}
+        places = []
         for (module, name, value), before in self._originals:
             now = read(module, name)
             assign(module, name, value)
             is_same = is_unchanged(now, before)
             if not is_same:
-                filled.append((module, name, plain(now)))
+                filled.setdefault(id(now), (module, name, plain(now)))
             if not is_same or (self._learns and getattr(now, "was_changed", False)):
                 places.append((module, name))
         masters = [(self._replica.master_of(module), name) for module, name in places]
@@ -119,4 +127,38 @@ class Fills:
         if not new.keys() <= unit.fills.keys():
             with _learning:
                 unit.fills = unit.fills | new  # another one: threads may read the old one
-        return filled
+        return list(filled.values())
+
+
+def side_of(places: list[Place]) -> tuple[list[list[Place]], list[Any]]:
+    """What user code has written on a unit: for each value the places that have it, and the values. Several places may
+    have the same list or dict."""
+    side, values = [], []
+    known: dict[int, list[Place]] = {}
+    for place in places:
+        value = read(*place)
+        holders = known.get(id(value))
+        if holders is None:
+            holders = []
+            side.append(holders)
+            values.append(value)
+            if isinstance(value, (list, dict)):
+                known[id(value)] = holders
+        holders.append(place)
+    return side, values
+
+
+def fill(lock: UserCodeLock, state: UserCodeState, unit: Unit, place: Place, value: Any) -> None:
+    """Puts what a unit has left in a list or dict into that of the micro-batch, which holds the lock; see
+    [Note: fills]."""
+    own = read(*place)
+    if is_container(own) and (id(place[0]), place[1]) not in state.overlay:
+        places = state.copies.places_of(own)
+        own = state.copies.of(own)
+        for module, name in places:
+            lock.write(state, module, name, own)
+        if not unit.fills.keys() >= set(places):
+            with _learning:
+                unit.fills = unit.fills | dict.fromkeys(places)
+    if not refill(own, value):  # there is none yet
+        lock.write(state, *place, value)

@@ -250,7 +250,7 @@ class Call:
         self.receivers: list[Receiver] = []
         self.flagged: frozenset[Slot] = frozenset()
         self.hooked: dict[Slot, GradientEdge] = {}
-        self.side: list[tuple[nn.Module, str]] = []
+        self.side: list[list[tuple[nn.Module, str]]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
         self.is_compiled: bool | None = None

@@ -266,7 +266,8 @@ def _set_side(
 ) -> list[tuple[nn.Module, str, Any]]:
     """Sets what user code has written on the unit's modules; what was there before."""
     previous = []
-    for (module, name), value in zip(call.side, values, strict=True):
+    side = ((place, value) for places, value in zip(call.side, values, strict=True) for place in places)
+    for (module, name), value in side:
         copy = replica.copy_of(module)
         if copy is not None:
             previous.append((copy, name, read(copy, name)))

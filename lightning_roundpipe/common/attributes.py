@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
+_CONTAINERS = (list, dict, defaultdict, OrderedDict)
 
 # (id of a module or parameter, name of the attribute) -> (the module or parameter, a value)
 Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
@@ -43,6 +45,12 @@ def is_registered(module: nn.Module, name: str) -> bool:
     """Parameters and submodules are shared by all micro-batches; attributes and assigned buffers are isolated."""
     state = module.__dict__
     return any(name in state.get(kind, ()) for kind in ("_parameters", "_modules"))
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is a list or dict, of which runs of units and micro-batches are given copies. Other classes may keep
+    more than their entries."""
+    return type(value) in _CONTAINERS
 
 
 class UnitWrites:

@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.fills import settled
+from ..autograd.fills import fill, settled, side_of
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
 from ..autograd.unit_context import InsideUnit, UnitContext
 from ..autograd.unit_run import autocast_state
 from ..common import trees
-from ..common.attributes import read
 from ..common.sizes import num_bytes_of
 from ..devices.device import Device, Run
 from ..devices.offload import SavedInputs, TravellingActivations
@@ -174,9 +173,11 @@ class Microbatch:
         self._called.append(unit)
         self.record.called.append(unit)
         position = self._locate(unit)
+        side_values: list[Any] = []
         if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
-            call.side = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
-        side_values = [read(module, name) for module, name in call.side]
+            written = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
+            if written:
+                call.side, side_values = side_of(written)
         is_training = unit.module.training
         # From here on nothing is shared with other micro-batches until the results are written down.
         self._lock.release(self.state)
@@ -197,7 +198,11 @@ class Microbatch:
             self._lock.acquire(self.state)
         result, outputs, passed = done.unit, done.outputs, done.passed_through
         for attribute in result.written:
-            self._lock.write(self.state, attribute.module, attribute.name, attribute.shown(outputs, leaves))
+            place, value = (attribute.module, attribute.name), attribute.shown(outputs, leaves)
+            if place in unit.fills:
+                fill(self._lock, self.state, unit, place, value)
+            else:
+                self._lock.write(self.state, *place, value)
         result_leaves = [
             leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
         ]

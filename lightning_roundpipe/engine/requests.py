@@ -13,7 +13,7 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from ..ranks.reduction import StepReduction
-from ..usercode.collected_lists import NumbersLeft
+from ..usercode.collected_lists import Merge, NumbersLeft
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StepRequest:
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
-        merge: merges what micro-batches appended to a list, see :class:`CollectedLists`.
+        merge: merges what micro-batches appended to a list, see :data:`collected_lists.Merge`.
         autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
         meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
             ``weights`` are not used.
@@ -41,7 +41,7 @@ class StepRequest:
     key: Hashable
     seed: int
     loss_of: Callable[[Any], Tensor | None] | None = None
-    merge: Callable[[list[Any]], Any] | None = None
+    merge: Merge | None = None
     autocast_device: str = "cpu"
     meets: bool = False
     reduction: StepReduction | None = None

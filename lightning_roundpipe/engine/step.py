@@ -105,7 +105,7 @@ class Step:
         return result
 
     def _run(self) -> None:
-        lists = CollectedLists(self._table.user_code, self._table.filled)
+        lists = CollectedLists(self._table.user_code, self._table.filled, self._table.modules)
         succeeded = False
         self._resources.pool.open()
         try:

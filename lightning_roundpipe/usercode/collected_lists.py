@@ -4,15 +4,17 @@
 ``self.validation_step_outputs.append(x)`` is how Lightning projects collect step outputs, and hooks fill dicts
 (``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
-and lands in the original container. So are those that units fill, see [Note: fills] in :mod:`autograd.fills`. ::
+and lands in the original container. So are lists and dicts in them (``self.outputs["preds"].append(x)``), where there
+are few, and those that units fill, see [Note: fills] in :mod:`autograd.fills`. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
               [a, merge(x0, x1)]  <-- collected
 
-One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items, or some that came at
-once (``extend``, ``+=``), are merged like a list that a step returns: as many as a micro-batch has rows are samples. Of
-a list that they have cleared, or from which they have taken items, what all of them still have stays in front.
+One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items are merged like a
+list that a step returns: as many as a micro-batch has rows are samples. Of items that came at once (``extend``, ``+=``)
+there may also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
+all of them still have stays in front.
 """
 
 from __future__ import annotations
@@ -20,28 +22,32 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..common.attributes import MISSING, Attributes, assign, read
+from ..common.attributes import MISSING, Attributes, assign, is_container, read
 from .outputs import brought_home
 
 Attribute = tuple[nn.Module, str, Any]  # module, name, value
-Merge = Callable[[list[Any]], Any]
+# Merges what the micro-batches have put in one place; told ``given_at_once=True`` of lists that have extended a list.
+Merge = Callable[..., Any]
 # Module, name of an attribute, its value before the step, one value per micro-batch.
 NumbersLeft = tuple[nn.Module, str, Any, list[Any]]
 # Of torch and Lightning, which look after them.
 _NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
+# Entries that a list or dict has at most if lists and dicts in it are collected as well. Vocabularies have more.
+_MOST_LOOKED_INTO = 64
 
 
 def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
     """The lists and dicts in attributes of these modules."""
     for module in modules:
         for name, value in module.__dict__.items():
-            if type(value) in (list, dict) and name not in _NOT_OF_USERS:
+            if is_container(value) and name not in _NOT_OF_USERS:
                 yield module, name, value
 
 
@@ -51,42 +57,115 @@ class CollectedLists:
     Args:
         modules: all of theirs are collected.
         filled: gives the attributes that units are known to fill.
+        others: modules, with those of units, whose attributes may hold the same lists and dicts.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], filled: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple
+        self,
+        modules: Iterable[nn.Module],
+        filled: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple,
+        others: Sequence[nn.Module] = (),
     ) -> None:
         self._filled = filled
+        self._others = others
         self._originals = list(containers_of(modules))
         self._note_filled()
+        self._copies: list[Copies] = []  # of each micro-batch
 
     def _note_filled(self) -> None:
         known = {(id(module), name) for module, name, _ in self._originals}
         filled = [(module, name, read(module, name)) for module, name in self._filled()]
-        self._originals += [one for one in filled if type(one[2]) in (list, dict) and (id(one[0]), one[1]) not in known]
+        self._originals += [one for one in filled if is_container(one[2]) and (id(one[0]), one[1]) not in known]
 
-    def copies(self) -> Iterator[Attribute]:
-        """Copies for one micro-batch: (module, attribute, copy)."""
-        for module, name, original in self._originals:
-            yield module, name, _Filled(original) if isinstance(original, list) else copy.copy(original)
+    def copies(self) -> Copies:
+        """Copies for one micro-batch."""
+        copies = Copies(self._originals, self._others)
+        self._copies.append(copies)
+        return copies
 
     def collect(self, overlays: Sequence[Attributes], merge: Merge) -> None:
         """Takes the copies out of what the micro-batches have written, and puts what came into them, merged, into the
         originals. Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`."""
         self._note_filled()  # in this step
+        collected = set()
+        inside = [copies.put_back() for copies in self._copies]
+        for key, original in inside[0].items() if inside else ():
+            _collect(original, [copies.made[key] for copies in self._copies], merge)
+            collected.add(key)
         for module, name, original in self._originals:
             # Of what a unit fills a micro-batch that has not called it may have no copy.
-            copies = [overlay.pop((id(module), name), (module, original))[1] for overlay in overlays]
-            is_replaced = any(type(c) not in (type(original), _Filled) for c in copies)
-            if not is_replaced and isinstance(original, dict):
-                _collect_dict(original, copies, merge)
-            elif not is_replaced and all(_starts_with(c, original) for c in copies):
-                _collect_list(original, copies, merge)
-            elif all(type(c) is _Filled for c in copies):
-                original[:] = _still_there(original, copies)
-                _collect_list(original, copies, merge)
+            found = [overlay.pop((id(module), name), (module, original))[1] for overlay in overlays]
+            if id(original) in collected and all(map(operator.is_, found, self._made_of(original))):
+                continue  # several attributes hold it
+            if _collect(original, found, merge):
+                collected.add(id(original))
             else:  # another one was assigned: the last micro-batch counts
-                assign(module, name, list(copies[-1]) if isinstance(copies[-1], _Filled) else copies[-1])
+                assign(module, name, _plain(found[-1]))
+        for overlay, copies in zip(overlays, self._copies, strict=True):
+            overlay.update({key: (module, copies.original_of(value)) for key, (module, value) in overlay.items()})
+
+    def _made_of(self, original: Any) -> list[Any]:
+        return [copies.made.get(id(original)) for copies in self._copies]
+
+
+class Copies:
+    """The copies for one micro-batch: one of each list or dict, also if several attributes hold it.
+
+    Attributes:
+        made: id of an original -> its copy.
+        attributes: what the micro-batch has from the beginning: (module, attribute, copy).
+    """
+
+    def __init__(self, originals: Iterable[Attribute] = (), others: Iterable[nn.Module] = ()) -> None:
+        self.made: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}  # by the id of the copy
+        self._holders: list[tuple[Any, list[Any]]] = []  # copies, and the originals of what was in them
+        self._others = others
+        self.attributes: list[Attribute] = [(module, name, self.of(original)) for module, name, original in originals]
+
+    def of(self, original: Any) -> Any:
+        """The copy of a list or dict, with copies of the lists and dicts in it."""
+        found = self._shallow(original)
+        if len(original) <= _MOST_LOOKED_INTO:
+            inside = {key: entry for key, entry in _items(original) if is_container(entry)}
+            for key, entry in inside.items():
+                found[key] = self._shallow(entry)
+            if inside:
+                self._holders.append((found, list(inside.values())))
+        return found
+
+    def _shallow(self, original: Any) -> Any:
+        if id(original) not in self.made:
+            made = _Filled(original) if isinstance(original, list) else copy.copy(original)
+            if isinstance(made, defaultdict) and made.default_factory is list:
+                made.default_factory = _Filled
+            self.made[id(original)] = made
+            self._originals[id(made)] = original
+        return self.made[id(original)]
+
+    def places_of(self, original: Any) -> list[tuple[nn.Module, str]]:
+        """Attributes that hold it now."""
+        return [(module, name) for module, name, value in containers_of(self._others) if value is original]
+
+    def original_of(self, value: Any) -> Any:
+        """Of which it is the copy; other values stay as they are."""
+        return self._originals.get(id(value), value)
+
+    def put_back(self) -> dict[int, Any]:
+        """Copies hold the originals of the lists and dicts in them again; these, by their ids."""
+        for holder, _ in self._holders:
+            for key, entry in _items(holder):
+                if id(entry) in self._originals:
+                    holder[key] = self._originals[id(entry)]
+        return {id(original): original for _, inside in self._holders for original in inside}
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, _Filled) else value
 
 
 def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
@@ -110,28 +189,72 @@ def is_number(value: Any) -> bool:
 
 
 class _Filled(list[Any]):
-    """A micro-batch's copy of a list; ``at_once`` tells whether it was given items by ``extend`` or ``+=``."""
+    """A micro-batch's copy of a list, or a new list in a copy.
 
-    at_once = False
+    Attributes:
+        chunks: position and items of what it was given by ``extend`` or ``+=``.
+    """
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        super().__init__(items)
+        self.chunks: list[tuple[int, list[Any]]] = []
 
     def extend(self, items: Iterable[Any]) -> None:
-        self.at_once = True
+        start = len(self)
         super().extend(items)
+        self.chunks.append((start, self[start:]))
 
     def __iadd__(self, items: Iterable[Any]) -> _Filled:  # type: ignore[misc]
         self.extend(items)
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def parts(self, start: int) -> list[tuple[bool, list[Any]]]:
+        """What is in it from a position on: runs of single items, and chunks that are still there; with whether it is
+        a chunk."""
+        found, end = [], start
+        for begin, items in self.chunks:
+            stop = begin + len(items)
+            if end <= begin and _are_same(self[begin:stop], items):
+                found += [(False, self[end:begin]), (True, items)]
+                end = stop
+        return [part for part in (*found, (False, self[end:])) if part[0] or part[1]]
+
+
+def _collect(original: Any, copies: list[Any], merge: Merge) -> bool:
+    """Puts what came into copies of a list or dict into it; False if another one was assigned."""
+    if any(type(one) not in (type(original), _Filled) for one in copies):
+        return False
+    if isinstance(original, dict):
+        _collect_dict(original, copies, merge)
+    elif all(_starts_with(one, original) for one in copies):
+        _collect_list(original, copies, merge)
+    elif all(type(one) is _Filled for one in copies):
+        original[:] = _still_there(original, copies)
+        _collect_list(original, copies, merge)
+    else:
+        return False
+    return True
+
 
 def _collect_list(original: list[Any], copies: list[list[Any]], merge: Merge) -> None:
-    appended = [brought_home(c[len(original) :]) for c in copies]
-    lengths = {len(items) for items in appended}
-    if len(lengths) > 1:
-        original.extend(item for items in appended for item in items)
-    elif lengths == {1} and not any(isinstance(c, _Filled) and c.at_once for c in copies):
-        original.append(merge([items[0] for items in appended]))
-    elif lengths != {0}:
-        original.extend(merge(appended))
+    start = len(original)
+    parts = [c.parts(start) if isinstance(c, _Filled) else [(False, c[start:])] for c in copies]
+    if len({tuple(at_once for at_once, _ in of_one) for of_one in parts}) > 1:
+        parts = [[(True, c[start:])] for c in copies]
+    for column in zip(*parts, strict=True):
+        items = brought_home([given for _, given in column])
+        lengths = {len(given) for given in items}
+        if column[0][0]:
+            original.extend(merge(items, given_at_once=True))
+        elif lengths == {1}:
+            original.append(merge([given[0] for given in items]))
+        elif len(lengths) > 1:
+            original.extend(itertools.chain.from_iterable(items))
+        elif lengths != {0}:
+            original.extend(merge(items))
 
 
 def _still_there(original: list[Any], copies: list[list[Any]]) -> list[Any]:
@@ -152,14 +275,43 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
         values = [c.get(key, MISSING) for c in copies]
         before = original.get(key, MISSING)
         changed = [value for value in values if value is not before and value is not MISSING]
-        if changed:
+        if changed and all(type(value) is _Filled for value in changed):  # that a defaultdict has made
+            original[key] = filled = list[Any]()
+            _collect_list(filled, [_Filled() if value is MISSING else value for value in values], merge)
+        elif changed:
             changed = brought_home(changed)
             original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
 
 
+def refill(own: Any, now: Any) -> bool:
+    """Lets a list or dict hold what another one holds, and so those in it; False if one of them is none."""
+    if isinstance(own, list) and isinstance(now, list):
+        own[:] = [
+            *(old if refill(old, new) else new for old, new in zip(own, now, strict=False)),
+            *now[len(own) :],
+        ]
+    elif isinstance(own, dict) and isinstance(now, dict):
+        renewed = {key: own[key] if refill(own.get(key), new) else new for key, new in now.items()}
+        own.clear()
+        own.update(renewed)
+    else:
+        return False
+    return True
+
+
+def nested_copy(value: Any, make: Callable[[Any], Any] = copy.copy) -> Any:
+    """A copy of a list or dict, made by ``make``, with copies of the lists and dicts in it."""
+    made = make(value)
+    if len(value) <= _MOST_LOOKED_INTO:
+        for key, entry in _items(value):
+            if is_container(entry):
+                made[key] = copy.copy(entry)
+    return made
+
+
 def content(value: Any) -> Any:
-    """What is in a list or dict now, for :func:`follow` and :func:`is_unchanged`; None for anything else."""
-    return copy.copy(value) if type(value) in (list, dict, _Filled) else None
+    """What is in a list or dict now, for :func:`follow`; None for anything else."""
+    return copy.copy(value) if is_container(value) or type(value) is _Filled else None
 
 
 def follow(other: Any, before: Any, now: Any) -> None:
@@ -183,5 +335,13 @@ def _starts_with(longer: list[Any], shorter: list[Any]) -> bool:
 
 
 def _are_same(ours: Collection[Any], theirs: Collection[Any]) -> bool:
-    """By identity: items may be tensors, whose ``==`` is elementwise. Vocabularies are large, so that C compares."""
-    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+    """By identity: items may be tensors, whose ``==`` is elementwise. Vocabularies are large, so that C compares. Lists
+    and dicts may be copies of each other."""
+    if len(ours) != len(theirs):
+        return False
+    if all(map(operator.is_, ours, theirs)):
+        return True
+    return len(ours) <= _MOST_LOOKED_INTO and all(
+        one is other or (is_container(one) and is_container(other) and is_unchanged(one, other))
+        for one, other in zip(ours, theirs, strict=True)
+    )

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -52,7 +52,7 @@ from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
 from ..common.thread_locals import AutogradLocal
 from ..weights.attributes import note_left
-from .collected_lists import content, follow
+from .collected_lists import Copies, content, follow
 from .generators import UserGenerators
 from .outputs import without_graph
 
@@ -67,9 +67,9 @@ class UserCodeState:
 
     Attributes:
         overlay: attribute values of this micro-batch, valid while another one holds the lock.
+        copies: the lists and dicts of its own.
         unit_writes: where writes go while the thread is inside a unit; None outside units.
-        is_recomputing: whether the thread runs a unit again, for its backward: what the unit does outside itself has
-            been done.
+        is_recomputing: whether the thread runs a unit again, for its backward: its effects outside are there.
         lock: of the step; None when no step runs.
         call_unit: runs a unit; None while the thread is inside one.
         mode: what brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where
@@ -78,8 +78,7 @@ class UserCodeState:
         on_module_hook: called when user code registers a forward hook on a module.
         own_hooks: hooks on modules that this micro-batch has registered, by (id of the module, code).
         recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
-        on_late_code: called when user code asks for something in the backward: uses an activation checkpoint, or
-            registers a hook on a tensor.
+        on_late_code: called when user code wants something in the backward: a checkpoint, a hook on a tensor.
     """
 
     def __init__(self, index: int, seed: int, autocast_device: str = "cpu") -> None:
@@ -87,6 +86,7 @@ class UserCodeState:
         self.seed = seed
         self.autocast_device = autocast_device
         self.overlay: Attributes = {}
+        self.copies = Copies()
         self.unit_writes: UnitWrites | None = None
         self.is_recomputing = False
         self.lock: UserCodeLock | None = None
@@ -347,11 +347,11 @@ class UserCodeLock:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def open(self, states: Sequence[UserCodeState], copies: Callable[[], Iterable[tuple[nn.Module, str, Any]]]) -> None:
-        """The step begins. ``copies`` gives the attributes that every micro-batch has for itself from the beginning."""
+    def open(self, states: Sequence[UserCodeState], copies: Callable[[], Copies]) -> None:
+        """The step begins. ``copies`` gives what every micro-batch has for itself from the beginning."""
         for state in states:
-            state.lock = self
-            for module, name, value in copies():
+            state.lock, state.copies = self, copies()
+            for module, name, value in state.copies.attributes:
                 self.note(state, module, name)
                 state.overlay[id(module), name] = (module, value)
 
@@ -393,7 +393,7 @@ class UserCodeLock:
                 assign(self._baseline[key][0], key[1], before)
         for state in states:
             state.overlay.clear()
-            state.lock = state.meet = None
+            state.lock, state.meet, state.copies = None, None, Copies()
         self._baseline.clear()
 
 

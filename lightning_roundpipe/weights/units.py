@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..common.attributes import is_container
 from ..common.sizes import num_bytes_of
 from ..devices.issue_lock import Pace
 
@@ -104,7 +105,7 @@ class Unit:
         flags: list[bool] = []
         for module in self.members:
             plain.extend([value for value in module.__dict__.values() if type(value) in _PLAIN])
-            plain.extend([name for name, value in module.__dict__.items() if type(value) in (list, dict)])
+            plain.extend([name for name, value in module.__dict__.items() if is_container(value)])
             flags.extend([p.requires_grad for p in module._parameters.values() if p is not None])
         settings = [plain, flags]
         if settings != self._settings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +195,115 @@ def test_lists_and_dicts_in_attributes_of_units(
     if not is_used:
         model.training_step = Chain.training_step  # type: ignore[attr-defined]
     assert_parity(model, vectors, **pipeline, min_calls=3)
+
+
+class Adds(Block):
+    """Adds to a list that it is given, and reads what other blocks have added."""
+
+    shared: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        self.add(h.square().mean(-1))
+        return x + self.outer(h) * self.last().unsqueeze(-1)
+
+    def add(self, value: Tensor) -> None:
+        self.shared.append(value)
+
+    def last(self) -> Tensor:
+        last: Tensor = self.shared[-2] if len(self.shared) > 1 else self.shared[-1]
+        return last
+
+
+class AddsToADict(Adds):
+    def add(self, value: Tensor) -> None:
+        self.shared[len(self.shared)] = value
+
+    def last(self) -> Tensor:
+        return sum(self.shared.values())  # type: ignore[return-value]
+
+
+class AddsInside(Adds):
+    def add(self, value: Tensor) -> None:
+        self.shared.setdefault("values", []).append(value)
+
+    def last(self) -> Tensor:
+        return self.shared["values"][0]  # type: ignore[no-any-return]
+
+
+SHARED: dict[str, tuple[type[Adds], Callable[[], Any], bool]] = {
+    "list": (Adds, list, False),
+    "list of a step": (Adds, list, True),
+    "dict": (AddsToADict, dict, False),
+    "ordered dict of a step": (AddsToADict, OrderedDict, True),
+    "list in a dict": (AddsInside, dict, False),
+    "list in a dict of a step": (AddsInside, dict, True),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_list_or_dict_that_units_and_user_code_share(pipeline: dict[str, Any], kind: str) -> None:
+    """As routers add their losses to a list, whose sum is part of the loss."""
+    block, make, is_of_a_step = SHARED[kind]
+
+    class Shares(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [block() for _ in range(4)]
+            self.blocks = nn.ModuleList(blocks)
+            self.shared = make()
+            for each in blocks:
+                each.shared = self.shared
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            shared = make() if is_of_a_step else self.shared
+            for each in self.blocks if is_of_a_step else ():
+                each.shared = shared
+            shared.clear()
+            loss: Tensor = super().training_step(batch, batch_idx)
+            found = list(shared.values()) if isinstance(shared, dict) else shared
+            values = found[0] if block is AddsInside else found
+            assert len(values) == 4
+            return loss + torch.stack(values).mean()
+
+    assert_parity(Shares, vectors, **pipeline, min_calls=3)
+
+
+class PassesBy(nn.Module):
+    """Half of a U-Net: keeps what it is given in a list, or takes it out of it."""
+
+    def __init__(self, stack: list[Tensor], pushes: bool) -> None:
+        super().__init__()
+        self.stack, self.pushes = stack, pushes
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.pushes:
+                self.stack.append(x)
+            x = torch.tanh(layer(x if self.pushes else x + self.stack.pop()))
+        return x
+
+
+class UNet(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        stack: list[Tensor] = []
+        self.down, self.up = PassesBy(stack, True), PassesBy(stack, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(super().forward(x)))  # type: ignore[no-any-return]
+
+
+class OfUNets(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(UNet() for _ in range(4))
+
+
+def test_a_stack_that_parts_of_a_unit_share(pipeline: dict[str, Any]) -> None:
+    run = assert_parity(OfUNets, vectors, **pipeline, min_calls=3)
+    assert run.module.blocks[0].down.stack == []
 
 
 class Counts(Block):

@@ -23,7 +23,9 @@ class _MergeRule:
     weights: tuple[float, ...]
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], *, given_at_once: bool = False
+) -> Any:
     """Merge the step outputs of the micro-batches into the output of one step on the whole batch.
 
     Containers of one structure are merged leaf by leaf. Tensors, arrays and lists with one row or entry per sample are
@@ -35,9 +37,13 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         sizes: rows of each micro-batch.
         weights: weight of each micro-batch in averages; a micro-batch of weight 0 does not count, not even with a NaN.
             If all are 0, all count alike.
+        given_at_once: the outputs are lists by which another list was extended: as many entries for each sample, in
+            order, if the lengths allow it.
     """
     if len(outputs) == 1:
         return outputs[0]
+    if given_at_once and _are_of_samples([len(output) for output in outputs], sizes):
+        return list(chain.from_iterable(outputs))
     total = math.fsum(weights)
     normalized = tuple(weight / total if total else 1 / len(weights) for weight in weights)
     with torch.no_grad():
@@ -69,12 +75,21 @@ def _merge_containers(values: list[Any], rule: _MergeRule) -> Any:
     return rebuild(first, [_merge([entries[name] for entries in by_name], rule) for name, _ in children[0]])
 
 
+def _are_of_samples(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Tell whether lists have as many entries for each row, or lengths that depend on the data."""
+    per_row = lengths[0] // max(sizes[0], 1)
+    return len(set(lengths)) > 1 or all(n == per_row * size for n, size in zip(lengths, sizes, strict=True))
+
+
 def _are_per_sample(values: list[Any], rule: _MergeRule) -> bool:
-    if isinstance(values[0], tuple) or any(len(v) != size for v, size in zip(values, rule.sizes, strict=True)):
+    if any(len(v) != size for v, size in zip(values, rule.sizes, strict=True)):
         return False
+    if isinstance(values[0], tuple):  # columns, but for the names that a DataLoader collates
+        return all(type(entry) is str for value in values for entry in value)
     if len(set(rule.sizes)) > 1:
         return True  # as containers they would have the same length in every micro-batch
-    return not any(_holds_rows(entry, size) for value, size in zip(values, rule.sizes, strict=True) for entry in value)
+    columns = zip(*values, strict=True)  # one of which may hold as many things as there are rows by chance in some
+    return not any(all(map(_holds_rows, column, rule.sizes)) for column in columns)
 
 
 def _holds_rows(value: Any, size: int) -> bool:

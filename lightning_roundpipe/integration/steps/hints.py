@@ -101,7 +101,7 @@ class BatchHints:
                     "numbers",
                     f"{kind} leaves a number in self.{name} that depends on the micro-batch ("
                     f"{', '.join(f'{value:g}' for value in shown)}), and the last one stays. For sums and counts over "
-                    "the batch use self.log, a metric object of torchmetrics, or a list that is appended to.",
+                    "the batch use self.log(..., reduce_fx='sum') or a metric object of torchmetrics.",
                 )
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ class Steps:
                 key=name,
                 seed=seed_of_step(self._module.trainer, name),
                 loss_of=loss_of if is_training and not is_manual else None,
-                merge=lambda items: merge_outputs(items, batches.sizes, batches.weights),
+                merge=functools.partial(merge_outputs, sizes=batches.sizes, weights=batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
                 reduction=reduction,

@@ -70,6 +70,7 @@ def test_rows_are_concatenated_and_scalars_averaged() -> None:
         ([1.0], [2.0], [1.4]),
         ([rows(3), rows(3)], [rows(2), rows(2)], [torch.cat([rows(3), rows(2)])] * 2),
         ((rows(3), 1.0), (rows(2), 2.0), (torch.cat([rows(3), rows(2)]), 1.4)),
+        (("a", "b", "c"), ("d", "e"), ("a", "b", "c", "d", "e")),
         (Pair(rows(3), rows(3)), Pair(rows(2), rows(2)), Pair(*[torch.cat([rows(3), rows(2)])] * 2)),
         (Frozen(rows(3)), Frozen(rows(2)), Frozen(torch.cat([rows(3), rows(2)]))),
         (
@@ -85,6 +86,35 @@ def test_merge_rules(first: Any, second: Any, expected: Any) -> None:
         torch.testing.assert_close(merged, expected)
     else:
         assert_identical(merged, expected)
+
+
+@pytest.mark.parametrize("holds_as_many", [(0,), (0, 1)])
+def test_samples_that_hold_as_many_things_as_there_are_rows(holds_as_many: tuple[int, ...]) -> None:
+    """By chance, in some micro-batches: boxes of an image."""
+    counts = [[3, 1], [3, 4]]
+    for index in holds_as_many:
+        counts[index][index] = 2
+    outputs = [[{"boxes": rows(count, 4)} for count in of_one] for of_one in counts]
+    assert_identical(merge2(*outputs, sizes=(2, 2)), [*outputs[0], *outputs[1]])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sizes", "expected"),
+    [
+        ([1.0, 2.0], [3.0, 4.0], (2, 2), [1.0, 2.0, 3.0, 4.0]),
+        ([1, 2, 3, 4], [5, 6, 7, 8], (2, 2), [1, 2, 3, 4, 5, 6, 7, 8]),
+        ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10], (3, 2), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ([1], [], (2, 2), [1]),
+        ([1.0, 2.0], [3.0, 4.0], (3, 3), [2.0, 3.0]),
+        ([1.0] * 6, [2.0] * 6, (3, 2), [1.4] * 6),
+        ([], [], (2, 2), []),
+    ],
+)
+def test_lists_that_extend_another_one(
+    first: list[Any], second: list[Any], sizes: tuple[int, ...], expected: list[Any]
+) -> None:
+    """Several entries for each sample are those of samples; as many for each micro-batch are columns."""
+    assert merge_outputs([first, second], sizes, sizes, given_at_once=True) == pytest.approx(expected)
 
 
 def test_averages_of_equal_values_are_exact() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +10,11 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.support.parity import both, compare, make_loader, make_trainer
 from tests.support.rows import compat
-from tests.support.small import Small
+from tests.support.small import WIDTH, Small
 
 Scores = namedtuple("Scores", ["logits", "best"])
 
@@ -144,6 +144,107 @@ def test_lists_of_samples(how: str, rows: int, num_microbatches: int) -> None:
         return module.texts, module.lists, module._numbers, module._last
 
     assert len(both(act)[0]) == 2 * rows
+
+
+# Of lists that are in a list or dict, with what there is to begin with.
+NESTED: dict[str, Callable[[], Any]] = {
+    "dict": lambda: {"x": [], "y": [], "scores": [], "several": []},
+    "defaultdict": lambda: defaultdict(list),
+    "list": lambda: dict(zip(("x", "y", "scores", "several"), [[], [], [], []], strict=True)),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 4])
+@pytest.mark.parametrize("kind_of_nest", NESTED)
+def test_lists_inside_of_lists_and_dicts(kind_of_nest: str, num_microbatches: int) -> None:
+    """What is appended before units are called, and after it, belongs together row by row."""
+
+    class Collects(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            found = NESTED[kind_of_nest]()
+            self.names = {name: place for place, name in enumerate(("x", "y", "scores", "several"))}
+            self.found: Any = [*found.values()] if kind_of_nest == "list" else found
+            self.epochs: list[Any] = []
+
+        def lists(self, name: str) -> list[Any]:
+            found: list[Any] = self.found[self.names[name] if kind_of_nest == "list" else name]
+            return found
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.lists("x").append(x)
+            scores = self(x)
+            self.lists("y").append(y)
+            self.lists("scores").append(scores)
+            self.lists("several").extend(scores.flatten().tolist())
+            self.lists("several").extend(y.tolist())
+
+        def on_validation_epoch_end(self) -> None:
+            self.epochs.append({name: list(self.lists(name)) for name in self.names})
+            for name in self.names:
+                self.lists(name).clear()
+            if kind_of_nest == "defaultdict":
+                self.found.clear()
+
+    def act(kind: str) -> Any:
+        module, trainer = Collects(), make_trainer(kind, num_microbatches=num_microbatches)
+        for _ in range(2):
+            trainer.validate(module, make_loader(24), verbose=False)
+        return module.epochs, type(module.found)
+
+    assert [len(epoch["x"]) for epoch in both(act)[0]] == [3, 3]
+
+
+def test_a_list_that_two_attributes_hold() -> None:
+    class Collects(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Any] = []
+            self.table = {"found": self.found}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.found.append(batch[1])
+            self.table["found"].append(self(batch[0]))
+            self.latest = self.table["found"]
+
+    def act(kind: str) -> Any:
+        module = Collects()
+        make_trainer(kind).validate(module, make_loader(), verbose=False)
+        return module.found, module.latest is module.found, module.table["found"] is module.found
+
+    assert len(both(act)[0]) == 6
+
+
+class Named(Dataset[Any]):
+    """Rows with a name, which the loader collates as a tuple."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.full((WIDTH,), row / 20), f"{row}.png"
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 4])
+def test_names_that_a_loader_collates(num_microbatches: int) -> None:
+    class Predicts(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[Any] = []
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            x, names = batch
+            self.names.append(names)
+            return {"scores": self(x), "names": names}
+
+    def act(kind: str) -> Any:
+        module, trainer = Predicts(), make_trainer(kind, num_microbatches=num_microbatches)
+        return trainer.predict(module, DataLoader(Named(), batch_size=8)), module.names
+
+    names = both(act)[1]
+    assert names[0][:2] == ("0.png", "1.png")
+    assert [type(one) for one in names] == [tuple] * 3
 
 
 def test_list_of_training_outputs() -> None:

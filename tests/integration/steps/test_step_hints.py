@@ -69,7 +69,7 @@ def test_numbers_of_which_only_the_last_stays_are_named_once(case: str) -> None:
     assert len(found) == expected
     if found:
         assert "that depends on the micro-batch (" in found[0]
-        assert "a list that is appended to" in found[0]
+        assert "reduce_fx='sum'" in found[0]
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
