@@ -88,9 +88,11 @@ class CollectedLists:
         originals. Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`."""
         self._note_filled()  # in this step
         collected = set()
-        inside = [copies.put_back() for copies in self._copies]
-        for key, original in inside[0].items() if inside else ():
-            _collect(original, [copies.made[key] for copies in self._copies], merge)
+        inside: dict[int, Any] = {}
+        for copies in self._copies:
+            inside |= copies.put_back()
+        for key, original in inside.items():
+            _collect(original, [copies.made.get(key, original) for copies in self._copies], merge)
             collected.add(key)
         for module, name, original in self._originals:
             # Of what a unit fills a micro-batch that has not called it may have no copy.
