@@ -7,6 +7,7 @@ attributes and buffers.
 from __future__ import annotations
 
 import contextlib
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +107,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         leaves: arguments, then the values of ``call.side``.
 
     Raises:
-        RuntimeError: if the unit puts something into a list or dict that it was given.
+        RuntimeError: if the unit puts something into a container that it was given.
     """
     originals: dict[int, Tensor] = {}
     here = replica.device.torch_device
@@ -115,7 +116,6 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     if context.compiler is not None and call.facts is not None:
         leaves, originals = without_flags(leaves)
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
-    num_side = len(trees.leaves_of(side)) if call.facts is None else 0
     previous = _set_side(context, call, replica, side) if call.side else ()
     fills = Fills(replica, learns=call.facts is None) if call.facts is None or call.unit.fills else None
     filled: list[Attribute] = []
@@ -131,7 +131,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             if call.facts is None:
                 if have_drawn is not None and have_drawn():  # in whatever operator
                     drawn = replace(drawn, gpu=True)
-                _check_containers(call, leaves, len(leaves) - num_side, args, kwargs)
+                _check_containers(call, leaves, (args, kwargs, side))
     except RuntimeError as error:
         if here.type != "cpu" and "same device" in str(error):
             _note_devices(error, call.unit.name)
@@ -277,15 +277,17 @@ def _set_side(
     return previous
 
 
-def _check_containers(call: Call, leaves: list[Any], num_arguments: int, args: Any, kwargs: Any) -> None:
+def _check_containers(call: Call, leaves: list[Any], given: Any) -> None:
     """Raises:
-    RuntimeError: if the unit put something into a list or dict that it was given: user code would not see it.
+    RuntimeError: if the unit put something into what it was given, but for lists and dicts in attributes, of which it
+        has copies: user code would not see it.
     """
-    now = trees.leaves_of((args, kwargs))
-    if len(now) != num_arguments or any(a is not b for a, b in zip(now, leaves, strict=False)):
+    now = trees.leaves_of(given)
+    if len(now) != len(leaves) or any(map(operator.is_not, now, leaves)):
         raise RuntimeError(
-            f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, which cannot be "
-            "followed through the pipeline: return it from its forward, or make the module around it the unit with "
+            f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, or another container in "
+            "an attribute, which cannot be followed through the pipeline: return it from its forward, use a plain list "
+            "or dict as the attribute, or make the module around it the unit with "
             "RoundPipeStrategy(units=[TheClassAroundIt])"
         )
 

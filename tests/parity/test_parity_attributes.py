@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,6 +268,31 @@ def test_a_list_or_dict_that_units_and_user_code_share(pipeline: dict[str, Any],
             return loss + torch.stack(values).mean()
 
     assert_parity(Shares, vectors, **pipeline, min_calls=3)
+
+
+@pytest.mark.parametrize("make", [deque, SimpleNamespace], ids=["deque", "namespace"])
+def test_a_unit_that_fills_another_container_of_the_step_is_refused(make: Callable[[], Any]) -> None:
+    class Fills(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            x = Block.forward(self, x)
+            if isinstance(self.shared, deque):
+                self.shared.append(x)
+            else:
+                self.shared.x = x
+            return x
+
+    class Shares(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Fills() for _ in range(2))
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            for each in self.blocks:
+                each.shared = make()
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match=r"unit 'blocks.0' changes .* another container in an attribute"):
+        train(Shares, vectors, devices=2, num_microbatches=3)
 
 
 class PassesBy(nn.Module):
