@@ -38,7 +38,8 @@ _learning = threading.Lock()
 
 
 def _noting(base: type, names: tuple[str, ...]) -> Any:
-    """A class of lists or dicts that note whether they were changed, also if they hold the same in the end."""
+    """A class of lists or dicts that note whether they were changed, also if they hold the same in the end. Copies of
+    them, such as those in what a unit returns, are plain ones."""
 
     def noted(name: str) -> Any:
         method = getattr(base, name)
@@ -49,7 +50,11 @@ def _noting(base: type, names: tuple[str, ...]) -> Any:
 
         return change
 
-    return type(f"Noting{base.__name__}", (base,), {"was_changed": False, **{name: noted(name) for name in names}})
+    def reduced(self: Any) -> tuple[Any, ...]:
+        return base, (base(self),)
+
+    changes = {name: noted(name) for name in names}
+    return type(f"Noting{base.__name__}", (base,), {"was_changed": False, "__reduce__": reduced, **changes})
 
 
 _OF_BOTH = ("pop", "clear", "__setitem__", "__delitem__")

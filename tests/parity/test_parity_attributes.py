@@ -295,6 +295,27 @@ def test_a_unit_that_fills_another_container_of_the_step_is_refused(make: Callab
         train(Shares, vectors, devices=2, num_microbatches=3)
 
 
+class ReturnsItsList(FillsAList):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.kept, {"nested": self.kept}
+
+
+def test_lists_that_a_unit_returns_are_plain_ones(pipeline: dict[str, Any]) -> None:
+    class Takes(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(ReturnsItsList() for _ in range(4))
+            self.kinds: set[type] = set()
+
+        def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+            x, kept, more = block(x)
+            self.kinds |= {type(kept), type(more["nested"])}
+            return x + kept[1] + more["nested"][2]
+
+    run = assert_parity(Takes, vectors, **pipeline, min_calls=3)
+    assert run.module.kinds == {list}
+
+
 class PassesBy(nn.Module):
     """Half of a U-Net: keeps what it is given in a list, or takes it out of it."""
 
