@@ -105,7 +105,7 @@ class Step:
         return result
 
     def _run(self) -> None:
-        lists = CollectedLists(self._table.user_code, self._table.filled, self._table.modules)
+        lists = self._lists = CollectedLists(self._table.user_code, self._table.filled, self._table.modules)
         succeeded = False
         self._resources.pool.open()
         try:
@@ -199,8 +199,9 @@ class Step:
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
-                with self._lock.recording(self._states[0]):
+                with self._lists.watching(self._give) as found, self._lock.recording(self._states[0]):
                     (recorded,) = self._run_schedule(*recording, range(1))
+                self._table.filled_by_users.update(dict.fromkeys(found))
                 training = recorded.has_backward if request.meets else request.training
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []
@@ -223,6 +224,12 @@ class Step:
         if request.meets:
             resources.replicas.end_step()
         return gradients
+
+    def _give(self, index: int, module: nn.Module, name: str, value: Any) -> None:
+        """Gives a micro-batch an attribute of its own; none is current."""
+        state = self._states[index]
+        self._lock.note(state, module, name)
+        state.overlay[id(module), name] = (module, value)
 
     def _note_segment(self, plan: Plan, schedule: Schedule | None, records: Sequence[SegmentRecord]) -> None:
         """A segment has ended, in which these micro-batches ran by the plan."""

@@ -5,7 +5,8 @@
 (``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
 and lands in the original container. So are lists and dicts in them (``self.outputs["preds"].append(x)``), where there
-are few, and those that units fill, see [Note: fills] in :mod:`autograd.fills`. ::
+are few, those that units fill, see [Note: fills] in :mod:`autograd.fills`, and those of units that user code fills,
+which are found while the first micro-batch runs alone. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
@@ -19,6 +20,7 @@ all of them still have stays in front.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import operator
@@ -82,6 +84,39 @@ class CollectedLists:
         copies = Copies(self._originals, self._others)
         self._copies.append(copies)
         return copies
+
+    @contextlib.contextmanager
+    def watching(self, give: Callable[[int, nn.Module, str, Any], None]) -> Iterator[list[tuple[nn.Module, str]]]:
+        """While open, the first micro-batch runs alone. Other lists and dicts, of units, that its user code has changed
+        by then are given to every micro-batch, and yielded.
+
+        Args:
+            give: gives a micro-batch (its index) an attribute of its own.
+        """
+        known = {id(value) for _, _, value in self._originals}
+        # Not of metrics, which belong to all micro-batches.
+        modules = [module for module in self._others if type(module).__hash__ is nn.Module.__hash__]
+        others = {id(value): value for _, _, value in containers_of(modules) if id(value) not in known}
+        before = [(value, nested_copy(value)) for value in others.values()]
+        found: list[tuple[nn.Module, str]] = []
+        try:
+            yield found
+        except BaseException:
+            for original, content in before:
+                refill(original, content)
+            raise
+        for original, content in before:
+            if is_unchanged(original, content):
+                continue
+            places = self._copies[0].places_of(original)
+            for index, copies in enumerate(self._copies):
+                own = copies.of(original)
+                if index == 0:
+                    refill(original, content)
+                for module, name in places:
+                    give(index, module, name, own)
+            self._originals += [(module, name, original) for module, name in places]
+            found += places
 
     def collect(self, overlays: Sequence[Attributes], merge: Merge) -> None:
         """Takes the copies out of what the micro-batches have written, and puts what came into them, merged, into the

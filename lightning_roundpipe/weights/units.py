@@ -143,6 +143,7 @@ class UnitTable:
 
     Attributes:
         modules: of the root, as :meth:`is_of` has seen them.
+        filled_by_users: lists and dicts of units that user code fills: (module, name of the attribute).
 
     Raises:
         ValueError: if a class of ``unit_classes`` does not occur in ``root``.
@@ -161,6 +162,7 @@ class UnitTable:
         self._chosen = tuple(unit_classes or ())
         self._no_split = self._no_split_names()
         self._total = max(1, _num_parameters(root))
+        self.filled_by_users: dict[tuple[nn.Module, str], None] = {}
         self.blocks: list[nn.Module] = []
         self.user_code: set[nn.Module] = {root}
         self._descend(root)
@@ -185,8 +187,8 @@ class UnitTable:
             unit.facts.clear()
 
     def filled(self) -> list[tuple[nn.Module, str]]:
-        """Lists and dicts that units are known to fill: (module, name of the attribute)."""
-        return [place for unit in self.units.values() for place in unit.fills]
+        """Lists and dicts of units that they, or user code, are known to fill: (module, name of the attribute)."""
+        return [*self.filled_by_users, *(place for unit in self.units.values() for place in unit.fills)]
 
     def _no_split_names(self) -> set[str]:
         names: set[str] = set()

@@ -295,6 +295,63 @@ def test_a_unit_that_fills_another_container_of_the_step_is_refused(make: Callab
         train(Shares, vectors, devices=2, num_microbatches=3)
 
 
+class KeepsByHook(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {"all": []}
+        self.inner.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.kept["last"] = output
+        self.kept["all"].append(output.detach().mean(-1))
+
+
+class UsersFillUnits(Chain):
+    """Hooks and the step fill lists and dicts of units, which do not read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsByHook() for _ in range(4))
+        for block in self.blocks:
+            block.outputs = []
+
+    def run_block(self, block: Any, x: Tensor) -> Tensor:
+        x = block(x)
+        block.outputs.append(x)
+        return x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        blocks: Any = self.blocks
+        for block in blocks:
+            block.outputs.clear()
+        loss: Tensor = super().training_step(batch, batch_idx)
+        for block in blocks:
+            loss = loss + block.kept["last"].square().mean() + block.outputs[0].mean()
+            assert len(block.outputs) == 1
+        return loss
+
+
+def test_lists_and_dicts_of_units_that_user_code_fills(pipeline: dict[str, Any]) -> None:
+    run = assert_parity(UsersFillUnits, vectors, **pipeline, min_calls=3)
+    plain = train(UsersFillUnits, vectors)
+    for ours, theirs in zip(run.module.blocks, plain.module.blocks, strict=True):
+        assert_alike(ours.kept["all"], theirs.kept["all"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_first_step_that_fails_leaves_lists_of_units_as_they_were() -> None:
+    class Fails(UsersFillUnits):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            super().training_step(batch, batch_idx)
+            raise ZeroDivisionError
+
+    module = Fails()
+    with pytest.raises(ZeroDivisionError):
+        train(lambda: module, vectors, devices=2, num_microbatches=3)
+    for block in module.blocks:
+        assert block.kept == {"all": []}
+        assert block.outputs == []
+
+
 class ReturnsItsList(FillsAList):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.kept, {"nested": self.kept}
