@@ -237,8 +237,10 @@ def test_compiled_units_train_as_units_that_are_not(name: str, precision: str, w
             for compile_units in (False, {"backend": "aot_eager"})
         ]
     except UserWarning as warning:
-        if "inline in skipfiles: Mapping.__contains__" not in str(warning):
-            raise
-        pytest.skip("needs a torch that compiles a look into a mapping; 2.6 says that it does not")
+        if "inline in skipfiles: Mapping.__contains__" in str(warning):
+            pytest.skip("needs a torch that compiles a look into a mapping; 2.6 says that it does not")
+        if way_to_copy == "accelerator" and "GuardOnDataDependentSymNode" in str(warning):
+            pytest.skip("needs a transformers whose experts compile for GPUs; 5.17 asks how many tokens they have")
+        raise
     assert_same(outcomes[1], outcomes[0], exact=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2

@@ -124,8 +124,8 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
 
 @compat("Trainer argument", "deterministic; benchmark")
 @pytest.mark.filterwarnings("ignore:You passed `deterministic=True` and `benchmark=True`")
-@pytest.mark.parametrize(("deterministic", "benchmark"), [(True, False), ("warn", True), (False, True)])
-def test_steps_see_the_switches_of_torch(deterministic: Any, benchmark: bool) -> None:
+@pytest.mark.parametrize(("deterministic", "is_tuned"), [(True, False), ("warn", True), (False, True)])
+def test_steps_see_the_switches_of_torch(deterministic: Any, is_tuned: bool) -> None:
     seen: set[Any] = set()
 
     class Looks(Small):
@@ -134,8 +134,8 @@ def test_steps_see_the_switches_of_torch(deterministic: Any, benchmark: bool) ->
             seen.add((torch.are_deterministic_algorithms_enabled(), only_warns, torch.backends.cudnn.benchmark))
             return self.loss(batch)
 
-    compare(Looks, deterministic=deterministic, benchmark=benchmark)
-    assert seen == {(bool(deterministic), deterministic == "warn", benchmark)}
+    compare(Looks, deterministic=deterministic, benchmark=is_tuned)
+    assert seen == {(bool(deterministic), deterministic == "warn", is_tuned)}
 
 
 @compat("Trainer argument", "deterministic")
